@@ -1,0 +1,1 @@
+"""Headway: orchestrates training on Ray."""

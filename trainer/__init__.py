@@ -1,0 +1,1 @@
+"""Headway: the training loop, in one process."""

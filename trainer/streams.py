@@ -1,0 +1,107 @@
+"""What the loop asks of its data and of the parts of its state: two Protocols. (`loaders.py` turns loaders into streams.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+Guarantee = Literal["exact", "epoch", "none"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state goes into a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state: tensors, and what pickles."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes over a state that `state_dict` returned, perhaps in another process."""
+        ...
+
+
+class GlobalBatch(Protocol):
+    """This rank's part of the samples of one optimizer update.
+
+    Attributes:
+        micro_batches: what `training_step` gets, one after the other; equally many on every rank.
+        num_samples: how many samples of each micro-batch count; 0 marks rows that only keep the ranks in step.
+        global_num_samples: samples of the whole update over all ranks, or None where only a collective can tell.
+    """
+
+    @property
+    def micro_batches(self) -> Sequence[Any]: ...
+    @property
+    def num_samples(self) -> Sequence[int]: ...
+    @property
+    def global_num_samples(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a stream must know of the run before it can be read. (A datasets stream gets one by shape, not by import.)
+
+    Attributes:
+        rank, world_size: which part of every global batch is this rank's.
+        global_batch_size: samples of one update over all ranks; None leaves it to the loader.
+        micro_batch_size: at most this many samples in one forward pass; None: all that the rank has of the update.
+        accumulation: micro-batches of one update, for loaders that bring their own batches.
+        seed: of the order of the data; the same on all ranks.
+        device: where the batches are to lie.
+        training: an evaluation stream gives every row exactly once, in a fixed order.
+    """
+
+    rank: int
+    world_size: int
+    global_batch_size: int | None
+    micro_batch_size: int | None
+    accumulation: int
+    seed: int
+    device: torch.device
+    training: bool
+
+
+@runtime_checkable
+class BatchStream(Protocol):
+    """Batches of one rank, epoch by epoch, from any place in an epoch.
+
+    The place is one number: the samples of the epoch that all ranks together have consumed. The loop keeps it (it is
+    in every checkpoint) and hands it back; a stream holds no position of its own that matters.
+    """
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """"exact": any offset is found again; "epoch": an epoch can only be started over; "none": not even that."""
+        ...
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Changes when the data changes; None where nobody can tell."""
+        ...
+
+    def open(self, feed: Feed) -> None:
+        """Tells the stream who reads it. Called once, before anything else; opening checks, and reads no rows."""
+        ...
+
+    def samples_in_epoch(self, epoch: int) -> int | None:
+        """Samples of one epoch over all ranks, after what the tail policy drops; None where nobody can tell."""
+        ...
+
+    def steps_in_epoch(self, epoch: int) -> int | None:
+        """Global batches of one whole epoch; None where nobody can tell."""
+        ...
+
+    def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
+        """Yields the global batches of an epoch from `offset` on. Equally many on every rank.
+
+        The iterator may be closed before its end. A stream whose guarantee is not "exact" ignores the offset.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends its threads and processes. May be called twice."""
+        ...

@@ -1,0 +1,26 @@
+"""What all tests share: one local Ray for the whole session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before anything imports Ray: no report to the outside, no advice on migration, no second `uv run`.
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0",
+    RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+    RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A Ray on this machine with four logical CPUs: two for workers, two for reading data."""
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()

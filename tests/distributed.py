@@ -1,0 +1,86 @@
+"""Runs a function on real ranks: spawned processes that meet over gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from headway.trainer.world import World
+
+
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Calls `fn(world, *args)` on every rank and returns what each returned, in the order of the ranks.
+
+    Args:
+        fn: a function at the top of an importable module; what it takes and returns must pickle.
+        world_size: number of processes; they are spawned, and meet through a file, so no port is taken.
+        timeout_s: after this, every rank's Python stack is in the error.
+
+    Raises:
+        AssertionError: a rank raised, died, or was late; the text holds the traceback of the first to fail.
+    """
+    context = mp.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="headway-ranks-") as folder:
+        processes = [
+            context.Process(target=_rank, args=(rank, world_size, folder, results, timeout_s, fn, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, results, timeout_s, Path(folder))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(processes: list[Any], results: Any, timeout_s: float, folder: Path) -> list[Any]:
+    returned: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s + 5
+    while len(returned) < len(processes):
+        try:
+            rank, error, value = results.get(timeout=0.2)
+        except queue.Empty:
+            dead = [r for r, p in enumerate(processes) if r not in returned and p.exitcode not in (None, 0)]
+            if not dead and time.monotonic() < deadline:
+                continue
+            stacks = "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(folder.glob("stack-*")))
+            what = f"rank {dead[0]} died (exit code {processes[dead[0]].exitcode})" if dead else "ranks are late"
+            raise AssertionError(f"{what}; returned: {sorted(returned)}\n{stacks}") from None
+        if error is not None:
+            raise AssertionError(f"rank {rank} raised:\n{error}")
+        returned[rank] = value
+    return [returned[rank] for rank in range(len(processes))]
+
+
+def _rank(
+    rank: int, world_size: int, folder: str, results: Any, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    with (Path(folder) / f"stack-{rank}").open("w") as stack:
+        faulthandler.dump_traceback_later(timeout_s, file=stack, exit=True)
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+        try:
+            value = fn(World.attach("cpu"), *args)
+            dist.barrier()
+            results.put((rank, None, value))
+        except BaseException:
+            results.put((rank, traceback.format_exc(), None))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            results.close()
+            results.join_thread()
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,150 @@
+"""The processes that train together, as one of them sees it: the only caller of `torch.distributed` collectives.
+
+Alone, every collective is the identity, so nothing above this file asks whether training is distributed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks of one training, seen from one rank. Every collective must be called by every rank, in the same order.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: number of processes.
+        local_rank: of this process among those of its machine.
+        device: where this rank computes.
+        owns_process_group: whether `close` ends the process group, because this object began it.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    owns_process_group: bool = False
+
+    @classmethod
+    def alone(cls, device: torch.device | str | None = None) -> World:
+        """A world of one process, on the given device or the best one that the machine has."""
+        return cls(rank=0, size=1, local_rank=0, device=torch.device(device) if device else _best_device(0))
+
+    @classmethod
+    def from_environment(cls, *, timeout_s: float = 1800.0) -> World:
+        """Joins the process group that `torchrun` describes in the environment; alone where there is none.
+
+        A process group that exists already is joined, and left standing by `close`.
+
+        Raises:
+            ConfigError: the environment describes a process group only in part.
+        """
+        if dist.is_available() and dist.is_initialized():
+            return cls.attach()
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return cls.alone()
+        if missing := {"MASTER_ADDR", "MASTER_PORT"} - set(os.environ):
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are set, but not {' and '.join(sorted(missing))}: start the program with "
+                "`torchrun`, or unset RANK and WORLD_SIZE to train in one process"
+            )
+        device = _best_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+        return replace(cls.attach(), owns_process_group=True)
+
+    @classmethod
+    def attach(cls, device: torch.device | str | None = None) -> World:
+        """Joins the process group that somebody else began and will end; alone where there is none."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls.alone(device)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return cls(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            local_rank=local_rank,
+            device=torch.device(device) if device else _best_device(local_rank),
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one rank that writes and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Adds a tensor up over all ranks, in place, and returns it. Same shape and dtype everywhere."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Takes the element-wise maximum over all ranks, in place, and returns it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def start_maximum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begins `maximum` without waiting; `wait()` on what it returns ends it. None when there is nothing to wait for."""
+        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True) if self.size > 1 else None
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank passed True. Waits for the device."""
+        if self.size == 1:
+            return flag
+        # int32: bool is not reduced by NCCL.
+        return bool(self.maximum(torch.tensor(int(flag), dtype=torch.int32, device=self.device)).item())
+
+    def broadcast(self, value: T) -> T:
+        """Returns the main rank's value on every rank; it must pickle. For rare, small things."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value if self.is_main else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]  # type: ignore[no-any-return]
+
+    def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrites a tensor with the main rank's, in place, and returns it."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Returns every rank's value, in the order of the ranks, on every rank. For rare, small things."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def close(self) -> None:
+        """Ends the process group if this object began it. May be called twice."""
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _best_device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    # Not MPS: it has neither float64 nor a process group; ask for it by World.alone("mps").
+    return torch.device("cpu")

@@ -1,0 +1,144 @@
+"""How to train: frozen dataclasses that refuse nonsense when they are made. What to train is the Trainer's class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from .errors import ConfigError
+from .progress import Duration
+
+Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
+Precision = Literal["fp32", "bf16"]
+ActivationCheckpointing = Literal["none", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a model is spread over the ranks.
+
+    Attributes:
+        strategy: "none" keeps one process; "ddp" replicates; "fsdp" shards parameters, gradients and moments over all
+            ranks (FSDP2); "hsdp" shards inside groups of `shard_size` ranks and replicates over the groups. With one
+            rank every strategy trains the plain model.
+        shard_size: ranks of one "hsdp" group; usually those of one machine.
+        shard_modules: class names of the modules that are gathered, checkpointed and compiled one at a time; empty
+            takes the children of every `ModuleList` and `ModuleDict`, which is where the blocks of a deep model live.
+        reshard_after_forward: frees gathered parameters between forward and backward: less memory, one gather more.
+        find_unused_parameters: lets DDP train a model of which some parameters get no gradient; costs a walk of the
+            graph in every step.
+        compile: compiles each of these modules (or the whole model where there are none) with `torch.compile`.
+        activation_checkpointing: "full" keeps only the inputs of these modules and computes the rest again in backward.
+    """
+
+    strategy: Strategy = "ddp"
+    shard_size: int | None = None
+    shard_modules: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    find_unused_parameters: bool = False
+    compile: bool = False
+    activation_checkpointing: ActivationCheckpointing = "none"
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, Strategy)
+        _one_of("activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing)
+        if isinstance(self.shard_modules, list):
+            object.__setattr__(self, "shard_modules", tuple(self.shard_modules))
+        _positive("shard_size", self.shard_size)
+        if (self.strategy == "hsdp") != (self.shard_size is not None):
+            raise ConfigError(
+                f"shard_size belongs to strategy 'hsdp', which needs it; there is strategy={self.strategy!r} with "
+                f"shard_size={self.shard_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state is saved, and how much of it is kept.
+
+    Attributes:
+        every: time between two checkpoints; None saves only at the end and on request.
+        at_end: whether an ended or interrupted run saves where it stands.
+        keep_last: how many of the newest checkpoints stay; the newest good one always does.
+    """
+
+    every: Duration | None = Duration(1, "epochs")
+    at_end: bool = True
+    keep_last: int | Literal["all"] = 2
+
+    def __post_init__(self) -> None:
+        _parse_durations(self, "every")
+        if self.keep_last != "all":
+            _positive("keep_last", self.keep_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """What every training can be told. Subclass it, frozen and keyword-only, to add what the model needs.
+
+    A `Duration` may be written as text: `evaluate_every="500 steps"`.
+
+    Attributes:
+        max_epochs: passes over the training data, in total over all attempts and resumes.
+        max_steps: optimizer updates, in total. The first limit that is reached ends the run.
+        steps_per_epoch: updates that make an epoch of data that has no end of its own, or cut a longer one short.
+        seed: of everything random; every rank derives its own stream, the order of the data is common.
+        global_batch_size: samples of one update over all ranks. Stays what it is when the number of ranks changes.
+        micro_batch_size: at most this many samples in one forward pass of one rank; accumulation follows.
+        gradient_accumulation_steps: micro-batches of one update and rank, for loaders that bring their own batches.
+        precision: "bf16" runs forward passes under autocast; the weights stay float32.
+        max_grad_norm: clips the norm of the whole gradient; it is measured in any case.
+        log_every: time between two flushes of the training metrics.
+        evaluate_every: time between two evaluations, where there is data for it; None evaluates at the end only.
+        parallel: how the model is spread over the ranks.
+        checkpoint: when the state is saved.
+    """
+
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    steps_per_epoch: int | None = None
+    seed: int = 0
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    gradient_accumulation_steps: int = 1
+    precision: Precision = "fp32"
+    max_grad_norm: float | None = None
+    log_every: Duration = Duration(50, "steps")
+    evaluate_every: Duration | None = Duration(1, "epochs")
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        _parse_durations(self, "log_every", "evaluate_every")
+        _one_of("precision", self.precision, Precision)
+        for name in ("max_epochs", "max_steps", "steps_per_epoch", "global_batch_size", "micro_batch_size"):
+            _positive(name, getattr(self, name))
+        _positive("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is above zero, not {self.max_grad_norm}; leave it out to clip nothing")
+        if self.log_every.unit == "seconds":
+            raise ConfigError(f"log_every counts steps or epochs, not {self.log_every}: ranks would flush at different steps")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed lies from 0 to 2**63 - 1, not at {self.seed}")
+        if self.gradient_accumulation_steps > 1 and self.micro_batch_size is not None and self.global_batch_size is not None:
+            raise ConfigError(
+                "accumulation follows from global_batch_size and micro_batch_size; leave out gradient_accumulation_steps "
+                f"(there is {self.gradient_accumulation_steps})"
+            )
+
+
+def _positive(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+
+
+def _one_of(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} is one of {', '.join(get_args(choices))}, not {value!r}")
+
+
+def _parse_durations(config: Any, *names: str) -> None:
+    assert set(names) <= {each.name for each in fields(config)}
+    for name in names:
+        if (value := getattr(config, name)) is not None:
+            object.__setattr__(config, name, Duration.parse(value))

@@ -28,6 +28,7 @@ class World:
         local_rank: of this process among those of its machine.
         device: where this rank computes.
         owns_process_group: whether `close` ends the process group, because this object began it.
+        control: a second process group on the CPU, for what must not wait for the device; None where the first is one.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class World:
     local_rank: int
     device: torch.device
     owns_process_group: bool = False
+    control: dist.ProcessGroup | None = None
 
     @classmethod
     def alone(cls, device: torch.device | str | None = None) -> World:
@@ -73,11 +75,13 @@ class World:
         if not (dist.is_available() and dist.is_initialized()):
             return cls.alone(device)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        on = torch.device(device) if device else _best_device(local_rank)
         return cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
             local_rank=local_rank,
-            device=torch.device(device) if device else _best_device(local_rank),
+            device=on,
+            control=dist.new_group(backend="gloo") if on.type != "cpu" else None,
         )
 
     @property
@@ -98,22 +102,28 @@ class World:
         return tensor
 
     def start_maximum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begins `maximum` without waiting; `wait()` on what it returns ends it. None when there is nothing to wait for."""
-        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True) if self.size > 1 else None
+        """Begins the maximum of a CPU tensor, in place; `wait()` on what it returns ends it. None if there is no wait.
+
+        It never touches the device, so nothing that the device has yet to compute is waited for.
+        """
+        if self.size == 1:
+            return None
+        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank passed True. Waits for the device."""
+        """Whether any rank passed True. Waits for the other ranks, not for the device."""
         if self.size == 1:
             return flag
-        # int32: bool is not reduced by NCCL.
-        return bool(self.maximum(torch.tensor(int(flag), dtype=torch.int32, device=self.device)).item())
+        value = torch.tensor(int(flag), dtype=torch.int32)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(value.item())
 
     def broadcast(self, value: T) -> T:
         """Returns the main rank's value on every rank; it must pickle. For rare, small things."""
         if self.size == 1:
             return value
         box: list[Any] = [value if self.is_main else None]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]  # type: ignore[no-any-return]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -127,13 +137,13 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.size > 1:
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            dist.barrier(group=self.control)
 
     def close(self) -> None:
         """Ends the process group if this object began it. May be called twice."""

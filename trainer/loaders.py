@@ -1,0 +1,289 @@
+"""Turns what people have (a torch DataLoader, any iterable, a function that makes one) into a `BatchStream`.
+
+A DataLoader over a map-style dataset becomes exact: its rows are drawn by our own order, a pure function of (seed,
+epoch), so that any place in an epoch is found again at once and at any number of ranks. Anything else is read as it
+comes, and says so by a weaker guarantee.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import SequentialSampler, get_worker_info
+
+from .errors import ConfigError, DataError
+from .nested import batch_size
+from .streams import BatchStream, Feed, GlobalBatch, Guarantee
+
+
+def as_stream(data: Any) -> BatchStream:
+    """Returns the stream that reads `data`: a stream as it is, a DataLoader, an iterable, or a function that makes one.
+
+    Raises:
+        ConfigError: `data` is none of these.
+    """
+    if isinstance(data, BatchStream):
+        return data
+    if isinstance(data, DataLoader) and _is_plain(data):
+        return LoaderStream(data)
+    if isinstance(data, Iterable) or callable(data):
+        return IterableStream(data)
+    raise ConfigError(
+        f"cannot read batches from a {type(data).__name__}: give a torch DataLoader, a Headway stream, any iterable of "
+        "batches, or a function that returns one"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBatch:
+    """A `GlobalBatch` that a loader's batches make up."""
+
+    micro_batches: Sequence[Any]
+    num_samples: Sequence[int]
+    global_num_samples: int | None
+
+
+class LoaderStream:
+    """Reads a map-style DataLoader in an order of our own, so that every place of an epoch can be found again.
+
+    The loader's dataset, collate function, worker processes, batch size, `drop_last` and whether it shuffles are kept;
+    its sampler is replaced, and shared out over the ranks by us. With worker processes, everything random that a row
+    draws is seeded by (seed, epoch, row): augmentation does not depend on the number of workers, ranks or restarts.
+    """
+
+    guarantee: Guarantee = "exact"
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._dataset: Any = loader.dataset
+        self._shuffle = not isinstance(loader.sampler, SequentialSampler) and getattr(loader.sampler, "shuffle", True)
+        self._indices = _Indices()
+        self._reader: DataLoader[Any] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The kind and the length of the dataset: all that can be told without reading it."""
+        return f"{type(self._dataset).__qualname__}[{len(self._dataset)}]"
+
+    def open(self, feed: Feed) -> None:
+        """Works out the batch sizes.
+
+        Raises:
+            DataError: the dataset is empty, or smaller than one global batch whose tail is dropped.
+        """
+        loader, self._feed = self._loader, feed
+        assert loader.batch_size is not None
+        self._micro_batch_size = feed.micro_batch_size or loader.batch_size
+        own = loader.batch_size * feed.world_size * (feed.accumulation if feed.training else 1)
+        self._global_batch_size = (feed.training and feed.global_batch_size) or own
+        self._drop_last = loader.drop_last and feed.training
+        if len(self._dataset) == 0:
+            raise DataError(f"the {type(self._dataset).__name__} of the {_role(feed)} loader has no rows")
+        if self._drop_last and len(self._dataset) < self._global_batch_size:
+            raise DataError(
+                f"the {type(self._dataset).__name__} has {len(self._dataset)} rows, less than one global batch of "
+                f"{self._global_batch_size}, and drop_last drops it: nothing would be trained on"
+            )
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Rows of an epoch over all ranks."""
+        rows = len(self._dataset)
+        return rows - rows % self._global_batch_size if self._drop_last else rows
+
+    def steps_in_epoch(self, epoch: int) -> int:
+        """Global batches of an epoch, the last of which may be smaller."""
+        return -(-self.samples_in_epoch(epoch) // self._global_batch_size)
+
+    def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
+        """Yields the global batches from `offset` on; finding it costs nothing but the epoch's permutation."""
+        plan = [self._split(rows) for rows in self._global_rows(epoch, offset)]
+        rows = [rows for micro_batches, _, _ in plan for rows in micro_batches]
+        # Worker processes outlive an epoch, so the epoch travels with each row.
+        self._indices.batches = [[(epoch, row) for row in each] for each in rows] if self._loader.num_workers else rows
+        batches = iter(self._read())
+        for micro_batches, num_samples, total in plan:
+            yield LoadedBatch([next(batches) for _ in micro_batches], num_samples, total)
+
+    def close(self) -> None:
+        """Drops the loader, whose worker processes end with it."""
+        self._reader = None
+
+    def _global_rows(self, epoch: int, offset: int) -> Iterator[list[int]]:
+        rows = len(self._dataset)
+        if self._shuffle and self._feed.training:
+            seed = int(np.random.SeedSequence((self._feed.seed, epoch)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+            order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+        else:
+            order = list(range(rows))
+        end = self.samples_in_epoch(epoch)
+        for start in range(offset, end, self._global_batch_size):
+            yield order[start : min(start + self._global_batch_size, end)]
+
+    def _split(self, rows: list[int]) -> tuple[list[list[int]], list[int], int]:
+        """Cuts the rows of a global batch into this rank's micro-batches; every rank gets equally many of them."""
+        rank, size = self._feed.rank, self._feed.world_size
+        own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
+        num_micro_batches = max(1, -(-(-(-len(rows) // size)) // self._micro_batch_size))
+        pieces = [
+            own[len(own) * i // num_micro_batches : len(own) * (i + 1) // num_micro_batches] for i in range(num_micro_batches)
+        ]
+        # A rank without rows still takes part in every collective of the forward pass; its row counts nothing.
+        return [piece or rows[:1] for piece in pieces], [len(piece) for piece in pieces], len(rows)
+
+    def _read(self) -> DataLoader[Any]:
+        if self._reader is None:
+            loader = self._loader
+            workers: dict[str, Any] = {}
+            if loader.num_workers:
+                workers = {
+                    "prefetch_factor": loader.prefetch_factor,
+                    "persistent_workers": loader.persistent_workers,
+                    "multiprocessing_context": loader.multiprocessing_context,
+                    "worker_init_fn": loader.worker_init_fn,
+                    "timeout": loader.timeout,
+                }
+            self._reader = DataLoader(
+                _SeededRows(self._dataset, self._feed.seed) if loader.num_workers else self._dataset,
+                batch_sampler=self._indices,
+                collate_fn=loader.collate_fn,
+                num_workers=loader.num_workers,
+                pin_memory=loader.pin_memory,
+                # Otherwise every start of an epoch draws from the global generator, and a resumed run draws once more.
+                generator=torch.Generator(),
+                **workers,
+            )
+        return self._reader
+
+
+class IterableStream:
+    """Reads any iterable as it comes: every rank what its own iterable gives, several batches to one update.
+
+    An iterable that can be started again (a list, a DataLoader over an `IterableDataset`, a function that makes an
+    iterator) guarantees whole epochs: after an interruption the epoch begins again. A generator guarantees nothing.
+    """
+
+    def __init__(self, data: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        self._make: Callable[[], Iterable[Any]] = data if not isinstance(data, Iterable) else lambda: data
+        self._data = data
+        self._once = isinstance(data, Iterator)
+        self._num_batches = len(data) if isinstance(data, Sized) and not _unsized(data) else None
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """"none" for an iterator that runs once, otherwise "epoch"."""
+        return "none" if self._once else "epoch"
+
+    @property
+    def fingerprint(self) -> None:
+        """Nobody can tell what an iterable holds without reading it."""
+        return
+
+    def open(self, feed: Feed) -> None:
+        """Takes note of the accumulation.
+
+        Raises:
+            ConfigError: a global batch size is asked for, which only a stream that knows its rows can keep.
+            DataError: the iterable has no batches.
+        """
+        self._feed = feed
+        if feed.training and feed.global_batch_size is not None:
+            raise ConfigError(
+                f"global_batch_size={feed.global_batch_size} needs data that can be cut to size: a DataLoader over a "
+                "map-style dataset or a Headway stream. An iterable brings its own batches; "
+                "set gradient_accumulation_steps instead"
+            )
+        if self._num_batches == 0:
+            raise DataError(f"the {_role(feed)} data, a {type(self._data).__name__}, has no batches")
+
+    def samples_in_epoch(self, epoch: int) -> None:
+        """Not known before the batches are read."""
+        return
+
+    def steps_in_epoch(self, epoch: int) -> int | None:
+        """Global batches, where the iterable has a length."""
+        return None if self._num_batches is None else -(-self._num_batches // self._window)
+
+    def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
+        """Yields groups of batches from the beginning of the iterable, or from where a generator stands."""
+        set_epoch = getattr(getattr(self._data, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        window: list[Any] = []
+        for batch in self._make():
+            window.append(batch)
+            if len(window) == self._window:
+                yield self._group(window)
+                window = []
+        if window:
+            yield self._group(window)
+
+    def close(self) -> None:
+        """Nothing of ours to end."""
+
+    @property
+    def _window(self) -> int:
+        return self._feed.accumulation if self._feed.training else 1
+
+    def _group(self, window: list[Any]) -> LoadedBatch:
+        num_samples = [batch_size(batch) for batch in window]
+        return LoadedBatch(window, num_samples, sum(num_samples) if self._feed.world_size == 1 else None)
+
+
+class _Indices:
+    """A batch sampler whose batches are set before every epoch, so that a loader's worker processes can stay."""
+
+    batches: Sequence[list[Any]] = ()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _SeededRows(Dataset[Any]):
+    """Seeds everything random of a worker process before each row: what a row draws depends on nothing but the row."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        assert get_worker_info() is not None, "only worker processes may be reseeded"
+        epoch, row = place
+        words = np.random.SeedSequence((self._seed, epoch, row)).generate_state(2, np.uint32)
+        torch.manual_seed(int(words[0]))
+        random.seed(int(words[1]))
+        np.random.seed(words)
+        return self._dataset[row]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether the loader draws all rows of a map-style dataset once, which is what our own order does."""
+    sampler = loader.sampler
+    plain = isinstance(sampler, (SequentialSampler, DistributedSampler)) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    return (
+        plain
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_size is not None
+        and type(loader.batch_sampler) is BatchSampler
+    )
+
+
+def _unsized(data: Any) -> bool:
+    """Whether `len` would raise or guess: a DataLoader takes its length from a dataset that may have none."""
+    return isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
+
+
+def _role(feed: Feed) -> str:
+    return "training" if feed.training else "validation"

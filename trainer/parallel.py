@@ -1,0 +1,250 @@
+"""From a model on the meta device to one that trains on many ranks. The order, stated once:
+
+    born on meta -> checkpointed -> compiled -> sharded (FSDP2, HSDP) -> materialised -> initialised -> replicated (DDP)
+
+Sharding comes before materialising, so no rank ever holds the whole model; replicating comes last, because DDP copies
+the main rank's weights to the others. What torchtitan does in `parallelize_llama` is the model for this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .config import ParallelConfig, Precision
+from .errors import ConfigError
+from .world import World
+
+aten = torch.ops.aten
+
+
+def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World) -> None:
+    """Prepares a model in place up to the point where its weights are to be initialised. Every rank must call this.
+
+    Args:
+        model: on the meta device, or with real weights, which then are the main rank's on every rank.
+        config: what to do with it.
+        precision: "bf16" gathers sharded parameters in bfloat16; gradients are reduced in float32.
+        world: the ranks to spread it over.
+
+    Raises:
+        ConfigError: the strategy does not fit the number of ranks, or names modules that the model does not have.
+    """
+    check_strategy(config, world)
+    blocks = _blocks(model, config)
+    if config.activation_checkpointing == "full":
+        for parent, name, block in blocks or [(None, "", model)]:
+            if parent is None:
+                raise ConfigError(
+                    f"activation checkpointing needs blocks to checkpoint, and {type(model).__name__} has no ModuleList: "
+                    "name their classes in config.parallel.shard_modules"
+                )
+            parent.register_module(name, checkpoint_wrapper(block))
+    blocks = [(parent, name, parent.get_submodule(name)) for parent, name, _ in blocks]
+    if config.compile:
+        for module in [block for _, _, block in blocks] or [model]:
+            module.compile()
+    if world.size > 1 and config.strategy in ("fsdp", "hsdp"):
+        if not _on_meta(model):
+            _synchronise(model, world)
+        _fully_shard(model, [block for _, _, block in blocks], config, precision, world)
+    if _on_meta(model):
+        model.to_empty(device=world.device)
+    else:
+        model.to(world.device)
+
+
+def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
+    """Calls `init_weights`, with the same random numbers for every number of ranks, and checks that it left nothing out.
+
+    Raises:
+        ConfigError: a parameter or a buffer that was born on the meta device still holds nothing, with its name.
+    """
+    tensors = dict(_tensors(models))
+    for tensor in tensors.values():
+        _spoil(tensor)
+    versions = {name: tensor._version for name, tensor in tensors.items()}
+    with torch.no_grad(), _SameRandomNumbers():
+        init_weights()
+    after = dict(_tensors(models))
+    forgotten = [
+        name
+        for name, tensor in after.items()
+        if name in tensors and tensor is tensors[name] and _is_spoilt(tensor, untouched=tensor._version == versions[name])
+    ]
+    if forgotten:
+        raise ConfigError(
+            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are born on the "
+            "meta device, without memory, and initialised afterwards. Give the module that owns each a "
+            "`reset_parameters()` that fills it, or override `init_weights()` in the trainer"
+        )
+
+
+def reset_parameters(model: nn.Module) -> None:
+    """Calls `reset_parameters` of every module that has one, in the order of `modules()`."""
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
+    """Wraps an initialised model in DDP where the strategy asks for it, and otherwise returns it as it is."""
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if world.size == 1 or config.strategy != "ddp" or not trains:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=config.find_unused_parameters,
+    )
+
+
+def check_strategy(config: ParallelConfig, world: World) -> None:
+    """Refuses a strategy that does not fit the number of ranks.
+
+    Raises:
+        ConfigError: with the ranks there are and what would fit.
+    """
+    if config.strategy == "none" and world.size > 1:
+        raise ConfigError(f"strategy 'none' trains in one process, and there are {world.size} ranks: take 'ddp' or 'fsdp'")
+    if config.strategy == "hsdp" and world.size > 1 and world.size % (config.shard_size or 1):
+        raise ConfigError(f"strategy 'hsdp' with shard_size={config.shard_size} does not divide {world.size} ranks evenly")
+
+
+def without_gradient_sync(models: Mapping[str, nn.Module]) -> AbstractContextManager[object]:
+    """Keeps the gradients of a forward and backward pass on this rank: for all micro-batches of an update but the last."""
+    stack = ExitStack()
+    for model in models.values():
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        elif isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(False)
+            stack.callback(model.set_requires_gradient_sync, True)
+    return stack
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Returns the module that the user wrote, inside any nesting of DDP, activation checkpointing and compile."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(module, CheckpointWrapper):
+            module = module._checkpoint_wrapped_module
+        elif isinstance(module, torch._dynamo.OptimizedModule):
+            module = module._orig_mod
+        else:
+            return module
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor: the tensor itself unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with its parts from all ranks put together. Every rank must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class _SameRandomNumbers(TorchDispatchMode):
+    """Draws for a sharded tensor what the unsharded one would get, and keeps this rank's part.
+
+    On a CPU every rank would otherwise fill its shard from the same generator, so that the halves of a weight come out
+    equal; and a model would start differently at every number of ranks. Holds one whole tensor at a time.
+    """
+
+    _RANDOM = (aten.uniform_, aten.normal_, aten.bernoulli_, aten.exponential_, aten.log_normal_, aten.cauchy_, aten.random_)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        if func.overloadpacket not in self._RANDOM or not isinstance(target, DTensor):
+            return func(*args, **(kwargs or {}))
+        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        func(full, *args[1:], **(kwargs or {}))
+        # src_data_rank=None: every rank has drawn the same numbers, none need be sent.
+        part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+        return target
+
+
+def _blocks(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The modules that are treated one at a time, outermost first, each with its parent and its name there."""
+    wanted = set(config.shard_modules)
+    found: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        in_list = isinstance(parent, (nn.ModuleList, nn.ModuleDict))
+        for name, child in parent.named_children():
+            if type(child).__name__ in wanted or (not wanted and in_list):
+                found.append((parent, name, child))
+    if missing := wanted - {type(child).__name__ for _, _, child in found}:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"config.parallel.shard_modules names {', '.join(sorted(missing))}, and {type(model).__name__} has none; "
+            f"it has {', '.join(present)}"
+        )
+    return found
+
+
+def _fully_shard(
+    model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, precision: Precision, world: World
+) -> None:
+    kind = world.device.type
+    if config.strategy == "hsdp":
+        assert config.shard_size is not None
+        shape = (world.size // config.shard_size, config.shard_size)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None,
+        reduce_dtype=torch.float32 if precision == "bf16" else None,
+    )
+    # Innermost first: what a nested block has taken, its parent leaves alone.
+    for module in reversed(blocks):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _synchronise(model: nn.Module, world: World) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(world.broadcast_tensor(tensor.to(world.device, copy=True)))
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, model in models.items():
+        for path, parameter in model.named_parameters(name):
+            yield path, parameter
+        for path, buffer in model.named_buffers(name):
+            yield path, buffer
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """Fills a tensor so that a value that nobody sets is noticed."""
+    part = local(tensor.detach())
+    if part.is_floating_point() or part.is_complex():
+        part.fill_(float("nan"))
+
+
+def _is_spoilt(tensor: torch.Tensor, *, untouched: bool) -> bool:
+    part = local(tensor.detach())
+    if part.is_floating_point() or part.is_complex():
+        return bool(part.isnan().any())
+    # Integers and booleans have no NaN; only a buffer can be one, and buffers are not sharded.
+    return untouched

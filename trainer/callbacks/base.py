@@ -1,0 +1,286 @@
+"""What can watch a run: `Callback` with all its hooks, and the list of callbacks that the loop calls as one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..trainer import Trainer
+
+T = TypeVar("T")
+
+
+class Callback:
+    """Watches a run through its hooks, and asks (`trainer.request_stop(reason)`); what a hook returns is ignored.
+
+    Every rank has its own callbacks and calls the same hooks at the same updates. Batch hooks fire for each micro-batch
+    of this rank, step hooks for each optimizer update. A method that begins with `on_` and is no hook is a TypeError
+    when the class is made. An error that a hook raises ends the run, and says which hook it came from.
+
+    Example:
+        >>> class CountUpdates(Callback):
+        ...     updates = 0
+        ...     def on_step_end(self, trainer):
+        ...         self.updates += 1
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls)
+
+    def on_setup_start(self, trainer: Trainer[Any]) -> None:
+        """Fires first of all: there is a world and a device, no model yet."""
+
+    def on_models_configured(self, trainer: Trainer[Any]) -> None:
+        """Fires after `configure_models`: the models are on the meta device, neither wrapped nor sharded."""
+
+    def on_setup_end(self, trainer: Trainer[Any]) -> None:
+        """Fires when models, optimizers, schedulers and data are ready, before a checkpoint is looked for."""
+
+    def on_restored(self, trainer: Trainer[Any]) -> None:
+        """Fires after a checkpoint was loaded, and only then."""
+
+    def on_fit_start(self, trainer: Trainer[Any]) -> None:
+        """Fires once, before the first update of this attempt, on a fresh and on a resumed run."""
+
+    def on_epoch_start(self, trainer: Trainer[Any]) -> None:
+        """Fires before the first batch of an epoch, and again when a resumed run goes on inside one."""
+
+    def on_batch_start(self, trainer: Trainer[Any], batch: Any, batch_idx: int) -> None:
+        """Fires before the forward pass of each training micro-batch."""
+
+    def on_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Fires after the backward pass of each training micro-batch, with what `training_step` returned."""
+
+    def on_step_start(self, trainer: Trainer[Any]) -> None:
+        """Fires before the first micro-batch of each update."""
+
+    def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
+        """Fires when the gradients of an update are summed over ranks and unscaled, but not yet clipped."""
+
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        """Fires after each update that was applied, when optimizer, scheduler and `global_step` have moved."""
+
+    def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
+        """Fires instead of `on_step_end` when an update was not applied; nothing but the data has moved."""
+
+    def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Fires with each record for the trackers: means over the interval and over all ranks, equal on every rank."""
+
+    def on_log_images(self, trainer: Trainer[Any], images: Mapping[str, torch.Tensor]) -> None:
+        """Fires when images are logged."""
+
+    def on_evaluation_start(self, trainer: Trainer[Any]) -> None:
+        """Fires when an evaluation begins; the models are in evaluation mode already."""
+
+    def on_evaluation_batch_start(self, trainer: Trainer[Any], batch: Any, batch_idx: int) -> None:
+        """Fires before `validation_step` sees a batch."""
+
+    def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Fires after `validation_step`, with what it returned."""
+
+    def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Fires with the metrics of a whole evaluation, equal on every rank; the models are back in training mode."""
+
+    def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
+        """Fires when a checkpoint is committed: it is whole, and a killed run would resume from it."""
+
+    def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Fires after each epoch, also one in which a stop was asked for, with its training and evaluation means."""
+
+    def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
+        """Fires once, at the update at which all ranks have agreed to stop."""
+
+    def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
+        """Fires exactly once, in every ending; `error` is what ended the run, or None. All callbacks get it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run must know; an empty dict is not saved."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes over what `state_dict` returned. Called before `on_restored`."""
+
+
+PlainFunction: TypeAlias = "Callable[[Trainer[Any], int, Mapping[str, float]], object]"
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def check_hooks(cls: type, *, leading: Sequence[str] = ("self", "trainer")) -> None:
+    """Refuses a class with a method `on_*` that nothing calls, or that cannot be called as its hook is.
+
+    Args:
+        cls: a callback, or a trainer, whose own hooks lack the argument `trainer`.
+        leading: the arguments before those of the hook's own.
+
+    Raises:
+        TypeError: names the attribute and the nearest hook, or the parameters that the hook needs.
+    """
+    for name in (name for name in dir(cls) if name.startswith("on_")):
+        if name not in HOOKS:
+            nearest = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
+            raise TypeError(f"{cls.__qualname__} defines {name}, which nothing calls; did you mean {nearest}?")
+        written = inspect.getattr_static(cls, name)
+        if not inspect.isfunction(written):
+            continue
+        needed = [*leading, *list(inspect.signature(getattr(Callback, name)).parameters)[2:]]
+        try:
+            inspect.signature(written).bind(*needed)
+        except TypeError as error:
+            raise TypeError(
+                f"{cls.__qualname__}.{name}({', '.join(inspect.signature(written).parameters)}) cannot be called "
+                f"as its hook is, with ({', '.join(needed)}): {error}"
+            ) from None
+
+
+class CallbackList(Callback):
+    """All callbacks of a trainer as one callback, in their order; the hooks of the trainer's own class come first.
+
+    A hook that nobody overrides is the no-op of `Callback`, so calling it costs 0.05 microseconds.
+
+    Args:
+        callbacks: callbacks, or functions `(trainer, epoch, metrics)` to be called at the end of every epoch.
+        trainer: its class may define hooks itself, with the same names and without the argument `trainer`.
+
+    Attributes:
+        overridden: names of the hooks that somebody overrides, for a loop that would do work only for a hook.
+
+    Raises:
+        ConfigError: one of `callbacks` is neither a callback nor such a function.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback | PlainFunction] = (), trainer: object = None) -> None:
+        self._callbacks = tuple(_as_callback(callback) for callback in callbacks)
+        self._by_key = key_by_class(self._callbacks)
+        self.overridden: set[str] = set()
+        for hook in HOOKS:
+            callees: list[tuple[str, Callable[..., object]]] = []
+            if (own := getattr(trainer, hook, None)) is not None:
+                callees.append((type(trainer).__qualname__, _without_trainer(own)))
+            for callback in self._callbacks:
+                method = getattr(callback, hook)
+                if getattr(method, "__func__", None) is not getattr(Callback, hook):
+                    callees.append((_name(callback), method))
+            if callees:
+                self.overridden.add(hook)
+                # Shadows the method, so that the call of the loop goes straight to those that listen.
+                setattr(self, hook, (_call_at_end if hook == "on_fit_end" else _call_each)(hook, callees))
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states that are not empty, by class and place among the callbacks of that class: "EMA/0"."""
+        states = {key: callback.state_dict() for key, callback in self._by_key.items()}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Gives each callback its state; one without stays fresh, a state without its callback is warned of."""
+        if gone := sorted(set(state_dict) - set(self._by_key)):
+            warnings.warn(
+                f"the checkpoint has the state of callbacks that this run does not have: {', '.join(gone)}",
+                stacklevel=2,
+            )
+        for key, callback in self._by_key.items():
+            if key in state_dict:
+                try:
+                    callback.load_state_dict(state_dict[key])
+                except Exception as error:
+                    error.add_note(
+                        f"raised by {_name(callback)}.load_state_dict, for the state {key!r} of the checkpoint"
+                    )
+                    raise
+
+
+def key_by_class(parts: Sequence[T]) -> dict[str, T]:
+    """Names each part by its class and its place among the parts of that class: "EMA/0", "EMA/1", "Timer/0"."""
+    count: Counter[str] = Counter()
+    keyed: dict[str, T] = {}
+    for part in parts:
+        name = type(part).__qualname__
+        keyed[f"{name}/{count[name]}"] = part
+        count[name] += 1
+    return keyed
+
+
+class _AtEpochEnd(Callback):
+    """A plain function as a callback."""
+
+    def __init__(self, function: PlainFunction) -> None:
+        self.function = function
+
+    def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        self.function(trainer, trainer.current_epoch, metrics)
+
+
+def _as_callback(candidate: Callback | PlainFunction) -> Callback:
+    if isinstance(candidate, Callback):
+        return candidate
+    if isinstance(candidate, type):
+        raise ConfigError(
+            f"{candidate.__qualname__} is a class; a callback is an object: {candidate.__qualname__}(...)"
+        )
+    if callable(candidate):
+        try:
+            inspect.signature(candidate).bind("trainer", "epoch", "metrics")
+        except TypeError as error:
+            raise ConfigError(
+                f"a function as a callback takes (trainer, epoch, metrics), but {candidate!r}: {error}"
+            ) from None
+        return _AtEpochEnd(candidate)
+    raise ConfigError(f"{candidate!r} is neither a Callback nor a function (trainer, epoch, metrics)")
+
+
+def _name(callback: Callback) -> str:
+    if isinstance(callback, _AtEpochEnd):
+        return getattr(callback.function, "__qualname__", repr(callback.function))
+    return type(callback).__qualname__
+
+
+def _without_trainer(method: Callable[..., object]) -> Callable[..., object]:
+    return lambda _trainer, *args: method(*args)
+
+
+def _call_each(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        for owner, method in callees:
+            try:
+                method(*args)
+            except BaseException as error:
+                error.add_note(f"raised by {owner}.{hook}")
+                raise
+
+    return call
+
+
+def _call_at_end(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) -> Callable[..., None]:
+    """Calls all of them whatever happens. The first error is raised, unless the run has one: that gets a note."""
+
+    def call(trainer: Any, error: BaseException | None) -> None:
+        first = error
+        for owner, method in callees:
+            try:
+                method(trainer, error)
+            except BaseException as raised:
+                if first is None:
+                    raised.add_note(f"raised by {owner}.{hook}")
+                    first = raised
+                elif raised is not first:
+                    first.add_note(f"besides, {owner}.{hook} raised {type(raised).__name__}: {raised}")
+        if error is None and first is not None:
+            raise first
+
+    return call

@@ -1,0 +1,149 @@
+"""Weighted means that stay on the device, and meet the other ranks once, when they are read."""
+
+from __future__ import annotations
+
+import numbers
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import StepError
+from .world import World
+
+_FOLD_AT = 1024
+"""So many values of one name are kept on a device before they become one sum: bounds the memory without waiting."""
+
+
+class MeanMetrics:
+    """Means of what steps return, over micro-batches and ranks, each weighted by its samples or tokens.
+
+    `add` never waits for a device: a tensor that lies on one is kept there. `read` is the one place that waits, for the
+    device and for the other ranks. A mean is `sum(weight * value) / sum(weight)`, summed in float64 (float32 on devices
+    that have no float64). A name may be missing on some ranks or in some micro-batches: its mean is over the others.
+
+    Example:
+        >>> metrics = MeanMetrics()
+        >>> metrics.add({"loss": torch.tensor(2.0)}, weight=3)
+        >>> metrics.add({"loss": 6.0}, weight=1)
+        >>> metrics.read(World.alone("cpu"))
+        {'loss': 3.0}
+    """
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._on_device: defaultdict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
+        self._folded: list[tuple[str, Tensor]] = []
+        self._agreed: list[str] = []
+
+    def add(self, outputs: Mapping[str, Any], weight: Tensor | float = 1, prefix: str = "") -> None:
+        """Takes the numbers of one micro-batch of this rank; nested names become "a/b".
+
+        Args:
+            outputs: numbers and tensors of one element, in nested mappings. Tensors are detached, and may lie anywhere.
+            weight: how much they count: samples, tokens, or a tensor of one element. What has weight 0 is ignored,
+                even if it is NaN.
+            prefix: goes before every name.
+
+        Raises:
+            StepError: one of them is no single number.
+        """
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = weight.item()
+        for key, value in outputs.items():
+            name = prefix + key
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise _not_a_number(name, value)
+                if not value.is_cpu:
+                    self._keep(name, value, weight)
+                    continue
+                value = value.item()
+            elif not isinstance(value, (float, int)):
+                if isinstance(value, Mapping):
+                    self.add(value, weight, f"{name}/")
+                    continue
+                if not isinstance(value, numbers.Real):  # NumPy's scalars are
+                    raise _not_a_number(name, value)
+            if isinstance(weight, Tensor):
+                self._keep(name, torch.tensor(float(value)).to(weight.device, non_blocking=True), weight)
+            elif weight:
+                sums = self._sums[name]
+                sums[0] += weight * float(value)
+                sums[1] += weight
+
+    def read(self, world: World) -> dict[str, float]:
+        """Returns the means since the last read, by sorted name, equal on every rank, and begins anew.
+
+        Every rank must call this; it waits for the device. A name whose weights sum to zero is left out.
+        """
+        sums = self._take()
+        if world.size == 1:
+            self._agreed = sorted(sums)
+            total = [sums[name] for name in self._agreed]
+        else:
+            total, strangers = self._over_ranks(sums, world)
+            if strangers:
+                # Names change rarely, mostly at the first read; all ranks see the same count, so all go this way.
+                self._agreed = sorted({name for names in world.gather([*self._agreed, *sums]) for name in names})
+                total, _ = self._over_ranks(sums, world)
+        return {name: weighted / weight for name, (weighted, weight) in zip(self._agreed, total, strict=True) if weight}
+
+    def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
+        """Keeps a value on its device, as it is now: only a fresh result of the graph will not change in place."""
+        kept = self._on_device[name]
+        fresh = value.grad_fn is not None and not value._is_view()
+        kept.append((value.detach() if fresh else value.detach().clone(), weight))
+        if len(kept) >= _FOLD_AT:
+            self._fold(name)
+
+    def _fold(self, name: str) -> None:
+        """Replaces the kept values of a name by their weighted sum and the sum of the weights."""
+        kept = self._on_device.pop(name)
+        device = kept[0][0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        value_N = torch.stack([value.reshape(()).to(device, dtype, non_blocking=True) for value, _ in kept])
+        if any(isinstance(weight, Tensor) for _, weight in kept):
+            weights = [torch.as_tensor(weight).reshape(()).to(device, dtype, non_blocking=True) for _, weight in kept]
+            weight_N = torch.stack(weights)
+        else:
+            weight_N = torch.tensor([weight for _, weight in kept]).to(device, dtype, non_blocking=True)
+        weighted_N = torch.where(weight_N == 0, 0, value_N * weight_N)
+        self._folded.append((name, torch.stack([weighted_N.sum(), weight_N.sum()])))
+
+    def _take(self) -> dict[str, list[float]]:
+        """Brings all sums of this rank to the host, in one transfer, and forgets them."""
+        for name in list(self._on_device):
+            self._fold(name)
+        sums, self._sums = self._sums, defaultdict(self._sums.default_factory)
+        folded, self._folded = self._folded, []
+        if folded:
+            device = folded[0][1].device
+            rows = torch.stack([pair.to(device) for _, pair in folded]).tolist()
+            for (name, _), (weighted, weight) in zip(folded, rows, strict=True):
+                sums[name][0] += weighted
+                sums[name][1] += weight
+        return sums
+
+    def _over_ranks(self, sums: Mapping[str, list[float]], world: World) -> tuple[list[list[float]], int]:
+        """Sums all agreed names over all ranks by one collective, together with the count of names not agreed yet."""
+        rows = [sums.get(name, [0.0, 0.0]) for name in self._agreed]
+        strangers = len(sums.keys() - set(self._agreed))
+        dtype = torch.float32 if world.device.type == "mps" else torch.float64
+        packed = torch.tensor([*rows, [strangers, 0]], dtype=dtype, device=world.device)
+        *total, last = world.sum(packed).tolist()
+        return total, int(last[0])
+
+
+def _not_a_number(name: str, value: Any) -> StepError:
+    what = (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"{type(value).__name__} {value!r:.60}"
+    )
+    return StepError(
+        f"the step returned {what} as {name!r}; needed is a number or a tensor of one element: "
+        "return its mean, or keep it for a callback as an attribute"
+    )

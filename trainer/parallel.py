@@ -55,10 +55,10 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
         for module in [block for _, _, block in blocks] or [model]:
             module.compile()
     if world.size > 1 and config.strategy in ("fsdp", "hsdp"):
-        if not _on_meta(model):
+        if not on_meta(model):
             _synchronise(model, world)
         _fully_shard(model, [block for _, _, block in blocks], config, precision, world)
-    if _on_meta(model):
+    if on_meta(model):
         model.to_empty(device=world.device)
     else:
         model.to(world.device)
@@ -223,7 +223,7 @@ def _synchronise(model: nn.Module, world: World) -> None:
             tensor.copy_(world.broadcast_tensor(tensor.to(world.device, copy=True)))
 
 
-def _on_meta(model: nn.Module) -> bool:
+def on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -61,12 +61,13 @@ class Requests:
         if self._world.size == 1:
             if not any(self._wanted):
                 return _NOTHING
-            values, self._wanted = self._wanted, [0, 0, 0]
+            values, self._wanted = self._wanted, [0, 0, self._wanted[2]]
         else:
             values = self._read()
             flags = torch.tensor(self._wanted, dtype=torch.int32)
             self._in_flight = flags, self._world.start_maximum(flags)
-            self._wanted = [0, 0, 0]
+            # A stop stays asked for, so that no race with a signal handler can lose it.
+            self._wanted = [0, 0, self._wanted[2]]
         if not any(values):
             return _NOTHING
         return Agreed(

@@ -1,0 +1,80 @@
+"""One evaluation: every row counted once, over all ranks, and the models left as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import DataError, StepError
+from .metrics import MeanMetrics
+from .nested import move
+from .precision import autocast
+from .requests import Requests
+from .streams import BatchStream
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def evaluate(
+    trainer: Trainer[Any], stream: BatchStream, metrics: MeanMetrics, requests: Requests
+) -> dict[str, float]:
+    """Runs `validation_step` over a stream and returns the means, equal on every rank. Every rank must call this.
+
+    An evaluation that a request to stop cuts short returns nothing, rather than the metrics of a part of the data.
+
+    Raises:
+        DataError: the data has no rows.
+        StepError: a step returned neither a tensor nor a dict.
+    """
+    num_batches = 0
+    weighs_itself = trainer.weighs_itself
+    with _evaluating(trainer):
+        trainer.callbacks.on_evaluation_start(trainer)
+        for batch in stream.epoch(0):
+            for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
+                if trainer.device.type != "cpu":
+                    micro_batch = move(micro_batch, trainer.device)
+                trainer.callbacks.on_evaluation_batch_start(trainer, micro_batch, num_batches)
+                with autocast(trainer.config.precision, trainer.device):
+                    outputs = trainer.validation_step(micro_batch, num_batches)
+                if isinstance(outputs, torch.Tensor):
+                    outputs = {"loss": outputs}
+                if not isinstance(outputs, Mapping):
+                    raise StepError(
+                        f"validation_step of {type(trainer).__name__} returned a {type(outputs).__name__}; it must return "
+                        "the loss, or a dict of numbers"
+                    )
+                if num_samples:
+                    metrics.add(outputs, trainer.loss_weight(micro_batch) if weighs_itself else num_samples, "validation/")
+                trainer.callbacks.on_evaluation_batch_end(trainer, outputs, micro_batch, num_batches)
+                num_batches += 1
+            agreed = requests.agree()
+            if agreed.save:
+                requests.save()
+            if agreed.stop:
+                return {}
+        if num_batches == 0:
+            raise DataError("the validation data has no batches; return (train, None) to train without")
+        result = metrics.read(trainer.world)
+    trainer.callbacks.on_evaluation_end(trainer, result)
+    return result
+
+
+@contextmanager
+def _evaluating(trainer: Trainer[Any]) -> Iterator[None]:
+    """Puts the models in evaluation mode, without gradients, and every module back as it was, whatever happens."""
+    modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
+    for model in trainer.models.values():
+        model.eval()
+    trainer.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        trainer.training = True
+        for module, mode in modes:
+            module.training = mode

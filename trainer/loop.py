@@ -1,0 +1,239 @@
+"""The loop: epochs, updates, and what is due between two of them. No optimizer, no device, no process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from .checkpoint import Checkpoint
+from .errors import ConfigError, DataError
+from .evaluation import evaluate
+from .metrics import MeanMetrics
+from .progress import Schedule
+from .recorder import Recorder
+from .requests import Requests, StopStatus
+from .result import FitResult
+from .state import RunState
+from .streams import BatchStream, GlobalBatch
+from .update import Update
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Loop:
+    """Runs what `Trainer` draws in its docstring, from a trainer that is set up. Every rank must call every method.
+
+    Args:
+        trainer: with its models, optimizers and schedulers.
+        requests: what is asked of the run while it trains.
+        data: the training data, open.
+        validation: the validation data, open, if there is any.
+
+    Raises:
+        ConfigError: nothing says when an epoch of the data ends.
+    """
+
+    def __init__(
+        self, trainer: Trainer[Any], requests: Requests, data: BatchStream, validation: BatchStream | None = None
+    ) -> None:
+        config = trainer.config
+        if config.max_steps is None and config.steps_per_epoch is None and data.guarantee == "none":
+            raise ConfigError(
+                f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: set "
+                "steps_per_epoch, or max_steps instead"
+            )
+        self._trainer, self._config, self._requests = trainer, config, requests
+        self._progress, self._world = trainer.progress, trainer.world
+        self._data, self._validation = data, validation
+        self.metrics = MeanMetrics()
+        self.update = Update(trainer, self.metrics)
+        self.recorder = Recorder(trainer, self.metrics, self.update)
+        self._state = RunState(trainer, self.recorder, self.metrics, data)
+        self._logs = Schedule(config.log_every)
+        self._evaluations = Schedule(config.evaluate_every)
+        self._checkpoints = Schedule(config.checkpoint.every)
+        self._has_clocks = any(each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every))
+        self._last_evaluated: int | None = None
+        self._stopped: StopStatus | None = None
+
+    def run(self, resume: str) -> FitResult:
+        """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
+        resumed_from = self._state.restore(resume)
+        self.recorder.start(resumed=resumed_from is not None)
+        reason = self._reached_limit()
+        if reason is None:
+            self._trainer.callbacks.on_fit_start(self._trainer)
+        while reason is None:
+            self.train_epoch()
+            reason = self._requests.stop_reason if self._stopped else self._reached_limit()
+            if reason is not None:
+                self._finish()
+        self._requests.close()
+        return self._state.result(self._stopped or "completed", reason, resumed_from)
+
+    def train_epoch(self) -> dict[str, float]:
+        """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
+        progress, epoch = self._progress, self._progress.epoch
+        self._trainer.callbacks.on_epoch_start(self._trainer)
+        with closing(self._global_batches(epoch)) as batches:
+            for batch in batches:
+                self._advance(batch)
+                self._do_what_is_due()
+                if self._stopped or progress.step == self._config.max_steps or self._is_cut_here():
+                    break
+            else:
+                if progress.step_in_epoch == 0:
+                    raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty, or has run out")
+                return self._end_epoch()
+        if self._is_cut_here() or progress.step_in_epoch == self._data.steps_in_epoch(epoch):
+            return self._end_epoch()
+        self.recorder.flush()
+        metrics = self._trainer.history.so_far()
+        self._trainer.callbacks.on_epoch_end(self._trainer, metrics)
+        return metrics
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Makes one update and returns its metrics."""
+        self._advance(batch)
+        return self.recorder.flush()
+
+    def evaluate(self, stream: BatchStream) -> dict[str, float]:
+        """Evaluates, with `Trainer.log` going to the evaluation's own metrics."""
+        training, self.metrics = self.metrics, MeanMetrics()
+        try:
+            with self.recorder.paused():
+                return evaluate(self._trainer, stream, self.metrics, self._requests)
+        finally:
+            self.metrics = training
+
+    def save(self) -> Checkpoint:
+        """Saves the whole state, between two updates."""
+        self.update.settle()
+        with self.recorder.paused():
+            checkpoint = self._state.save()
+        self._checkpoints.done(self._progress.elapsed_s)
+        self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
+        return checkpoint
+
+    def _advance(self, batch: GlobalBatch) -> None:
+        """Makes one update, and counts it."""
+        progress = self._progress
+        self.update(batch)
+        # A stream that cannot tell has as many samples on every rank, as near as anybody knows.
+        samples = batch.global_num_samples or sum(batch.num_samples) * self._world.size
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.offset += samples
+        progress.samples += samples
+        self.recorder.count(batch)
+        self._trainer.callbacks.on_step_end(self._trainer)
+
+    def _do_what_is_due(self) -> None:
+        """Logs, evaluates, saves and stops, in this order: whatever is due or agreed on after an update."""
+        progress, agreed = self._progress, self._requests.agree()
+        if self._logs.due(progress, ended="steps"):
+            self.recorder.flush()
+        if agreed.evaluate or self._evaluations.due(progress, ended="steps"):
+            self._evaluate()
+        if agreed.save or self._checkpoints.due(progress, ended="steps"):
+            self._save_unless_saved()
+        if agreed.stop:
+            self._stop(agreed.stop)
+        if self._has_clocks and self._world.is_main:
+            # Clocks differ between ranks: the main one's decides, and the others hear of it like of any request.
+            elapsed_s = self.recorder.elapsed_s()
+            if self._evaluations.due_by_clock(elapsed_s):
+                self._evaluations.done(elapsed_s)
+                self._requests.evaluate()
+            if self._checkpoints.due_by_clock(elapsed_s):
+                self._checkpoints.done(elapsed_s)
+                self._requests.save()
+
+    def _end_epoch(self) -> dict[str, float]:
+        progress, trainer = self._progress, self._trainer
+        progress.epoch += 1
+        progress.step_in_epoch = progress.offset = 0
+        if trainer.scheduler_interval == "epoch":
+            for scheduler in trainer.schedulers.values():
+                if not isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step()
+        self.recorder.flush()
+        if self._stopped is None and self._evaluations.due(progress, ended="epochs"):
+            self._evaluate()
+        metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
+        trainer.callbacks.on_epoch_end(trainer, metrics)
+        if self._stopped is None and self._checkpoints.due(progress, ended="epochs"):
+            self._save_unless_saved()
+        return metrics
+
+    def _evaluate(self) -> None:
+        """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one."""
+        if self._validation is None or self._last_evaluated == self._progress.step:
+            return
+        metrics = self.evaluate(self._validation)
+        if not metrics:
+            return
+        self._last_evaluated = self._progress.step
+        self._progress.evaluations += 1
+        self.recorder.evaluation(metrics)
+        for scheduler in self._trainer.schedulers.values():
+            if isinstance(scheduler, ReduceLROnPlateau):
+                monitor = self._trainer.scheduler_monitor
+                if monitor not in metrics:
+                    raise ConfigError(f"scheduler_monitor is {monitor!r}, but an evaluation gives {', '.join(metrics)}")
+                scheduler.step(metrics[monitor])
+
+    def _save_unless_saved(self) -> None:
+        if self._trainer.run_dir is not None and self._state.last_saved_step != self._progress.step:
+            self.save()
+
+    def _stop(self, status: StopStatus) -> None:
+        self._stopped = status
+        reasons = self._world.gather(self._requests.stop_reason)
+        self._requests.stop_reason = next(reason for reason in reasons if reason)
+        self._trainer.callbacks.on_stop_requested(self._trainer, self._requests.stop_reason)
+
+    def _finish(self) -> None:
+        """Evaluates and saves the last state, unless that has been done; one that was told to stop only saves."""
+        if self._stopped is None:
+            self._evaluate()
+        if self._config.checkpoint.at_end:
+            self._save_unless_saved()
+
+    def _reached_limit(self) -> str | None:
+        progress, config = self._progress, self._config
+        if config.max_steps is not None and progress.step >= config.max_steps:
+            return f"max_steps={config.max_steps} reached"
+        if config.max_epochs is not None and progress.epoch >= config.max_epochs:
+            return f"max_epochs={config.max_epochs} reached"
+        return None
+
+    def _is_cut_here(self) -> bool:
+        return self._progress.step_in_epoch == self._config.steps_per_epoch
+
+    def _global_batches(self, epoch: int) -> Iterator[GlobalBatch]:
+        """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""
+        must_agree = self._world.size > 1 and self._data.guarantee != "exact"
+        iterator = self._data.epoch(epoch, offset=self._progress.offset)
+        try:
+            while True:
+                began_s = time.perf_counter()
+                batch = next(iterator, None)
+                self.recorder.waited_s += time.perf_counter() - began_s
+                if must_agree:
+                    count = len(batch.micro_batches) if batch is not None else 0
+                    most, least = self._world.maximum(torch.tensor([count, -count], device=self._world.device)).tolist()
+                    if most != -least:
+                        return
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            if (close := getattr(iterator, "close", None)) is not None:
+                close()

@@ -1,0 +1,149 @@
+"""What a run says of itself while it trains: records at intervals, with throughput, to the trackers."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .metrics import MeanMetrics
+from .progress import Duration
+from .streams import GlobalBatch
+from .trackers.base import RunInfo, Tracker, TrackerList
+from .update import Update
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Recorder:
+    """Reads the metrics when they are due, and gives them to hooks, history and trackers.
+
+    Args:
+        trainer: whose run it is.
+        metrics: what the updates have added since the last flush.
+        update: knows the learning rates that were used.
+
+    Attributes:
+        waited_s: how long the loop has waited for data since the last flush; the loop adds to it.
+    """
+
+    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: Update) -> None:
+        self._trainer, self._metrics, self._update = trainer, metrics, update
+        self.trackers = TrackerList()
+        self._counts_tokens = trainer.counts_tokens
+        self._began_s = time.perf_counter()
+        self._new_interval()
+
+    def use(self, trackers: Sequence[Tracker]) -> None:
+        """Records to these trackers; the main rank's only."""
+        self.trackers = TrackerList(trackers)
+
+    def start(self, *, resumed: bool) -> None:
+        """Begins the clock and the trackers, when a checkpoint has been restored or none is there."""
+        trainer = self._trainer
+        self._began_s = time.perf_counter() - trainer.progress.elapsed_s
+        run = RunInfo(
+            name=PurePosixPath(trainer.run_dir).name if trainer.run_dir else type(trainer).__name__,
+            run_dir=trainer.run_dir,
+            config=as_plain(trainer.config),
+            attempt=trainer.attempt,
+            resumed=resumed,
+        )
+        self.trackers.start(run, step=trainer.progress.step)
+        self._new_interval()
+
+    def elapsed_s(self) -> float:
+        """Seconds inside `fit`, over all attempts."""
+        return time.perf_counter() - self._began_s
+
+    def count(self, batch: GlobalBatch) -> None:
+        """Takes note of an update, for the throughput."""
+        self._steps += 1
+        if self._counts_tokens:
+            for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
+                if num_samples:
+                    self._tokens += self._trainer.num_tokens(micro_batch)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves what happens inside out of the throughput."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_s += time.perf_counter() - began_s
+            self._trainer.progress.elapsed_s = self.elapsed_s()
+
+    def flush(self) -> dict[str, float]:
+        """Makes the record of the interval since the last flush, if there was an update. Every rank must call this."""
+        trainer, progress = self._trainer, self._trainer.progress
+        if not self._steps:
+            return {}
+        record = self._metrics.read(trainer.world)
+        # After the read, which waits for the device: what it has yet to compute is not done.
+        seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
+        per_rank = trainer.world.gather((self._tokens, self.waited_s / seconds))
+        samples = progress.samples - self._samples
+        record |= self._update.last_learning_rates()
+        record["samples_per_s"] = samples / seconds
+        if self._counts_tokens:
+            record["tokens_per_s"] = sum(tokens for tokens, _ in per_rank) / seconds
+        record["step_s"] = seconds / self._steps
+        # The slowest rank's: the others wait for it in the next collective.
+        record["data_wait"] = max(waited for _, waited in per_rank)
+        progress.elapsed_s = record["elapsed_s"] = self.elapsed_s()
+        trainer.history.add(record, samples=samples)
+        self._log(record)
+        self._new_interval()
+        return record
+
+    def evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Logs the result of an evaluation."""
+        self._trainer.history.add_evaluation(metrics)
+        self._log(metrics)
+
+    def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
+        """Gives images to the trackers."""
+        self.trackers.log_images(images, step=self._trainer.progress.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the trackers must know in a resumed run."""
+        return self.trackers.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives it to them."""
+        self.trackers.load_state_dict(state_dict)
+
+    def finish(self, status: str) -> None:
+        """Ends the trackers."""
+        self.trackers.finish(status)
+
+    def _log(self, record: Mapping[str, float]) -> None:
+        trainer = self._trainer
+        trainer.callbacks.on_log(trainer, record)
+        self.trackers.log(record, step=trainer.progress.step, epoch=trainer.progress.epoch)
+
+    def _new_interval(self) -> None:
+        self._interval_s = time.perf_counter()
+        self._samples = self._trainer.progress.samples
+        self._steps = self._tokens = 0
+        self.waited_s = self._paused_s = 0.0
+
+
+def as_plain(config: Any) -> Any:
+    """Turns a config into dicts, lists, numbers and text, as it would be written to a file."""
+    if isinstance(config, Duration):
+        return str(config)
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {each.name: as_plain(getattr(config, each.name)) for each in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {str(key): as_plain(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [as_plain(value) for value in config]
+    return config if config is None or isinstance(config, (bool, int, float, str)) else str(config)

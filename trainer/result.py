@@ -1,0 +1,89 @@
+"""What came of a training: its history while it runs, and the truth about how it ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["completed", "stopped", "time_limit", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """How a call of `fit` ended. An error of the user's step is raised instead; "failed" is what a run's record says.
+
+    Attributes:
+        status: "completed" when a limit was reached, "stopped" when somebody asked for it, "time_limit",
+            "interrupted" by a signal.
+        reason: why, in words.
+        metrics: the last value of every metric, by its name in the log.
+        history: one dict per completed epoch: "epoch" (from 1), "step", the means of the training metrics over the
+            epoch and the last evaluation in it.
+        steps: optimizer updates, over all attempts.
+        epochs: completed passes over the data.
+        last_checkpoint: path of the newest checkpoint, from which a resumed run goes on.
+        best_checkpoint: path of the one with the lowest validation loss among those that are kept.
+        resumed_from: path of the checkpoint that this call of `fit` began from.
+    """
+
+    status: Status
+    reason: str
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+    steps: int
+    epochs: int
+    last_checkpoint: str | None = None
+    best_checkpoint: str | None = None
+    resumed_from: str | None = None
+
+
+@dataclass(slots=True)
+class History:
+    """Means over whole epochs, put together from the records of the log; goes into checkpoints, equal on every rank.
+
+    Attributes:
+        epochs: one dict per completed epoch.
+        latest: the last value of every metric.
+    """
+
+    epochs: list[dict[str, float]] = field(default_factory=list)
+    latest: dict[str, float] = field(default_factory=dict)
+    _sums: dict[str, list[float]] = field(default_factory=dict)
+    _evaluation: dict[str, float] = field(default_factory=dict)
+
+    def add(self, record: Mapping[str, float], *, samples: int) -> None:
+        """Takes in the training means over an interval of so many samples."""
+        self.latest.update(record)
+        for name, value in record.items():
+            if name.startswith("train/") and math.isfinite(value):
+                total = self._sums.setdefault(name, [0.0, 0.0])
+                total[0] += value * samples
+                total[1] += samples
+
+    def add_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Takes in the result of an evaluation."""
+        self.latest.update(metrics)
+        self._evaluation.update(metrics)
+
+    def end_epoch(self, *, epoch: int, step: int) -> dict[str, float]:
+        """Closes an epoch and returns its means."""
+        means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+        row = {"epoch": float(epoch), "step": float(step), **means, **self._evaluation}
+        self.epochs.append(row)
+        self._sums, self._evaluation = {}, {}
+        return row
+
+    def so_far(self) -> dict[str, float]:
+        """Returns the means over the part of the epoch that has been, without closing it."""
+        return {name: total / weight for name, (total, weight) in self._sums.items() if weight} | self._evaluation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all of it."""
+        return {"epochs": self.epochs, "latest": self.latest, "sums": self._sums, "evaluation": self._evaluation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes it over."""
+        self.epochs, self.latest = list(state["epochs"]), dict(state["latest"])
+        self._sums, self._evaluation = dict(state["sums"]), dict(state["evaluation"])

@@ -1,0 +1,404 @@
+"""The Trainer: what users subclass, and the life of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import parallel
+from .callbacks.base import Callback, CallbackList, PlainFunction, check_hooks
+from .checkpoint import Checkpoint
+from .config import TrainerConfig
+from .errors import ConfigError, DataError
+from .loaders import as_stream
+from .loop import Loop
+from .precision import autocast
+from .progress import Progress
+from .requests import Requests, StopStatus
+from .result import FitResult, History, Status
+from .rng import seed_everything
+from .signals import stop_on_signals
+from .streams import BatchStream, Feed
+from .trackers.base import Tracker
+from .trackers.jsonl import JsonlTracker
+from .update import Weight
+from .world import World
+
+C = TypeVar("C", bound=TrainerConfig)
+T = TypeVar("T")
+
+
+class Trainer(Generic[C]):
+    """Trains what a subclass describes: the same in one process, under `torchrun` and inside a Ray Train worker.
+
+    A subclass says what the model is and what a step does; every method that it may override is under "What users
+    write" below. The life of a run, with its hooks:
+
+        fit()
+        ├─ setup                                  on_setup_start
+        │  ├─ configure_models, on the meta device  on_models_configured
+        │  ├─ checkpoint, compile, shard; materialise; init_weights; replicate        (parallel.py)
+        │  └─ configure_optimizers, configure_dataloaders                             on_setup_end
+        ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
+        ├─ on_fit_start
+        ├─ until max_epochs, max_steps or a request to stop:                          on_epoch_start
+        │  ├─ for each global batch                                (update.py)        on_step_start
+        │  │  ├─ for each micro-batch of this rank                                    on_batch_start
+        │  │  │     training_step, backward; gradients meet at the last one           on_batch_end
+        │  │  ├─ measure the norm, guard                                              on_gradients_ready
+        │  │  ├─ clip, step, schedule                                                 on_step_end
+        │  │  └─ what is due or was asked for:
+        │  │        log                                                               on_log
+        │  │        evaluate    on_evaluation_start, on_evaluation_batch_start/end, on_evaluation_end
+        │  │        save                                                              on_checkpoint_saved
+        │  │        stop                                                              on_stop_requested
+        │  └─ log, evaluate, save at the end of the epoch                             on_epoch_end
+        ├─ evaluate and save, if the last step has not been
+        └─ whatever happened                                                          on_fit_end(error)
+
+    Args:
+        config: how to train.
+        run_dir: the run's directory, a path or fsspec URI: `checkpoints/` and `metrics.jsonl` go there, and `fit` goes
+            on from what is there. None writes nothing and always begins anew.
+        callbacks: called after those of `configure_callbacks`; functions `(trainer, epoch, metrics)` are welcome.
+        trackers: instead of those of `configure_trackers`.
+        world: the ranks to train on; by default what `torchrun` set up, or this process alone.
+        attempt: which life of the run this is, for its records.
+        printer: where `print` goes on the main rank.
+
+    Attributes:
+        config, world, progress, callbacks, trackers: as given, or made from what was given.
+        models, optimizers, schedulers: by the names of the attributes that hold them, once set up.
+        history: means over whole epochs.
+        training: False during an evaluation.
+        weighs_itself, counts_tokens: whether the subclass overrides `loss_weight` and `num_tokens`.
+
+    Raises:
+        ConfigError: the config is no `TrainerConfig`.
+    """
+
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    """Whether schedulers move after every update or every epoch; a `ReduceLROnPlateau` follows `scheduler_monitor`."""
+
+    scheduler_monitor: str = "validation/loss"
+    """The metric that a `ReduceLROnPlateau` gets after every evaluation."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls, leading=("self",))
+
+    def __init__(
+        self,
+        config: C,
+        *,
+        run_dir: str | Path | None = None,
+        callbacks: Sequence[Callback | PlainFunction] = (),
+        trackers: Sequence[Tracker] | None = None,
+        world: World | None = None,
+        attempt: int = 1,
+        printer: Callable[[str], None] = print,
+    ) -> None:
+        if not isinstance(config, TrainerConfig):
+            raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), not {config!r:.80}")
+        self.config = config
+        self.run_dir = str(run_dir) if run_dir is not None else None
+        self.world = world or World.from_environment()
+        self.attempt = attempt
+        self.progress = Progress()
+        self.history = History()
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.schedulers: dict[str, LRScheduler] = {}
+        self.training = True
+        self.weighs_itself = type(self).loss_weight is not Trainer.loss_weight
+        self.counts_tokens = type(self).num_tokens is not Trainer.num_tokens
+        self.callbacks = CallbackList()
+        self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
+        self._printer = printer
+        self._is_set_up = False
+        self._streams: list[BatchStream] = []
+        self._born_on_meta: dict[str, nn.Module] = {}
+        self._requests = Requests(self.world)
+        self._loop: Loop
+
+    # ---- What users write ------------------------------------------------------------------------------------------
+
+    def configure_models(self) -> None:
+        """Sets one or several modules as attributes. Runs on the meta device: shapes, but no memory and no values."""
+        raise NotImplementedError(f"{type(self).__name__} must define configure_models(self) and set self.model in it")
+
+    def init_weights(self) -> None:
+        """Gives every parameter and buffer its value, on the real device, after sharding.
+
+        By default calls `reset_parameters` of every module that has one. Random numbers come out the same for every
+        number of ranks and every strategy. Not called for models that came with their weights.
+        """
+        for model in self._born_on_meta.values():
+            parallel.reset_parameters(model)
+
+    def configure_optimizers(self) -> None:
+        """Sets optimizers, and schedulers if there are any, as attributes. The models are ready: use their parameters."""
+        raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self) and set self.optimizer in it")
+
+    def configure_dataloaders(self) -> Any:
+        """Returns the training data, or (training data, validation data).
+
+        Each is a torch DataLoader, a Headway stream, any iterable of batches, or a function that returns one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define configure_dataloaders(self) and return (train, validation)")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Returns the mean loss of a micro-batch, or a dict with "loss" and other numbers to log; dicts may be nested.
+
+        Args:
+            batch: what the data gives, its tensors on `self.device`.
+            batch_idx: micro-batches of this rank before this one, over the whole run.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define training_step(self, batch, batch_idx) and return the loss")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Returns numbers to average over the validation data; by default those of `training_step`. No gradients here."""
+        return self.training_step(batch, batch_idx)
+
+    def loss_weight(self, batch: Any) -> Weight:
+        """Returns how much the mean loss of a micro-batch counts: override it where that is not the number of samples.
+
+        A language model returns the number of tokens that have a label, as a number or a tensor on the device.
+        """
+        raise AssertionError("asked only when overridden")
+
+    def num_tokens(self, batch: Any) -> int:
+        """Returns the tokens of a micro-batch, for the throughput in the log; 0 where the word means nothing."""
+        return 0
+
+    def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
+        """Returns the callbacks of every run of this class."""
+        return ()
+
+    def configure_trackers(self) -> Sequence[Tracker]:
+        """Returns the trackers; by default one JSON line per record in the run directory."""
+        return () if self.run_dir is None else (JsonlTracker(),)
+
+    # ---- What users call -------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.world.device
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates over all attempts."""
+        return self.progress.step
+
+    @property
+    def current_epoch(self) -> int:
+        """Completed passes over the data, so the index of the one in progress."""
+        return self.progress.epoch
+
+    @property
+    def local_batches(self) -> int:
+        """Micro-batches of this rank over all attempts."""
+        return self.progress.micro_batches
+
+    @property
+    def is_accumulating_gradients(self) -> bool:
+        """Whether the micro-batch in hand is not the last of its update."""
+        return not self._loop.update.is_last_micro_batch
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Replaces `loss.backward()` in a `training_step` that wants to call it itself; weighs the loss."""
+        self._loop.update.backward(loss)
+
+    def step(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Replaces `optimizer.step()` in a `training_step` that wants to call it itself.
+
+        Returns the norm of the gradient before clipping, or None while gradients are accumulated and nothing was done.
+        """
+        return self._loop.update.step(optimizer)
+
+    def autocast(self) -> Any:
+        """A context in which a forward pass computes in the precision of the config; steps run in one already."""
+        return autocast(self.config.precision, self.device)
+
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight = 1.0) -> None:
+        """Logs a number of this step, averaged by weight like what the step returns. On any subset of the ranks."""
+        self._loop.metrics.add({name: value}, weight, "train/" if self.training else "validation/")
+
+    def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
+        """Gives images by name, [channels, height, width], to the trackers. Every rank may; the main rank's count."""
+        self.callbacks.on_log_images(self, images)
+        self._loop.recorder.log_images(images)
+
+    def print(self, text: str) -> None:
+        """Prints once, from the main rank, where the person is looking: also when this rank is on another machine."""
+        if self.world.is_main:
+            self._printer(text)
+
+    def request_stop(self, reason: str, *, status: StopStatus = "stopped") -> None:
+        """Asks for an orderly end, with a checkpoint. Any rank may, from any thread; all stop at the same update."""
+        self._requests.stop(reason, status)
+
+    def request_save(self) -> None:
+        """Asks for a checkpoint at the next update. Any rank may, from any thread."""
+        self._requests.save()
+
+    def request_evaluation(self) -> None:
+        """Asks for an evaluation at the next update. Any rank may, from any thread."""
+        self._requests.evaluate()
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Returns the module that the user wrote, inside any nesting of DDP, activation checkpointing and compile."""
+        return parallel.unwrap(module)
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Evaluates on the validation data, or on other data, and returns the metrics. Every rank must call this.
+
+        Every row counts once, at every number of ranks. Nothing is logged; works before, after and without `fit`.
+
+        Raises:
+            DataError: there is no data.
+        """
+        self.setup()
+        if data is None and len(self._streams) == 1:
+            raise DataError("there is no validation data: return (train, validation) from configure_dataloaders, or pass some")
+        return self._loop.evaluate(self._streams[1] if data is None else self._open(data, training=False))
+
+    def save_checkpoint(self) -> Checkpoint:
+        """Saves the whole state. Every rank must call this, between two updates.
+
+        Raises:
+            ConfigError: the trainer has no `run_dir`.
+            CheckpointError: it could not be written.
+        """
+        self.setup()
+        return self._loop.save()
+
+    # ---- The loop --------------------------------------------------------------------------------------------------
+
+    def fit(self, *, resume: Literal["auto", "never"] | str = "auto") -> FitResult:
+        """Trains, or goes on, until a limit is reached or a stop is asked for. Every rank must call this.
+
+        Args:
+            resume: "auto" goes on from the newest good checkpoint of `run_dir` and begins anew where there is none;
+                "never" begins anew; a path goes on from that checkpoint.
+
+        Raises:
+            ConfigError, DataError: what was asked for makes no sense; raised before the first step.
+            StepError, NonFiniteError: a step gave nothing to learn from.
+            CheckpointError: no checkpoint is good, or none can be written.
+        """
+        error: BaseException | None = None
+        status: Status = "failed"
+        try:
+            with stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
+                if self.config.max_epochs is None and self.config.max_steps is None:
+                    raise ConfigError("the config does not say when to stop: set max_epochs or max_steps")
+                self.setup()
+                result = self._loop.run(resume)
+            status = result.status
+            return result
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._end(error, status)
+
+    def train_epoch(self) -> dict[str, float]:
+        """Trains to the end of the epoch in progress and returns its metrics. Every rank must call this."""
+        self.setup()
+        return self._loop.train_epoch()
+
+    def train_step(self, batch: Any) -> dict[str, float]:
+        """Makes one update from one batch of this rank and returns its metrics. Every rank must call this."""
+        self.setup()
+        return self._loop.train_step(next(self._open([batch], training=True).epoch(self.progress.epoch)))
+
+    def setup(self) -> None:
+        """Builds models, optimizers and data, once. `fit`, `evaluate` and the others call it. Every rank must."""
+        if self._is_set_up:
+            return
+        self._is_set_up = True
+        self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
+        self.callbacks.on_setup_start(self)
+        # One seed for all ranks while weights are drawn, each its own afterwards.
+        seed_everything(self.config.seed, rank=0)
+        self._build_models()
+        self._build_optimizers()
+        loaders = self.configure_dataloaders()
+        train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
+        self._streams = [self._open(train, training=True)]
+        self._streams += [] if validation is None else [self._open(validation, training=False)]
+        self._loop = Loop(self, self._requests, *self._streams)
+        trackers = self._given_trackers if self._given_trackers is not None else self.configure_trackers()
+        self._loop.recorder.use(trackers if self.world.is_main else ())
+        seed_everything(self.config.seed, rank=self.world.rank)
+        self.callbacks.on_setup_end(self)
+
+    def _build_models(self) -> None:
+        config, world = self.config, self.world
+        parallel.check_strategy(config.parallel, world)
+        with torch.device("meta"):
+            self.configure_models()
+        self.models = {name: each for name, each in self._attributes(nn.Module).items() if _has_state(each)}
+        if not self.models:
+            raise ConfigError(f"configure_models() of {type(self).__name__} set no module as an attribute: self.model = ...")
+        self.callbacks.on_models_configured(self)
+        self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
+        for model in self.models.values():
+            parallel.shard(model, config.parallel, precision=config.precision, world=world)
+        if self._born_on_meta:
+            parallel.initialise(self._born_on_meta, self.init_weights)
+        for name, model in self.models.items():
+            self.models[name] = parallel.replicate(model, config.parallel, world)
+            setattr(self, name, self.models[name])
+
+    def _build_optimizers(self) -> None:
+        self.configure_optimizers()
+        self.optimizers = self._attributes(Optimizer)
+        self.schedulers = self._attributes(LRScheduler)
+        if not self.optimizers:
+            raise ConfigError(f"configure_optimizers() of {type(self).__name__} set no optimizer: self.optimizer = ...")
+
+    def _attributes(self, kind: type[T]) -> dict[str, T]:
+        """What a `configure_` method has set, by name. A name with an underscore is nobody's business."""
+        return {name: each for name, each in vars(self).items() if isinstance(each, kind) and not name.startswith("_")}
+
+    def _open(self, data: Any, *, training: bool) -> BatchStream:
+        config = self.config
+        stream = as_stream(data)
+        stream.open(
+            Feed(
+                rank=self.world.rank,
+                world_size=self.world.size,
+                global_batch_size=config.global_batch_size,
+                micro_batch_size=config.micro_batch_size,
+                accumulation=config.gradient_accumulation_steps,
+                seed=config.seed,
+                device=self.device,
+                training=training,
+            )
+        )
+        return stream
+
+    def _end(self, error: BaseException | None, status: Status) -> None:
+        """Whatever happened. No collective: the other ranks may not be here."""
+        try:
+            self.callbacks.on_fit_end(self, error)
+        finally:
+            if hasattr(self, "_loop"):
+                self._loop.recorder.finish(status)
+            for stream in self._streams:
+                stream.close()
+            self.world.close()
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether there is anything to train, move or save in a module; a loss function has nothing."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

@@ -152,7 +152,7 @@ def test_parameter_that_moves_later_is_averaged_as_it_was(device: torch.device) 
 
 
 def test_what_is_kept_for_a_device_adds_up_the_same() -> None:
-    """The road of a GPU's tensors, walked on the CPU: numbers, weights and parameters as they were, folded many times."""
+    """Walks the road of a GPU's tensors on the CPU: values as they were, weights of both kinds, many folds."""
     metrics, parameter = MeanMetrics(), torch.nn.Parameter(torch.tensor([0.0]))
     for index in range(5000):
         metrics._keep("index", torch.tensor(index, dtype=torch.bfloat16 if index < 256 else torch.int64), index % 3)

@@ -1,1 +1,18 @@
-"""Trackers."""
+"""Where the records of a run go: the base of all trackers, and those that come with Headway."""
+
+from .base import RunInfo, Tracker, TrackerList
+from .console import ConsoleTracker
+from .jsonl import JsonlTracker, read_records
+from .tensorboard import TensorBoardTracker
+from .wandb import WandbTracker
+
+__all__ = [
+    "ConsoleTracker",
+    "JsonlTracker",
+    "RunInfo",
+    "TensorBoardTracker",
+    "Tracker",
+    "TrackerList",
+    "WandbTracker",
+    "read_records",
+]

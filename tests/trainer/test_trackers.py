@@ -1,0 +1,374 @@
+"""Trackers: none stops training, and after a kill and a resume no step is twice in any of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.trainer.errors import ConfigError
+from headway.trainer.trackers import (
+    ConsoleTracker,
+    JsonlTracker,
+    RunInfo,
+    TensorBoardTracker,
+    Tracker,
+    TrackerList,
+    WandbTracker,
+    read_records,
+)
+
+
+class Broken(Tracker):
+    """Fails at everything from `fails_from` on."""
+
+    def __init__(self, fails_from: str = "start") -> None:
+        self.fails_from, self.failing, self.calls = fails_from, False, 0
+
+    def _call(self, name: str) -> None:
+        self.calls += 1
+        self.failing = self.failing or name == self.fails_from
+        if self.failing:
+            raise OSError(f"no space left in {name}")
+
+    def start(self, run: RunInfo, *, step: int) -> None:
+        self._call("start")
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        self._call("log")
+
+    def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
+        self._call("log_images")
+
+    def finish(self, status: str) -> None:
+        self._call("finish")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._call("state_dict")
+        return {"calls": self.calls}
+
+
+class Keeping(Tracker):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+        self.state: dict[str, Any] = {}
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        self.records.append((step, epoch, dict(metrics)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": len(self.records)}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.state = state_dict
+
+
+def run_info(tmp_path: Path | str | None, **changes: Any) -> RunInfo:
+    run_dir = None if tmp_path is None else str(tmp_path)
+    return RunInfo(**{"name": "digits", "run_dir": run_dir, "config": {"lr": 0.1, "nested": {"a": [1, 2]}}, **changes})
+
+
+def use_all(trackers: TrackerList, tmp_path: Path) -> None:
+    trackers.start(run_info(tmp_path), step=0)
+    for step in range(1, 4):
+        trackers.log({"loss": 1.0 / step}, step=step, epoch=0)
+        trackers.log_images({"image": torch.zeros(3, 2, 2)}, step=step)
+        trackers.state_dict()
+    trackers.finish("completed")
+
+
+@pytest.mark.parametrize("fails_from", ["start", "log", "log_images", "state_dict", "finish"])
+def test_failing_tracker_is_warned_of_once_and_others_go_on_F5(tmp_path: Path, fails_from: str) -> None:
+    keeping = Keeping()
+    with pytest.warns(UserWarning, match="and training goes on") as warned:
+        use_all(TrackerList([Broken(fails_from), keeping]), tmp_path)
+    message = f"Broken.{fails_from} failed, and training goes on without it: OSError: no space left in {fails_from}"
+    assert [str(warning.message) for warning in warned] == [message]
+    assert [step for step, _, _ in keeping.records] == [1, 2, 3]
+
+
+def test_every_failing_tracker_has_its_own_warning_F5(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Broken.log") as warned:
+        use_all(TrackerList([Broken("log"), Broken("log")]), tmp_path)
+    assert len(warned) == 2
+
+
+def test_tracker_that_cannot_start_is_left_alone(tmp_path: Path) -> None:
+    broken = Broken("start")
+    trackers = TrackerList([broken])
+    with pytest.warns(UserWarning, match="Broken.start"):
+        trackers.start(run_info(tmp_path), step=0)
+    trackers.log({"loss": 1.0}, step=1, epoch=0)
+    assert broken.calls == 1
+
+
+def test_keyboard_interrupt_in_a_tracker_is_not_swallowed_C9() -> None:
+    class Interrupted(Tracker):
+        def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TrackerList([Interrupted()]).log({}, step=1, epoch=0)
+
+
+def test_states_find_their_tracker() -> None:
+    first, second = Keeping(), Keeping()
+    second.log({}, step=1, epoch=0)
+    state = TrackerList([first, second]).state_dict()
+    restored = [Keeping(), Keeping(), Keeping()]
+    TrackerList(restored).load_state_dict({**state, "Gone/0": {"a": 1}})
+    assert [tracker.state for tracker in restored] == [{"records": 0}, {"records": 1}, {}]
+
+
+def test_what_is_no_tracker_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a Tracker"):
+        TrackerList([JsonlTracker])  # type: ignore[list-item]
+
+
+# ---- JSON lines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "runs" / "a") if request.param == "local" else f"memory://{uuid.uuid4().hex}/runs/a"
+
+
+Make = Callable[..., JsonlTracker]
+
+
+@pytest.fixture
+def jsonl() -> Iterator[Make]:
+    made: list[JsonlTracker] = []
+
+    def make(path: Path | None = None) -> JsonlTracker:
+        made.append(JsonlTracker(path))
+        return made[-1]
+
+    yield make
+    for tracker in made:
+        tracker.finish("stopped")
+
+
+def write(tracker: JsonlTracker, folder: str, steps: range, *, resume: int | None = None, attempt: int = 1) -> None:
+    tracker.start(run_info(folder, resumed=resume is not None, attempt=attempt), step=resume or 0)
+    for step in steps:
+        tracker.log({"train/loss": 1.0 / step}, step=step, epoch=step // 4)
+
+
+def test_record_is_readable_as_soon_as_it_is_logged_B12(folder: str, jsonl: Make) -> None:
+    tracker = jsonl()
+    tracker.start(run_info(folder), step=0)
+    assert read_records(f"{folder}/metrics.jsonl") == []
+    tracker.log({"train/loss": 0.5, "lr": 1e-3}, step=50, epoch=2)
+    (record,) = read_records(f"{folder}/metrics.jsonl")
+    assert record.pop("time") > 1.7e9
+    assert record == {"step": 50, "epoch": 2, "attempt": 1, "train/loss": 0.5, "lr": 1e-3}
+
+
+def test_resume_drops_later_steps_F6(folder: str, jsonl: Make) -> None:
+    write(jsonl(), folder, range(1, 8))
+    write(jsonl(), folder, range(5, 10), resume=4, attempt=2)
+    records = read_records(f"{folder}/metrics.jsonl")
+    assert [(record["step"], record["attempt"]) for record in records] == [
+        (s, 1 if s <= 4 else 2) for s in range(1, 10)
+    ]
+    assert [record["train/loss"] for record in records] == [1.0 / step for step in range(1, 10)]
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_run_that_begins_anew_keeps_nothing_F6(folder: str, attempt: int, jsonl: Make) -> None:
+    write(jsonl(), folder, range(0, 0))
+    write(jsonl(), folder, range(1, 8))
+    write(jsonl(), folder, range(1, 3), attempt=attempt)
+    assert [record["step"] for record in read_records(f"{folder}/metrics.jsonl")] == [1, 2]
+
+
+def test_records_of_one_step_become_one_line_F6(folder: str, jsonl: Make) -> None:
+    tracker = jsonl()
+    write(tracker, folder, range(1, 3))
+    tracker.log({"validation/loss": 7.0}, step=2, epoch=1)
+    tracker.log({"validation/loss": 8.123456789, "step": 9.0}, step=2, epoch=1)
+    tracker.log({"train/loss": 3.0}, step=3, epoch=1)
+    records = read_records(f"{folder}/metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert records[1]["train/loss"] == 0.5
+    assert records[1]["validation/loss"] == 8.123456789
+    assert "validation/loss" not in records[2]
+
+
+def test_shorter_record_of_the_same_step_leaves_no_rest(tmp_path: Path, jsonl: Make) -> None:
+    tracker = jsonl(tmp_path / "metrics.jsonl")
+    tracker.start(run_info(None), step=0)
+    tracker.log({"loss": 1.23456789012345}, step=1, epoch=0)
+    tracker.log({"loss": 1.0}, step=1, epoch=0)
+    assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [1.0]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_evaluation_after_a_resume_stands_beside_the_record_of_its_step(folder: str, jsonl: Make) -> None:
+    """The first record after a resume may be of the very step from which it resumed: both lines tell something."""
+    write(jsonl(), folder, range(1, 5))
+    write(jsonl(), folder, range(4, 6), resume=4, attempt=2)
+    steps = [(record["step"], record["attempt"]) for record in read_records(f"{folder}/metrics.jsonl")]
+    assert steps == [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (5, 2)]
+
+
+def test_line_cut_short_by_a_kill_is_dropped(tmp_path: Path, jsonl: Make) -> None:
+    write(jsonl(), str(tmp_path), range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert [record["step"] for record in read_records(path)] == [1, 2]
+    write(jsonl(), str(tmp_path), range(3, 5), resume=2, attempt=2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_values_that_are_not_finite_are_valid_json_and_come_back(folder: str, jsonl: Make) -> None:
+    tracker = jsonl()
+    write(tracker, folder, range(0, 0))
+    tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf}, step=1, epoch=0)
+    if "://" not in folder:
+        line = Path(folder, "metrics.jsonl").read_text()
+        written = json.loads(line, parse_constant=pytest.fail)
+        assert (written["a"], written["b"], written["c"]) == ("NaN", "Infinity", "-Infinity")
+    (record,) = read_records(f"{folder}/metrics.jsonl")
+    assert math.isnan(record["a"])
+    assert (record["b"], record["c"]) == (math.inf, -math.inf)
+
+
+def test_without_a_run_dir_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jsonl: Make) -> None:
+    monkeypatch.chdir(tmp_path)
+    trackers = TrackerList([jsonl(), TensorBoardTracker()])
+    trackers.start(run_info(None), step=0)
+    trackers.log({"loss": 1.0}, step=1, epoch=0)
+    trackers.finish("completed")
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys
+from headway.trainer.trackers import JsonlTracker, RunInfo
+tracker = JsonlTracker()
+tracker.start(RunInfo(name="r", run_dir=sys.argv[1], resumed=True, attempt=int(sys.argv[3])), step=int(sys.argv[2]))
+step = int(sys.argv[2])
+while True:
+    step += 1
+    tracker.log({f"metric/{i}": step * 1.5 for i in range(50)}, step=step, epoch=0)
+    tracker.log({"validation/loss": step * 2.5}, step=step, epoch=0)
+    if step == int(sys.argv[2]) + 500:
+        print(step, flush=True)
+"""
+
+
+def test_killed_at_any_time_the_file_holds_every_step_once_F6(tmp_path: Path) -> None:
+    resume = 0
+    for attempt in range(1, 5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path), str(resume), str(attempt)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        with process.stdout as lines:
+            reached = int(lines.readline())
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        records = read_records(tmp_path / "metrics.jsonl")
+        assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+        assert len(records) >= reached
+        resume = reached - 200
+    assert len({record["attempt"] for record in records}) == 4
+
+
+# ---- Console, TensorBoard, wandb ------------------------------------------------------------------------------------
+
+
+def test_console_prints_one_line_per_record_F7(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = ConsoleTracker()
+    tracker.start(run_info(None, resumed=True, attempt=2), step=1000)
+    tracker.log({"train/loss": 1.23456, "tokens_per_s": 45120.4, "lr": 3e-4, "bad": math.nan}, step=1250, epoch=2)
+    tracker.finish("completed")
+    assert capsys.readouterr().out.splitlines() == [
+        "digits · attempt 2 · resumed after step 1,000",
+        "step 1,250 · epoch 2 · train/loss 1.235 · tokens_per_s 45,120 · lr 0.0003 · bad nan",
+        "completed",
+    ]
+
+
+def test_tensorboard_curves_have_every_step_once_after_a_resume_F6(tmp_path: Path) -> None:
+    for attempt, resume, steps in ((1, None, range(1, 8)), (2, 4, range(5, 10))):
+        tracker = TensorBoardTracker()
+        tracker.start(run_info(tmp_path, resumed=resume is not None, attempt=attempt), step=resume or 0)
+        for step in steps:
+            tracker.log({"train/loss": float(step * attempt)}, step=step, epoch=0)
+        tracker.log_images({"byte": torch.zeros(3, 4, 5, dtype=torch.uint8), "float": torch.rand(1, 4, 5)}, step=step)
+        if attempt == 2:
+            tracker.finish("completed")  # The first was killed.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert scalars == [(step, float(step)) for step in range(1, 5)] + [(step, 2.0 * step) for step in range(5, 10)]
+    assert {(tag, image.step) for tag in ("byte", "float") for image in events.Images(tag)} == {
+        ("byte", 9),
+        ("float", 9),
+    }
+
+
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    """Reads the history of all offline runs: 7 bytes, then LevelDB's log of records, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    history = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        data, at, payload = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+            size, kind = struct.unpack_from("<HB", data, at + 4)
+            payload += data[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                record = wandb_internal_pb2.Record.FromString(payload)
+                payload = b""
+                if record.WhichOneof("record_type") == "history":
+                    items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                    history.append({"id": path.stem.removeprefix("run-"), **items})
+    return history
+
+
+@pytest.mark.slow
+def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for attempt, resume, steps in ((1, None, range(1, 6)), (2, 3, range(4, 8))):
+        tracker = WandbTracker("tests", mode="offline", tags=["a"])
+        tracker.start(run_info(tmp_path, resumed=resume is not None, attempt=attempt), step=resume or 0)
+        for step in steps:
+            tracker.log({"train/loss": float(step)}, step=step, epoch=0)
+            tracker.log({"validation/loss": 2.0 * step}, step=step, epoch=0)
+        tracker.log_images({"image": torch.rand(3, 4, 5), "byte": torch.zeros(1, 4, 5, dtype=torch.uint8)}, step=step)
+        state = tracker.state_dict()
+        tracker.finish("failed" if attempt == 1 else "completed")
+    history = wandb_history(tmp_path)
+    assert [record["_step"] for record in history] == list(range(1, 8))
+    assert [record["train/loss"] for record in history] == list(range(1, 8))
+    assert [record["validation/loss"] for record in history] == [2 * step for step in range(1, 8)]
+    assert [record["_step"] for record in history if any(name.startswith("image") for name in record)] == [5, 7]
+    assert {record["id"] for record in history} == {state["id"]}
+
+    fresh = WandbTracker("tests", mode="disabled")
+    fresh.load_state_dict(state)
+    fresh.start(run_info(None, resumed=True, attempt=3), step=7)
+    assert fresh.state_dict() == state  # Without a run directory, the checkpoint remembers.
+    fresh.finish("completed")

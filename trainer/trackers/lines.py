@@ -1,0 +1,94 @@
+"""Lines of text in a file or in an object of a store, of which a kill leaves at most the last one incomplete."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO
+
+
+def open_lines(path: str) -> LocalLines | RemoteLines:
+    """Returns the lines of a path, or of an fsspec URI."""
+    return RemoteLines(path) if "://" in path else LocalLines(path)
+
+
+class LocalLines:
+    """Lines of a file: the last one can be overwritten by a longer one."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._handle: IO[bytes] | None = None
+        self._last_at = 0
+
+    def read(self) -> list[str]:
+        """Returns all lines; none if there is no file."""
+        return self._path.read_bytes().decode(errors="replace").splitlines() if self._path.exists() else []
+
+    def replace(self, lines: list[str]) -> None:
+        """Makes these the only lines, at once, and gets ready to append."""
+        self.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial.write_text("".join(f"{line}\n" for line in lines))
+        partial.replace(self._path)
+        # Unbuffered, and one write for each record: the process can be killed between any two.
+        self._handle = self._path.open("r+b", buffering=0)
+        self._last_at = self._handle.seek(0, os.SEEK_END)
+
+    def append(self, line: str) -> None:
+        """Adds a line."""
+        assert self._handle is not None
+        self._last_at = self._handle.seek(0, os.SEEK_END)
+        self._handle.write(f"{line}\n".encode())
+
+    def replace_last(self, line: str) -> None:
+        """Writes over the line that was appended last."""
+        assert self._handle is not None
+        self._handle.seek(self._last_at)
+        self._handle.write(f"{line}\n".encode())
+        self._handle.truncate()
+
+    def close(self) -> None:
+        """Ends appending."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+
+class RemoteLines:
+    """Lines of an object in a store, which is only ever written as a whole."""
+
+    def __init__(self, uri: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self._fs, self._path = url_to_fs(uri)
+        self._lines: list[str] = []
+
+    def read(self) -> list[str]:
+        """Returns all lines; none if there is no object."""
+        try:
+            return list(self._fs.cat_file(self._path).decode(errors="replace").splitlines())
+        except FileNotFoundError:
+            return []
+
+    def replace(self, lines: list[str]) -> None:
+        """Makes these the only lines, at once, and gets ready to append."""
+        self._lines = list(lines)
+        self._fs.makedirs(self._fs._parent(self._path), exist_ok=True)
+        self._write()
+
+    def append(self, line: str) -> None:
+        """Adds a line."""
+        self._lines.append(line)
+        self._write()
+
+    def replace_last(self, line: str) -> None:
+        """Writes over the line that was appended last."""
+        self._lines[-1] = line
+        self._write()
+
+    def close(self) -> None:
+        """Does nothing: an object is never open."""
+
+    def _write(self) -> None:
+        self._fs.pipe_file(self._path, "".join(f"{line}\n" for line in self._lines).encode())

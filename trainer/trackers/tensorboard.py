@@ -1,0 +1,55 @@
+"""Records and images for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .base import RunInfo, Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TensorBoardTracker(Tracker):
+    """Writes event files, by default to `tensorboard` in the run directory. A resumed run goes on in the same curves.
+
+    TensorBoard hides what an earlier attempt wrote after the step from which a later one resumed.
+
+    Args:
+        path: of the folder of the event files, or a URI that TensorBoard can write to; nothing is written where there
+            is neither a path nor a run directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = None if path is None else os.fspath(path)
+        self._writer: Any = None
+
+    def start(self, run: RunInfo, *, step: int) -> None:
+        """Begins a new event file, which purges the steps after `step` from those before it."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = self._path or (run.run_dir and f"{run.run_dir.rstrip('/')}/tensorboard")
+        if path:
+            self._writer = SummaryWriter(path, purge_step=step + 1 if run.resumed else 0)
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Writes a record; the epoch is a curve, too."""
+        if self._writer is not None:
+            for name, value in {**metrics, "epoch": epoch}.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
+        """Writes images."""
+        if self._writer is not None:
+            for name, image_CHW in images.items():
+                self._writer.add_image(name, image_CHW, step)
+            self._writer.flush()
+
+    def finish(self, status: str) -> None:
+        """Closes the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -117,13 +117,19 @@ class TrainerConfig:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is above zero, not {self.max_grad_norm}; leave it out to clip nothing")
         if self.log_every.unit == "seconds":
-            raise ConfigError(f"log_every counts steps or epochs, not {self.log_every}: ranks would flush at different steps")
+            raise ConfigError(
+                f"log_every counts steps or epochs, not {self.log_every}: ranks would flush at other steps"
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed lies from 0 to 2**63 - 1, not at {self.seed}")
-        if self.gradient_accumulation_steps > 1 and self.micro_batch_size is not None and self.global_batch_size is not None:
+        if (
+            self.gradient_accumulation_steps > 1
+            and self.micro_batch_size is not None
+            and self.global_batch_size is not None
+        ):
             raise ConfigError(
-                "accumulation follows from global_batch_size and micro_batch_size; leave out gradient_accumulation_steps "
-                f"(there is {self.gradient_accumulation_steps})"
+                "accumulation follows from global_batch_size and micro_batch_size; leave out "
+                f"gradient_accumulation_steps (there is {self.gradient_accumulation_steps})"
             )
 
 

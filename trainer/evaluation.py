@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def evaluate(
-    trainer: Trainer[Any], stream: BatchStream, metrics: MeanMetrics, requests: Requests
-) -> dict[str, float]:
+def evaluate(trainer: Trainer[Any], stream: BatchStream, metrics: MeanMetrics, requests: Requests) -> dict[str, float]:
     """Runs `validation_step` over a stream and returns the means, equal on every rank. Every rank must call this.
 
     An evaluation that a request to stop cuts short returns nothing, rather than the metrics of a part of the data.
@@ -45,11 +43,13 @@ def evaluate(
                     outputs = {"loss": outputs}
                 if not isinstance(outputs, Mapping):
                     raise StepError(
-                        f"validation_step of {type(trainer).__name__} returned a {type(outputs).__name__}; it must return "
-                        "the loss, or a dict of numbers"
+                        f"validation_step of {type(trainer).__name__} returned a {type(outputs).__name__}; it must "
+                        "return the loss, or a dict of numbers"
                     )
                 if num_samples:
-                    metrics.add(outputs, trainer.loss_weight(micro_batch) if weighs_itself else num_samples, "validation/")
+                    metrics.add(
+                        outputs, trainer.loss_weight(micro_batch) if weighs_itself else num_samples, "validation/"
+                    )
                 trainer.callbacks.on_evaluation_batch_end(trainer, outputs, micro_batch, num_batches)
                 num_batches += 1
             agreed = requests.agree()

@@ -14,8 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
-from torch.utils.data import SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from .errors import ConfigError, DataError
 from .nested import batch_size
@@ -98,7 +106,7 @@ class LoaderStream:
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Global batches of an epoch, the last of which may be smaller."""
-        return -(-self.samples_in_epoch(epoch) // self._global_batch_size)
+        return _ceil(self.samples_in_epoch(epoch), self._global_batch_size)
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches from `offset` on; finding it costs nothing but the epoch's permutation."""
@@ -129,9 +137,10 @@ class LoaderStream:
         """Cuts the rows of a global batch into this rank's micro-batches; every rank gets equally many of them."""
         rank, size = self._feed.rank, self._feed.world_size
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
-        num_micro_batches = max(1, -(-(-(-len(rows) // size)) // self._micro_batch_size))
+        num_micro_batches = max(1, _ceil(_ceil(len(rows), size), self._micro_batch_size))
         pieces = [
-            own[len(own) * i // num_micro_batches : len(own) * (i + 1) // num_micro_batches] for i in range(num_micro_batches)
+            own[len(own) * i // num_micro_batches : len(own) * (i + 1) // num_micro_batches]
+            for i in range(num_micro_batches)
         ]
         # A rank without rows still takes part in every collective of the forward pass; its row counts nothing.
         return [piece or rows[:1] for piece in pieces], [len(piece) for piece in pieces], len(rows)
@@ -176,7 +185,7 @@ class IterableStream:
 
     @property
     def guarantee(self) -> Guarantee:
-        """"none" for an iterator that runs once, otherwise "epoch"."""
+        """Nothing ("none") for an iterator that runs once, otherwise "epoch"."""
         return "none" if self._once else "epoch"
 
     @property
@@ -207,7 +216,7 @@ class IterableStream:
 
     def steps_in_epoch(self, epoch: int) -> int | None:
         """Global batches, where the iterable has a length."""
-        return None if self._num_batches is None else -(-self._num_batches // self._window)
+        return None if self._num_batches is None else _ceil(self._num_batches, self._window)
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields groups of batches from the beginning of the iterable, or from where a generator stands."""
@@ -268,16 +277,20 @@ class _SeededRows(Dataset[Any]):
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """Whether the loader draws all rows of a map-style dataset once, which is what our own order does."""
-    sampler = loader.sampler
+    sampler, dataset = loader.sampler, loader.dataset
     plain = isinstance(sampler, (SequentialSampler, DistributedSampler)) or (
-        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)  # type: ignore[arg-type]
     )
     return (
         plain
-        and not isinstance(loader.dataset, IterableDataset)
+        and hasattr(dataset, "__getitem__")
         and loader.batch_size is not None
         and type(loader.batch_sampler) is BatchSampler
     )
+
+
+def _ceil(amount: int, divisor: int) -> int:
+    return -(amount // -divisor)
 
 
 def _unsized(data: Any) -> bool:

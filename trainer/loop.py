@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,8 @@ class Loop:
         config = trainer.config
         if config.max_steps is None and config.steps_per_epoch is None and data.guarantee == "none":
             raise ConfigError(
-                f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: set "
-                "steps_per_epoch, or max_steps instead"
+                f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: "
+                "set steps_per_epoch, or max_steps instead"
             )
         self._trainer, self._config, self._requests = trainer, config, requests
         self._progress, self._world = trainer.progress, trainer.world
@@ -58,7 +58,9 @@ class Loop:
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
         self._checkpoints = Schedule(config.checkpoint.every)
-        self._has_clocks = any(each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every))
+        self._has_clocks = any(
+            each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
+        )
         self._last_evaluated: int | None = None
         self._stopped: StopStatus | None = None
 
@@ -215,9 +217,10 @@ class Loop:
         return None
 
     def _is_cut_here(self) -> bool:
-        return self._progress.step_in_epoch == self._config.steps_per_epoch
+        cut_at: int | None = self._config.steps_per_epoch
+        return self._progress.step_in_epoch == cut_at
 
-    def _global_batches(self, epoch: int) -> Iterator[GlobalBatch]:
+    def _global_batches(self, epoch: int) -> Generator[GlobalBatch, None, None]:
         """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""
         must_agree = self._world.size > 1 and self._data.guarantee != "exact"
         iterator = self._data.epoch(epoch, offset=self._progress.offset)

@@ -42,10 +42,10 @@ class NonFiniteGuard:
             return
         host = torch.empty((), dtype=norm.dtype, pin_memory=True)
         host.copy_(norm.detach(), non_blocking=True)
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         self._pending.append((step, host, arrived))
-        while self._pending and self._pending[0][2].query():
+        while self._pending and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             self._look_at(self._pending.popleft())
 
     def settle(self) -> None:
@@ -62,10 +62,12 @@ class NonFiniteGuard:
     def _look_at(self, pending: tuple[int, torch.Tensor, torch.cuda.Event]) -> None:
         step, host, _ = pending
         if not math.isfinite(value := host.item()):
-            raise NonFiniteError(f"the norm of the gradient of step {step} is {value}; weights from there on are not saved")
+            raise NonFiniteError(
+                f"the norm of the gradient of step {step} is {value}; weights from there on are not saved"
+            )
 
     def _describe(self, step: int, value: float) -> str:
-        """Says on which ranks and in which parameters; every rank must call this, and every rank does: the norm is common."""
+        """Says on which ranks and in which parameters. Every rank must call this, and does: the norm is common."""
         names = [
             f"{name}.{path}"
             for name, model in self._trainer.models.items()
@@ -74,11 +76,11 @@ class NonFiniteGuard:
         ]
         guilty = {rank: found for rank, found in enumerate(self._trainer.world.gather(names)) if found}
         where = "; ".join(
-            f"rank {rank}: {', '.join(found[:_MOST_NAMES])}{f' and {len(found) - _MOST_NAMES} more' if len(found) > _MOST_NAMES else ''}"
+            f"rank {rank}: {', '.join(found[:_MOST_NAMES])}" + (" and more" if len(found) > _MOST_NAMES else "")
             for rank, found in guilty.items()
         )
         return (
             f"the norm of the gradient of step {step} is {value} ({where or 'the sum of finite gradients overflows'}). "
-            "The update was not applied. Look for a division by zero, a log of zero or a learning rate that is too high; "
-            "max_grad_norm bounds large gradients"
+            "The update was not applied. Look for a division by zero, a log of zero or a learning rate that is too "
+            "high; max_grad_norm bounds large gradients"
         )

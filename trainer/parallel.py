@@ -1,4 +1,6 @@
-"""From a model on the meta device to one that trains on many ranks. The order, stated once:
+"""From a model on the meta device to one that trains on many ranks.
+
+The order, stated once:
 
     born on meta -> checkpointed -> compiled -> sharded (FSDP2, HSDP) -> materialised -> initialised -> replicated (DDP)
 
@@ -43,12 +45,12 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     check_strategy(config, world)
     blocks = _blocks(model, config)
     if config.activation_checkpointing == "full":
-        for parent, name, block in blocks or [(None, "", model)]:
-            if parent is None:
-                raise ConfigError(
-                    f"activation checkpointing needs blocks to checkpoint, and {type(model).__name__} has no ModuleList: "
-                    "name their classes in config.parallel.shard_modules"
-                )
+        if not blocks:
+            raise ConfigError(
+                f"activation checkpointing needs blocks to checkpoint, and {type(model).__name__} has no ModuleList: name "
+                "their classes in config.parallel.shard_modules"
+            )
+        for parent, name, block in blocks:
             parent.register_module(name, checkpoint_wrapper(block))
     blocks = [(parent, name, parent.get_submodule(name)) for parent, name, _ in blocks]
     if config.compile:
@@ -65,7 +67,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
 
 
 def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
-    """Calls `init_weights`, with the same random numbers for every number of ranks, and checks that it left nothing out.
+    """Calls `init_weights`, with the same random numbers at every number of ranks, and checks that nothing is left out.
 
     Raises:
         ConfigError: a parameter or a buffer that was born on the meta device still holds nothing, with its name.
@@ -74,18 +76,20 @@ def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]
     for tensor in tensors.values():
         _spoil(tensor)
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    with torch.no_grad(), _SameRandomNumbers():
+    with torch.no_grad(), _SameRandomNumbers():  # type: ignore[no-untyped-call]
         init_weights()
     after = dict(_tensors(models))
     forgotten = [
         name
         for name, tensor in after.items()
-        if name in tensors and tensor is tensors[name] and _is_spoilt(tensor, untouched=tensor._version == versions[name])
+        if name in tensors
+        and tensor is tensors[name]
+        and _is_spoilt(tensor, untouched=tensor._version == versions[name])
     ]
     if forgotten:
         raise ConfigError(
-            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are born on the "
-            "meta device, without memory, and initialised afterwards. Give the module that owns each a "
+            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are born on "
+            "the meta device, without memory, and initialised afterwards. Give the module that owns each a "
             "`reset_parameters()` that fills it, or override `init_weights()` in the trainer"
         )
 
@@ -118,13 +122,17 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
         ConfigError: with the ranks there are and what would fit.
     """
     if config.strategy == "none" and world.size > 1:
-        raise ConfigError(f"strategy 'none' trains in one process, and there are {world.size} ranks: take 'ddp' or 'fsdp'")
+        raise ConfigError(
+            f"strategy 'none' trains in one process, and there are {world.size} ranks: take 'ddp' or 'fsdp'"
+        )
     if config.strategy == "hsdp" and world.size > 1 and world.size % (config.shard_size or 1):
-        raise ConfigError(f"strategy 'hsdp' with shard_size={config.shard_size} does not divide {world.size} ranks evenly")
+        raise ConfigError(
+            f"strategy 'hsdp' with shard_size={config.shard_size} does not divide {world.size} ranks evenly"
+        )
 
 
 def without_gradient_sync(models: Mapping[str, nn.Module]) -> AbstractContextManager[object]:
-    """Keeps the gradients of a forward and backward pass on this rank: for all micro-batches of an update but the last."""
+    """Keeps the gradients of a pass on this rank: for all micro-batches of an update but the last."""
     stack = ExitStack()
     for model in models.values():
         if isinstance(model, DistributedDataParallel):
@@ -158,14 +166,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-class _SameRandomNumbers(TorchDispatchMode):
+class _SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws for a sharded tensor what the unsharded one would get, and keeps this rank's part.
 
     On a CPU every rank would otherwise fill its shard from the same generator, so that the halves of a weight come out
     equal; and a model would start differently at every number of ranks. Holds one whole tensor at a time.
     """
 
-    _RANDOM = (aten.uniform_, aten.normal_, aten.bernoulli_, aten.exponential_, aten.log_normal_, aten.cauchy_, aten.random_)
+    _RANDOM = (
+        aten.uniform_,
+        aten.normal_,
+        aten.bernoulli_,
+        aten.exponential_,
+        aten.log_normal_,
+        aten.cauchy_,
+        aten.random_,
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
@@ -224,6 +240,7 @@ def _synchronise(model: nn.Module, world: World) -> None:
 
 
 def on_meta(model: nn.Module) -> bool:
+    """Whether any of a model's tensors has no memory yet."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -64,7 +64,13 @@ class Duration:
         known = [(float(amount), *_WORDS[word.lower()]) for amount, word in parts if word.lower() in _WORDS]
         units = {unit for _, unit, _ in known}
         leftover = _PART.sub("", written).strip()
-        if not known or len(known) != len(parts) or len(units) != 1 or leftover or (len(known) > 1 and units != {"seconds"}):
+        if (
+            not known
+            or len(known) != len(parts)
+            or len(units) != 1
+            or leftover
+            or (len(known) > 1 and units != {"seconds"})
+        ):
             raise ConfigError(f'{text!r} is not a duration: write "500 steps", "2 epochs", "90m", "2h30m" or "1d"')
         return cls(sum(amount * factor for amount, _, factor in known), units.pop())
 

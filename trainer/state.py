@@ -101,8 +101,8 @@ class RunState:
         progress = trainer.progress
         if self._data.guarantee != "exact" and progress.step_in_epoch:
             warnings.warn(
-                f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} begins "
-                f"again, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
+                f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} "
+                f"begins again, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
                 stacklevel=2,
             )
             progress.step_in_epoch = progress.offset = 0
@@ -131,7 +131,10 @@ class RunState:
         trainer = self._trainer
         return {
             "models": ModelState(trainer.models),
-            **{f"optimizers/{name}": OptimizerState(trainer.models, name, each) for name, each in trainer.optimizers.items()},
+            **{
+                f"optimizers/{name}": OptimizerState(trainer.models, name, each)
+                for name, each in trainer.optimizers.items()
+            },
             **{f"schedulers/{name}": each for name, each in trainer.schedulers.items()},
             "progress": trainer.progress,
             "history": trainer.history,
@@ -148,4 +151,9 @@ def _versions() -> dict[str, str]:
         headway = metadata.version("headway")
     except metadata.PackageNotFoundError:
         headway = "from source"
-    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "headway": headway}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "headway": headway,
+    }

@@ -1,4 +1,4 @@
-"""What the loop asks of its data and of the parts of its state: two Protocols. (`loaders.py` turns loaders into streams.)"""
+"""What the loop asks of its data and of the parts of its state. `loaders.py` makes streams of loaders."""
 
 from __future__ import annotations
 
@@ -34,16 +34,24 @@ class GlobalBatch(Protocol):
     """
 
     @property
-    def micro_batches(self) -> Sequence[Any]: ...
+    def micro_batches(self) -> Sequence[Any]:
+        """What `training_step` gets."""
+        ...
+
     @property
-    def num_samples(self) -> Sequence[int]: ...
+    def num_samples(self) -> Sequence[int]:
+        """How many samples of each count."""
+        ...
+
     @property
-    def global_num_samples(self) -> int | None: ...
+    def global_num_samples(self) -> int | None:
+        """Samples of the update over all ranks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a stream must know of the run before it can be read. (A datasets stream gets one by shape, not by import.)
+    """What a stream must know of the run before it can be read; other packages take it by shape, not by import.
 
     Attributes:
         rank, world_size: which part of every global batch is this rank's.
@@ -75,7 +83,7 @@ class BatchStream(Protocol):
 
     @property
     def guarantee(self) -> Guarantee:
-        """"exact": any offset is found again; "epoch": an epoch can only be started over; "none": not even that."""
+        """What is found again: "exact" any offset, "epoch" only the start of an epoch, "none" not even that."""
         ...
 
     @property

@@ -18,10 +18,10 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class SupervisedTrainer(Trainer[TrainerConfig]):
-    """Trains a ready-made model on pairs of inputs and targets, or on batches that the model takes the loss from itself.
+    """Trains a ready-made model on pairs of inputs and targets, or on batches that the model takes its loss from.
 
-    A batch is a pair (inputs, targets); or a dict, which the model gets as keyword arguments. With `loss_fn` a dict must
-    have "labels" or "targets", which it is given together with the model's output. Without one the model must return an
+    A batch is a pair (inputs, targets); or a dict, which the model gets as keyword arguments. With `loss_fn` a dict
+    must have "labels" or "targets", which it is given with the model's output. Without one the model must return an
     object or a dict with a `loss`, as those of Hugging Face do.
 
     Args:
@@ -97,15 +97,15 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         if self._loss_fn is not None:
             if targets is None:
                 raise StepError(
-                    f"loss_fn needs targets, and the batch is a {type(batch).__name__} without: give (inputs, targets), or "
-                    'a dict with "labels" or "targets"'
+                    f"loss_fn needs targets, and the batch is a {type(batch).__name__} without: give (inputs, "
+                    'targets), or a dict with "labels" or "targets"'
                 )
             return {"loss": self._loss_fn(getattr(outputs, "logits", outputs), targets)}
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
             raise StepError(
-                f"there is no loss_fn, and {type(self.unwrap(self.model)).__name__} returned a {type(outputs).__name__} "
-                "without a loss: give loss_fn, or batches that the model computes a loss from"
+                f"there is no loss_fn, and {type(self.unwrap(self.model)).__name__} returned a "
+                f"{type(outputs).__name__} without a loss: give loss_fn, or batches that the model computes a loss from"
             )
         return {"loss": loss}
 

@@ -143,15 +143,19 @@ class Trainer(Generic[C]):
             parallel.reset_parameters(model)
 
     def configure_optimizers(self) -> None:
-        """Sets optimizers, and schedulers if there are any, as attributes. The models are ready: use their parameters."""
-        raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self) and set self.optimizer in it")
+        """Sets optimizers, and schedulers if there are any, as attributes, over the finished models' parameters."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define configure_optimizers(self) and set self.optimizer in it"
+        )
 
     def configure_dataloaders(self) -> Any:
         """Returns the training data, or (training data, validation data).
 
         Each is a torch DataLoader, a Headway stream, any iterable of batches, or a function that returns one.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define configure_dataloaders(self) and return (train, validation)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define configure_dataloaders(self) and return (train, validation)"
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Returns the mean loss of a micro-batch, or a dict with "loss" and other numbers to log; dicts may be nested.
@@ -160,10 +164,12 @@ class Trainer(Generic[C]):
             batch: what the data gives, its tensors on `self.device`.
             batch_idx: micro-batches of this rank before this one, over the whole run.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define training_step(self, batch, batch_idx) and return the loss")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define training_step(self, batch, batch_idx) and return the loss"
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Returns numbers to average over the validation data; by default those of `training_step`. No gradients here."""
+        """Returns numbers to average over the validation data, by default those of `training_step`. No gradients."""
         return self.training_step(batch, batch_idx)
 
     def loss_weight(self, batch: Any) -> Weight:
@@ -267,7 +273,9 @@ class Trainer(Generic[C]):
         """
         self.setup()
         if data is None and len(self._streams) == 1:
-            raise DataError("there is no validation data: return (train, validation) from configure_dataloaders, or pass some")
+            raise DataError(
+                "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
+            )
         return self._loop.evaluate(self._streams[1] if data is None else self._open(data, training=False))
 
     def save_checkpoint(self) -> Checkpoint:
@@ -348,7 +356,9 @@ class Trainer(Generic[C]):
             self.configure_models()
         self.models = {name: each for name, each in self._attributes(nn.Module).items() if _has_state(each)}
         if not self.models:
-            raise ConfigError(f"configure_models() of {type(self).__name__} set no module as an attribute: self.model = ...")
+            raise ConfigError(
+                f"configure_models() of {type(self).__name__} set no module as an attribute: self.model = ..."
+            )
         self.callbacks.on_models_configured(self)
         self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
         for model in self.models.values():

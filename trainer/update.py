@@ -105,7 +105,9 @@ class Update:
         if not self.is_last_micro_batch:
             return None
         if optimizer not in self._parameters:
-            raise StepError("step() got an optimizer that is no attribute of the trainer: set it in configure_optimizers()")
+            raise StepError(
+                "step() got an optimizer that is no attribute of the trainer: set it in configure_optimizers()"
+            )
         self._stepped.add(optimizer)
         return self._step([optimizer])
 
@@ -122,8 +124,8 @@ class Update:
         if not self._went_backward:
             if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), torch.Tensor):
                 raise StepError(
-                    f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; it must return the "
-                    'loss, or a dict with a "loss", or call self.backward(loss) itself'
+                    f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; it must return "
+                    'the loss, or a dict with a "loss", or call self.backward(loss) itself'
                 )
             self.backward(outputs["loss"])
         return outputs or {}
@@ -184,8 +186,8 @@ def _check_loss(loss: Any) -> None:
         raise StepError(f"the loss has shape {list(loss.shape)}; reduce it to one number with .mean()")
     if not loss.requires_grad:
         raise StepError(
-            "the loss has no gradient: nothing in it depends on a trainable parameter. Was it computed under no_grad(), "
-            "detached, or turned into a number with .item()?"
+            "the loss has no gradient: nothing in it depends on a trainable parameter. Was it computed under "
+            "no_grad(), detached, or turned into a number with .item()?"
         )
 
 
@@ -202,5 +204,8 @@ def _named_groups(optimizers: Mapping[str, Optimizer]) -> dict[str, dict[str, An
         for key, optimizer in optimizers.items()
         for number, group in enumerate(optimizer.param_groups)
     }
-    return {"lr": next(iter(named.values()))} if len(named) == 1 else {f"lr/{name}": group for name, group in named.items()}
-
+    return (
+        {"lr": next(iter(named.values()))}
+        if len(named) == 1
+        else {f"lr/{name}": group for name, group in named.items()}
+    )

@@ -108,7 +108,8 @@ class World:
         """
         if self.size == 1:
             return None
-        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return work
 
     def any(self, flag: bool) -> bool:
         """Whether any rank passed True. Waits for the other ranks, not for the device."""

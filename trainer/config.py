@@ -42,8 +42,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, Strategy)
         _one_of("activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing)
-        if isinstance(self.shard_modules, list):
-            object.__setattr__(self, "shard_modules", tuple(self.shard_modules))
+        object.__setattr__(self, "shard_modules", tuple(self.shard_modules))
         _positive("shard_size", self.shard_size)
         if (self.strategy == "hsdp") != (self.shard_size is not None):
             raise ConfigError(

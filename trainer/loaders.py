@@ -8,7 +8,7 @@ comes, and says so by a weaker guarantee.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,7 @@ class IterableStream:
         self._make: Callable[[], Iterable[Any]] = data if not isinstance(data, Iterable) else lambda: data
         self._data = data
         self._once = isinstance(data, Iterator)
-        self._num_batches = len(data) if isinstance(data, Sized) and not _unsized(data) else None
+        self._num_batches: int | None = len(data) if hasattr(data, "__len__") and not _unsized(data) else None
 
     @property
     def guarantee(self) -> Guarantee:
@@ -277,16 +277,12 @@ class _SeededRows(Dataset[Any]):
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """Whether the loader draws all rows of a map-style dataset once, which is what our own order does."""
-    sampler, dataset = loader.sampler, loader.dataset
+    sampler: Any = loader.sampler
+    dataset: Any = loader.dataset
     plain = isinstance(sampler, (SequentialSampler, DistributedSampler)) or (
-        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)  # type: ignore[arg-type]
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
     )
-    return (
-        plain
-        and hasattr(dataset, "__getitem__")
-        and loader.batch_size is not None
-        and type(loader.batch_sampler) is BatchSampler
-    )
+    return plain and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
 
 
 def _ceil(amount: int, divisor: int) -> int:

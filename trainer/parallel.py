@@ -47,8 +47,8 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     if config.activation_checkpointing == "full":
         if not blocks:
             raise ConfigError(
-                f"activation checkpointing needs blocks to checkpoint, and {type(model).__name__} has no ModuleList: name "
-                "their classes in config.parallel.shard_modules"
+                f"activation checkpointing needs blocks to checkpoint, and {type(model).__name__} has no ModuleList: "
+                "name their classes in config.parallel.shard_modules"
             )
         for parent, name, block in blocks:
             parent.register_module(name, checkpoint_wrapper(block))

@@ -1,0 +1,51 @@
+# Everything happens in .venv, which the first target that needs it makes. On a machine without a GPU, or where other
+# packages are to be taken, say so to pip as usual: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DATA := data/stdlib
+RUN ?= gpt
+
+.PHONY: help train test check format types bench clean
+
+help:
+	@echo "make train    learn a GPT from Python's standard library, on two Ray workers of this machine"
+	@echo "make test     the whole test suite"
+	@echo "make check    format, lint, types"
+	@echo "make bench    speed and memory, side by side with the alternatives"
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt pip setuptools
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(DATA)/train/prepared.json: | $(VENV)/installed
+	$(BIN)/python examples/prepare_stdlib.py $(DATA)
+
+train: $(VENV)/installed $(DATA)/train/prepared.json
+	$(BIN)/headway fit examples/gpt.py name=$(RUN)
+
+test: $(VENV)/installed types
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p headway.trainer -p headway.orchestrator
+	$(BIN)/mypy build/types/headway/datasets/*.py
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Links that show the three folders under the name they are installed by, for mypy, editors and Ray's py_modules.
+types:
+	@mkdir -p build/types/headway
+	@for part in trainer datasets orchestrator; do ln -sfn ../../../$$part build/types/headway/$$part; done
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,1 +1,44 @@
-"""Headway: orchestrates training on Ray."""
+"""Headway's orchestrator: experiments, runs and the command line, on Ray. Names are imported when they are first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import resolve
+    from .errors import RunConflictError, StorageError, TrainingFailedError
+    from .experiment import Experiment, Retries, Scaling
+    from .fit import RunResult, fit
+    from .runs import Run, find_run, list_runs
+
+__all__ = [
+    "Experiment",
+    "Retries",
+    "Run",
+    "RunConflictError",
+    "RunResult",
+    "Scaling",
+    "StorageError",
+    "TrainingFailedError",
+    "find_run",
+    "fit",
+    "list_runs",
+    "resolve",
+]
+
+_HOME = {
+    "Experiment": "experiment", "Retries": "experiment", "Run": "runs", "RunConflictError": "errors", "RunResult": "fit",
+    "Scaling": "experiment", "StorageError": "errors", "TrainingFailedError": "errors", "find_run": "runs", "fit": "fit",
+    "list_runs": "runs", "resolve": "config",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+"""`python -m headway.orchestrator` is the command `headway`."""
+
+from .cli import main
+
+main()

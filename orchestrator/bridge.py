@@ -1,0 +1,106 @@
+"""The callback through which a training and the world outside of it hear of each other, over the files of the run.
+
+It is the one place inside the loop that may talk to Ray, and it has nothing to say: metrics, checkpoints and progress are
+in the run's own files, and a `ray.train.report` is a barrier of about a second (../benchmarks/start.py shows what starting
+costs; reporting would cost it again at every checkpoint). Nothing here is on the path of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from headway.trainer.callbacks.base import Callback
+from headway.trainer.trainer import Trainer
+
+from .events import EventLog
+from .storage import Folder
+
+_STOP = "stop.json"
+_STATUSES = ("stopped", "time_limit", "interrupted")
+
+
+def request_stop(folder: Folder, reason: str, *, status: str = "stopped", abort: bool = False) -> None:
+    """Asks whoever trains a run to end it, from any process that can write to its folder.
+
+    Args:
+        folder: of the run.
+        reason: in words, for the record.
+        status: how the run is to be called: "stopped", "time_limit" or "interrupted".
+        abort: without a checkpoint, right now.
+    """
+    folder.write(_STOP, json.dumps({"reason": reason, "status": status, "abort": abort}))
+
+
+def stop_request(folder: Folder) -> dict[str, Any] | None:
+    """Returns what `request_stop` asked for, or None."""
+    try:
+        asked = json.loads(folder.read(_STOP) or "null")
+    except ValueError:
+        return None
+    return asked if isinstance(asked, dict) and asked.get("status") in _STATUSES else None
+
+
+def withdraw_stop(folder: Folder) -> None:
+    """Forgets what was asked of an earlier life of the run."""
+    folder.remove(_STOP)
+
+
+class Bridge(Callback):
+    """Writes what happens to the events of the run, and listens for a request to stop. Both on the main rank.
+
+    Args:
+        folder: of the run.
+        events: where to write.
+        is_main: whether this is the main rank.
+
+    Attributes:
+        began_at: the step from which this attempt trains, or None before it does.
+    """
+
+    def __init__(self, folder: Folder, events: EventLog, *, is_main: bool) -> None:
+        self.began_at: int | None = None
+        self._folder, self._events, self._is_main = folder, events, is_main
+        self._ended = threading.Event()
+
+    def on_setup_start(self, trainer: Trainer[Any]) -> None:
+        """Begins to listen."""
+        if self._is_main:
+            threading.Thread(target=self._listen, args=(trainer,), name="headway-stop", daemon=True).start()
+
+    def on_restored(self, trainer: Trainer[Any]) -> None:
+        """Writes where the run goes on."""
+        self._tell("restored", step=trainer.global_step, epoch=trainer.current_epoch)
+
+    def on_fit_start(self, trainer: Trainer[Any]) -> None:
+        """Writes that the set-up is over."""
+        self.began_at = trainer.global_step
+        self._tell("training", step=trainer.global_step, epoch=trainer.current_epoch)
+
+    def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Writes the metrics."""
+        self._tell("evaluated", step=trainer.global_step, metrics=dict(metrics))
+
+    def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
+        """Writes where it lies."""
+        self._tell("checkpoint_saved", step=trainer.global_step, path=str(checkpoint.path))
+
+    def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
+        """Writes why."""
+        self._tell("stop_requested", step=trainer.global_step, reason=reason)
+
+    def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
+        """Stops listening."""
+        self._ended.set()
+
+    def _tell(self, kind: str, **details: Any) -> None:
+        if self._is_main:
+            self._events.add(kind, **details)
+
+    def _listen(self, trainer: Trainer[Any]) -> None:
+        while not self._ended.wait(0.3 if self._folder.is_local else 3.0):
+            if (asked := stop_request(self._folder)) is not None:
+                trainer.request_stop(asked["reason"], status=asked["status"])
+                return

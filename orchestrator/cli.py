@@ -1,0 +1,115 @@
+"""The command `headway`. Its imports are late: `headway --help` must not wait for torch and Ray.
+
+Exit codes: 0 completed, stopped or finished before; 1 failed; 2 wrong input; 3 time limit reached;
+130 and 143 interrupted by Ctrl-C and by SIGTERM, with a checkpoint, ready to go on.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from .fit import RunResult
+
+app = typer.Typer(
+    name="headway",
+    help="Trains PyTorch models on Ray, and keeps making headway when machines die.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+runs_app = typer.Typer(help="Shows runs.", invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(runs_app, name="runs")
+
+_Storage = Annotated[str, typer.Option(help="Folder or URI that holds the runs.")]
+
+
+@app.command()
+def fit(
+    target: Annotated[str, typer.Argument(help="file.py, file.py:name or module:name; an Experiment or a Trainer class.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="As in config.learning_rate=3e-4 scaling.workers=4.")
+    ] = None,
+    resume: Annotated[str, typer.Option(help="Checkpoint to begin from; auto: the run's newest good one.")] = "auto",
+    accept_changes: Annotated[bool, typer.Option("--accept-changes", help="Go on although the config has changed.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the whole config as YAML, and end.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray and the workers print.")] = False,
+) -> None:
+    """Trains a run, or goes on with it."""
+    from .config import resolve, to_yaml
+
+    experiment = resolve(target, overrides or [])
+    if print_config:
+        print(to_yaml(experiment), end="")
+        return
+    from .fit import fit as fit_experiment
+
+    result = fit_experiment(experiment, resume=resume, accept_changes=accept_changes, verbose=verbose)
+    raise typer.Exit(_exit_code(result))
+
+
+@runs_app.callback()
+def runs(context: typer.Context, storage: _Storage = "runs") -> None:
+    """Lists the runs, the last started first."""
+    context.obj = storage
+    if context.invoked_subcommand is None:
+        from .show import print_runs
+
+        print_runs(storage)
+
+
+@runs_app.command("show")
+def show_run(context: typer.Context, name: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
+    """Shows one run: where it stands, how it was started, what happened."""
+    from .show import print_run
+
+    print_run(name, context.obj)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits; what the user can act on is one line on standard error, without a traceback."""
+    warnings.showwarning = _show_warning
+    try:
+        # What typer finds wrong with the line it shows itself, and exits with 2; a command exits by raising typer.Exit.
+        app(arguments, prog_name="headway")
+    except Exception as error:
+        sys.exit(_explain(error))
+
+
+def _explain(error: Exception) -> int:
+    """Says what went wrong in one line; a worker's traceback comes before it. Errors that are not ours are raised."""
+    from headway.trainer.errors import ConfigError
+
+    from .errors import StorageError, TrainingFailedError
+
+    if not _is_ours(error):
+        raise error
+    if isinstance(error, TrainingFailedError) and error.worker_traceback:
+        print(error.worker_traceback, file=sys.stderr)
+    print(f"headway: {error}", file=sys.stderr)
+    return 2 if isinstance(error, (ConfigError, StorageError)) else 1
+
+
+def _is_ours(error: Exception) -> bool:
+    # datasets has errors of its own, with no base in common.
+    return type(error).__module__.startswith("headway.")
+
+
+def _exit_code(result: RunResult) -> int:
+    match result.status:
+        case "time_limit":
+            return 3
+        case "interrupted":
+            return 128 + (result.signal or 2)
+        case "failed":
+            return 1
+    return 0
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    print(f"headway: {category.__name__}: {message}", file=sys.stderr)

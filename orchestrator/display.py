@@ -1,0 +1,105 @@
+"""What the person at the driver sees of a run: lines, and a bar below them on a terminal. Reads events, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from .events import Event
+
+
+class Display:
+    """Shows a run as it goes.
+
+    Args:
+        console: where to; a terminal gets a bar, anything else one line per record.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._total: int | None = None
+        self._attempt = 0
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Shows one line that stays."""
+        self._console.print(text, style=style, markup=False, highlight=False)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Shows a record of the metrics: on a terminal in the bar, elsewhere as a line."""
+        if "train/loss" not in record and "samples_per_s" not in record:
+            return
+        text = progress_line(record, total=self._total)
+        if not self._console.is_terminal:
+            self.line(text)
+            return
+        if self._bar is None:
+            self._bar = Progress(BarColumn(bar_width=20), TextColumn("{task.description}"), console=self._console)
+            self._task = self._bar.add_task(text, total=self._total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, description=text, completed=int(record["step"]), total=self._total)
+
+    def event(self, event: Event) -> None:
+        """Shows an event of the run."""
+        match event["event"]:
+            case "attempt_started":
+                self._attempt = event["attempt"]
+                hosts = {worker["host"] for worker in event["workers"]}
+                size = event["world_size"]
+                self.line(f"attempt {self._attempt}: {size} worker{'s'[: size > 1]} on {', '.join(sorted(hosts))}", "dim")
+            case "restored":
+                self.line(f"going on from step {event['step']:,} (attempt {self._attempt})")
+            case "training":
+                self._total = event.get("total_steps")
+            case "evaluated":
+                self.line(f"step {event['step']:,}  {_numbers(event['metrics'])}", "bold")
+            case "checkpoint_saved":
+                self.line(f"step {event['step']:,}  checkpoint {event['path']}", "dim")
+            case "message":
+                self.line(event["text"])
+            case "warning":
+                self.line(f"{event['category']}: {event['text']}", "yellow")
+            case "group_failed":
+                self.line(event["text"] + ("" if event["hopeless"] else "; starting the workers again"), "yellow")
+            case "stop_requested":
+                self.line(f"stopping at step {event['step']:,}: {event['reason']}")
+
+    def close(self) -> None:
+        """Takes the bar away; lines stay."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def progress_line(record: Mapping[str, Any], *, total: int | None) -> str:
+    """Returns a record as one line: how far, the loss, how fast, how long still."""
+    step = int(record["step"])
+    parts = [f"step {step:,}" + (f"/{total:,}" if total else "")]
+    if "train/loss" in record:
+        parts.append(f"loss {float(record['train/loss']):.4f}")
+    for name, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
+        if name in record:
+            parts.append(f"{float(record[name]):,.0f} {unit}")
+            break
+    if total and total > step and "step_s" in record:
+        parts.append(f"{duration((total - step) * float(record['step_s']))} left")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people: "42 s", "3 min 20 s", "2 h 5 min"."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())

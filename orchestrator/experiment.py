@@ -1,0 +1,133 @@
+"""What to train, where, and how often to try again: one frozen object that refuses nonsense when it is made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from headway.trainer.config import TrainerConfig
+from headway.trainer.errors import ConfigError
+from headway.trainer.progress import Duration
+from headway.trainer.trainer import Trainer
+
+from .storage import absolute, join
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How many workers there are, and what each of them has.
+
+    Attributes:
+        workers: training processes, one rank each.
+        cpus_per_worker: CPUs that a worker reserves, and threads that torch takes on it; below 1 workers share a CPU.
+        gpus_per_worker: GPUs that a worker reserves; with any, ranks talk by NCCL instead of Gloo.
+        resources_per_worker: other things that a worker reserves, by Ray's names ("memory" in bytes, or your own).
+        wait: how long to wait for machines that the cluster does not have yet; None: what is missing is an error at once.
+    """
+
+    workers: int = 1
+    cpus_per_worker: float = 1
+    gpus_per_worker: float = 0
+    resources_per_worker: dict[str, float] = field(default_factory=dict)
+    wait: Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.wait is not None:
+            object.__setattr__(self, "wait", Duration.parse(self.wait))
+            if Duration.parse(self.wait).unit != "seconds":
+                raise ConfigError(f'wait is a time such as "10m", not {self.wait}')
+        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
+            raise ConfigError(f"workers is a whole number from 1, not {self.workers!r}")
+        if not self.cpus_per_worker > 0:
+            raise ConfigError(f"cpus_per_worker is above zero, not {self.cpus_per_worker!r}")
+        if self.gpus_per_worker < 0 or any(amount < 0 for amount in self.resources_per_worker.values()):
+            raise ConfigError("a worker cannot reserve less than nothing")
+        if doubled := {"CPU", "GPU"} & set(self.resources_per_worker):
+            raise ConfigError(f"{' and '.join(sorted(doubled))}: use cpus_per_worker and gpus_per_worker")
+
+    @property
+    def per_worker(self) -> dict[str, float]:
+        """What one worker reserves, by Ray's names."""
+        gpu = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
+        return {"CPU": self.cpus_per_worker, **gpu, **self.resources_per_worker}
+
+    @property
+    def in_total(self) -> dict[str, float]:
+        """What all workers together reserve, by Ray's names."""
+        return {name: amount * self.workers for name, amount in self.per_worker.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """How often a run goes on after its workers are gone. Counted anew each time that the run is started.
+
+    An error that would only come again is never retried: see `failures.py`.
+
+    Attributes:
+        max_failures: workers that crashed, hung or raised; one failure of the whole group counts once.
+        max_preemptions: machines that were taken away with notice; None: as often as it happens.
+    """
+
+    max_failures: int = 3
+    max_preemptions: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_failures", "max_preemptions"):
+            value = getattr(self, name)
+            if (value is None and name == "max_preemptions") or (type(value) is int and value >= 0):
+                continue
+            raise ConfigError(f"{name} is a whole number from 0, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """All that was asked for: enough to start the same run again.
+
+    Attributes:
+        name: of the run; its files lie in `<storage>/<name>/`.
+        trainer: the class to train with; it must be a `Trainer`.
+        config: what it is told.
+        scaling: the workers.
+        retries: what happens when workers fail.
+        storage: where runs lie: a folder that all machines see, or an fsspec URI. Made absolute.
+    """
+
+    name: str
+    trainer: type[Trainer[Any]]
+    config: TrainerConfig
+    scaling: Scaling = field(default_factory=Scaling)
+    retries: Retries = field(default_factory=Retries)
+    storage: str = "runs"
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"{self.name!r} cannot name a run: begin with a letter or digit, go on with letters, digits and . _ -"
+            )
+        if not (isinstance(self.trainer, type) and issubclass(self.trainer, Trainer)):
+            raise ConfigError(f"trainer is a class that inherits from Trainer, not {self.trainer!r}")
+        if not isinstance(self.config, wanted := config_type(self.trainer)):
+            raise ConfigError(f"{self.trainer.__name__} takes a {wanted.__name__}, not a {type(self.config).__name__}")
+        if not isinstance(self.storage, (str, Path)) or not str(self.storage):
+            raise ConfigError(f"storage is a folder or a URI, not {self.storage!r}")
+        object.__setattr__(self, "storage", absolute(self.storage))
+
+    @property
+    def run_dir(self) -> str:
+        """The folder of the run: an absolute path or a URI."""
+        return join(self.storage, self.name)
+
+
+def config_type(trainer: type[Trainer[Any]]) -> type[TrainerConfig]:
+    """Returns the config class that a trainer was written for: the `X` of its `Trainer[X]`."""
+    for each in trainer.__mro__:
+        for base in each.__dict__.get("__orig_bases__", ()):
+            origin, arguments = get_origin(base), get_args(base)
+            if isinstance(origin, type) and issubclass(origin, Trainer) and isinstance(arguments[0], type):
+                found: type[TrainerConfig] = arguments[0]
+                return found
+    return TrainerConfig

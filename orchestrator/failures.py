@@ -1,0 +1,156 @@
+"""What went wrong in a worker group, and whether trying again can help. Deciding is arithmetic; Ray Train does the rest.
+
+Ray counts failures against `Retries`. What is decided here is what Ray cannot know: that an error would only come again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.train import UserCallback
+
+from headway.trainer.errors import CheckpointError
+
+from .bridge import stop_request
+from .events import Event, EventLog, read_events
+from .storage import Folder
+
+_LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How an attempt failed, in the rank that failed first.
+
+    Attributes:
+        attempt: which one.
+        rank: of the worker, or None where nobody can tell.
+        step: completed updates at that time; None before training began.
+        began_at: the step from which the attempt trained.
+        kind: the class of the exception; empty if the process was gone.
+        message, traceback: of the exception.
+        hopeless: whether the error is one that would only come again.
+    """
+
+    attempt: int
+    rank: int | None
+    step: int | None = None
+    began_at: int | None = None
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
+    hopeless: bool = False
+
+    def __str__(self) -> str:
+        who = "a worker" if self.rank is None else f"the worker of rank {self.rank}"
+        where = "" if self.step is None else f" at step {self.step}"
+        if not self.kind:
+            return f"{who} died{where}{f' ({self.message})' if self.message else ''}"
+        return f"{who} raised {self.kind}{where}: {self.message}"
+
+
+def is_hopeless_kind(error: BaseException) -> bool:
+    """Whether an error says by its class that it would come again: ours are about the config, the data or the numbers.
+
+    A checkpoint that could not be written may well be written the next time.
+    """
+    # By module, not by class: headway.datasets has errors of its own, and not every run needs to import it.
+    return type(error).__module__.startswith("headway.") and not isinstance(error, CheckpointError)
+
+
+def is_collateral(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    is_torch = type(error).__module__.startswith("torch.distributed") or type(error) in (RuntimeError, ConnectionError)
+    return is_torch and bool(_LOST_PEER.search(f"{type(error).__name__} {error}"))
+
+
+def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None) -> Failure | None:
+    """Returns the first failure of the last attempt; errors that another rank's end brought about come last.
+
+    Args:
+        events: of the run, the earliest first.
+        gone: what Ray says of the ranks whose process is gone.
+    """
+    attempt = max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
+    raised = [event for event in events if event["event"] == "rank_failed" and event["attempt"] == attempt]
+    causes = [event for event in raised if not event["collateral"]]
+    silent = {rank: text for rank, text in (gone or {}).items() if rank not in {event["rank"] for event in raised}}
+    if not causes and silent:
+        rank = min(silent)
+        return Failure(attempt=attempt, rank=rank, message=silent[rank])
+    if not raised:
+        return None
+    first = (causes or raised)[0]
+    return Failure(
+        attempt=attempt,
+        rank=first["rank"],
+        step=first["step"],
+        began_at=first["began_at"],
+        kind=first["type"],
+        message=first["message"],
+        traceback=first["traceback"],
+        hopeless=first["hopeless"],
+    )
+
+
+def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
+    """Whether to give up although there are retries left.
+
+    A process that died, or lost its peers, is tried again. An exception is tried again if the run has got further than at
+    the exception before it, and further than where it began: otherwise it has a cause that stays.
+
+    Args:
+        failure: the one to decide on.
+        before: earlier ones of the same start.
+    """
+    if not failure.kind:
+        return False
+    if failure.hopeless or failure.step is None:
+        return True
+    furthest = max([each.step for each in before if each.kind and each.step is not None], default=-1)
+    return failure.step <= max(furthest, failure.began_at or 0)
+
+
+class GaveUp(Exception):
+    """Ends Ray Train's retries, from its controller, and brings the driver what a worker raised."""
+
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception of the worker that failed first."""
+        return self.args[1] if len(self.args) > 1 else None
+
+
+class FailureWatch(UserCallback):  # type: ignore[misc]
+    """Runs in Ray Train's controller: writes each failure of the group down, and ends the retries where they are no use.
+
+    Args:
+        run_dir: of the run.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
+        self._failures: list[Failure] = []
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Decides, once per attempt.
+
+        Raises:
+            GaveUp: Ray Train takes what a callback raises for an error that is not to be retried.
+        """
+        folder = Folder(self._run_dir)
+        gone = {rank: str(error).strip().splitlines()[-1][:300] for rank, error in worker_exceptions.items() if str(error)}
+        failure = last_failure(read_events(folder), {**dict.fromkeys(worker_exceptions, ""), **gone})
+        if failure is None or failure.attempt in {each.attempt for each in self._failures}:
+            return
+        asked = stop_request(folder)
+        hopeless = is_hopeless(failure, self._failures) or bool(asked and asked["abort"])
+        self._failures.append(failure)
+        EventLog(folder, "controller").add(
+            "group_failed", attempt=failure.attempt, rank=failure.rank, step=failure.step, text=str(failure), hopeless=hopeless
+        )
+        if hopeless:
+            raise GaveUp(str(failure), worker_exceptions.get(-1 if failure.rank is None else failure.rank))
+

@@ -1,0 +1,113 @@
+"""The Ray to train on: the one that this process is connected to, the one of RAY_ADDRESS, or a quiet one of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+
+import ray
+
+from headway.trainer.errors import ConfigError
+
+from .experiment import Scaling
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    # Else every worker of a driver that runs under `uv run` would make an environment of its own.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A worker that is gone is noticed within this time; the default of 2 s is most of a restart.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
+# Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it would find
+# that of another Ray on the machine, which does not know the run, and would end it.
+_NO_DASHBOARD = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
+
+
+def quiet_environment() -> None:
+    """Sets what Ray reads when it is imported or started; values that the user has set stay."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def will_be_own() -> bool:
+    """Whether `connected` would start a Ray."""
+    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+
+
+def check_machine(scaling: Scaling) -> None:
+    """Refuses what this machine alone can never give.
+
+    Raises:
+        ConfigError: says what there is and what was asked for.
+    """
+    cpus = _cpus()
+    wanted = scaling.in_total["CPU"]
+    if wanted > cpus:
+        raise ConfigError(
+            f"{scaling.workers} workers with {scaling.cpus_per_worker:g} CPU each want {wanted:g} CPUs, and this machine has "
+            f"{cpus}: lower scaling.workers, let workers share (scaling.cpus_per_worker={cpus / scaling.workers:.3g}), or "
+            "connect to a cluster with RAY_ADDRESS"
+        )
+    if scaling.gpus_per_worker:
+        import torch
+
+        there = torch.cuda.device_count()
+        if scaling.in_total["GPU"] > there:
+            raise ConfigError(
+                f"{scaling.workers} workers with {scaling.gpus_per_worker:g} GPU each want {scaling.in_total['GPU']:g} GPUs, "
+                f"and this machine has {there}: lower scaling.workers or scaling.gpus_per_worker"
+            )
+
+
+def missing(scaling: Scaling) -> str:
+    """Says what the connected cluster lacks in all, as "2 of 8 CPU"; empty if it lacks nothing."""
+    there = ray.cluster_resources()
+    return ", ".join(
+        f"{there.get(name, 0):g} of {wanted:g} {name}"
+        for name, wanted in scaling.in_total.items()
+        if there.get(name, 0) < wanted
+    )
+
+
+@contextlib.contextmanager
+def connected(scaling: Scaling, *, verbose: bool) -> Iterator[None]:
+    """Makes sure of a Ray; one that was started for this is ended with it.
+
+    Args:
+        scaling: a Ray of our own gets CPUs for these workers, and some for reading data beside them.
+        verbose: shows what Ray and its workers print.
+    """
+    if not will_be_own():
+        if not ray.is_initialized():
+            ray.init(address="auto", log_to_driver=verbose, logging_level=_level(verbose))
+        yield
+        return
+    before = {name: os.environ.get(name) for name in _NO_DASHBOARD}
+    os.environ.update(_NO_DASHBOARD)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(_cpus(), math.ceil(scaling.in_total["CPU"])) + 2,
+            include_dashboard=False,
+            log_to_driver=verbose,
+            logging_level=_level(verbose),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _level(verbose: bool) -> int:
+    return logging.INFO if verbose else logging.ERROR
+
+
+def _cpus() -> int:
+    """CPUs that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

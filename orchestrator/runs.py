@@ -1,0 +1,339 @@
+"""A run: its folder, its record and its status, which outlive Ray and the driver.
+
+    <storage>/<name>/
+    ├── run.json          who, when, where, how it stands: replaced as a whole, by the driver alone
+    ├── config.yaml       the whole experiment: enough to start the same run again
+    ├── events.jsonl      what happened, one JSON object per line (events.py)
+    ├── metrics.jsonl     one record per flush, written by the trainer
+    └── checkpoints/      written by the trainer
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any, Literal
+
+from headway.trainer.errors import ConfigError
+from headway.trainer.result import Status
+
+from .config import Difference, differences, from_yaml, parse_yaml, to_plain, to_yaml
+from .errors import RunConflictError, StorageError
+from .experiment import Experiment
+from .storage import Folder, absolute, join
+
+RunStatus = Literal["running"] | Status
+
+# How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
+_FREE = (
+    "scaling", "retries", "storage", "config.max_epochs", "config.max_steps", "config.log_every", "config.evaluate_every",
+    "config.checkpoint", "config.parallel", "config.micro_batch_size",
+)  # fmt: skip
+_LIMITS = ("config.max_epochs", "config.max_steps")
+# A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
+HEARTBEAT_S = 20.0
+_SILENT_S = 90.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """The process that leads a run.
+
+    Attributes:
+        host, pid: which process it is.
+        heartbeat: when it last wrote the record, in seconds since 1970.
+    """
+
+    host: str
+    pid: int
+    heartbeat: float
+
+    @classmethod
+    def this(cls) -> Driver:
+        """Returns this process."""
+        return cls(host=socket.gethostname(), pid=os.getpid(), heartbeat=time.time())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still be there: here by its process, elsewhere by its heartbeat."""
+        if self.host == socket.gethostname():
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+            except PermissionError:
+                pass
+        return time.time() - self.heartbeat < _SILENT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What `run.json` says. Times are UTC, in ISO 8601.
+
+    Attributes:
+        id: unique; a run of the same name, begun anew, has another one.
+        name: of the run and of its folder.
+        status: "running" also when the driver died without a word; ask `Run.status`.
+        reason: why it ended, in words.
+        trainer: target of the class.
+        workers: ranks of the last attempt.
+        attempts: lives of worker groups so far.
+        created, started, ended: the first start, the last one, and its end.
+        steps, epochs, metrics: where it stands, as of its end.
+        error: what failed, in one line.
+        driver: the process that leads it, or led it last.
+        versions: of Python and packages.
+        git: commit of the folder that it was started in, and whether that had changes.
+        hardware: of the machine that it was started on.
+        command: how it was started.
+    """
+
+    id: str
+    name: str
+    status: RunStatus
+    reason: str = ""
+    trainer: str
+    workers: int
+    attempts: int = 0
+    created: str
+    started: str
+    ended: str | None = None
+    steps: int = 0
+    epochs: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    last_checkpoint: str | None = None
+    error: str | None = None
+    driver: Driver
+    versions: dict[str, str] = field(default_factory=dict)
+    git: dict[str, Any] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """Reads a record; fields that a later version added are passed over."""
+        plain = json.loads(text)
+        known = {each.name for each in fields(cls)}
+        settings = {name: value for name, value in plain.items() if name in known}
+        return cls(**{**settings, "driver": Driver(**settings["driver"])})
+
+    def to_json(self) -> str:
+        """Returns the record as text."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+class Run:
+    """A run that has a folder.
+
+    Args:
+        run_dir: an absolute path or a URI.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.folder = Folder(run_dir)
+        text = self.folder.read("run.json")
+        if text is None:
+            raise ConfigError(f"there is no run in {run_dir}")
+        try:
+            self.record = Record.from_json(text)
+        except (ValueError, TypeError, KeyError) as error:
+            raise StorageError(f"{self.folder.path('run.json')} is damaged ({error}): repair it, or remove the folder") from error
+
+    @property
+    def run_dir(self) -> str:
+        """Its folder: an absolute path or a URI."""
+        return self.folder.place
+
+    @property
+    def status(self) -> RunStatus:
+        """How it stands; "interrupted" if its driver is gone without having said so."""
+        if self.record.status == "running" and not self.record.driver.is_alive:
+            return "interrupted"
+        return self.record.status
+
+    @property
+    def reason(self) -> str:
+        """Why it stands so, in words."""
+        if self.record.status == "running" and self.status != "running":
+            driver = self.record.driver
+            return f"its driver (process {driver.pid} on {driver.host}) is gone"
+        return self.record.reason
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether starting it again, with the same limits, would train nothing."""
+        return self.record.status in ("completed", "stopped")
+
+    def experiment(self) -> Experiment:
+        """Returns the experiment that was recorded, to start the same run again."""
+        return from_yaml(self.folder.read("config.yaml") or "")
+
+    def update(self, **changes: Any) -> None:
+        """Changes the record, on storage too. For the driver alone."""
+        driver = replace(self.record.driver, heartbeat=time.time())
+        self.record = replace(self.record, driver=driver, **changes)
+        self.folder.write("run.json", self.record.to_json())
+
+    def beat(self) -> None:
+        """Tells others that the driver lives, if it has been a while."""
+        if time.time() - self.record.driver.heartbeat > HEARTBEAT_S:
+            self.update()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run that is about to be trained, or need not be.
+
+    Attributes:
+        run: the run.
+        verdict: "new", "goes on", or "finished": there is nothing to do.
+        changes: fields that differ from the last start.
+    """
+
+    run: Run
+    verdict: Literal["new", "goes on", "finished"]
+    changes: tuple[Difference, ...] = ()
+
+
+def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
+    """Claims the run of an experiment for this process, or says that it is finished. Checks that it can be written.
+
+    Args:
+        experiment: all that was asked for.
+        accept_changes: goes on although what is trained has changed.
+
+    Raises:
+        RunConflictError: the run was begun with another config, or somebody trains it right now.
+        StorageError: the storage cannot be written.
+    """
+    folder = Folder(experiment.run_dir)
+    text = to_yaml(experiment)
+    if folder.read("run.json") is None:
+        folder.prepare()
+        return Opened(_begin(folder, experiment, text), "new")
+    run = Run(experiment.run_dir)
+    if run.status == "running" and run.record.driver.pid != os.getpid():
+        driver = run.record.driver
+        raise RunConflictError(
+            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}; "
+            "wait for it, stop it with Ctrl-C there, or choose another name"
+        )
+    changes = tuple(differences(_plain(run.folder.read("config.yaml") or ""), _plain(text)))
+    refused = [change for change in changes if not _may_change(change.path)]
+    if refused and not accept_changes:
+        raise RunConflictError(_conflict(experiment, refused))
+    if run.is_finished and not any(_extends(change) for change in changes):
+        return Opened(run, "finished", changes)
+    folder.prepare()
+    folder.write("config.yaml", text)
+    run.update(
+        status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(), command=sys.argv,
+        workers=experiment.scaling.workers, versions=_versions(), git=_git(), hardware=_hardware(),
+    )  # fmt: skip
+    return Opened(run, "goes on", changes)
+
+
+def list_runs(storage: str) -> list[Run]:
+    """Returns the runs of a storage, the last started first; folders that are no runs are passed over."""
+    place = absolute(storage)
+    runs = []
+    for name in Folder(place).folders():
+        try:
+            runs.append(Run(join(place, name)))
+        except (ConfigError, StorageError):
+            continue
+    return sorted(runs, key=lambda run: run.record.started, reverse=True)
+
+
+def find_run(name: str, storage: str) -> Run:
+    """Returns a run by its name.
+
+    Raises:
+        ConfigError: there is none, with the names that there are.
+    """
+    place = absolute(storage)
+    try:
+        return Run(join(place, name))
+    except ConfigError:
+        names = [run.record.name for run in list_runs(place)]
+        raise ConfigError(
+            f"there is no run {name!r} in {place}; there is {', '.join(names[:10]) if names else 'none at all'}"
+        ) from None
+
+
+def now() -> str:
+    """Returns the time as records have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _begin(folder: Folder, experiment: Experiment, text: str) -> Run:
+    folder.write("config.yaml", text)
+    record = Record(
+        id=uuid.uuid4().hex[:12], name=experiment.name, status="running", trainer=to_plain(experiment.trainer),
+        workers=experiment.scaling.workers, created=now(), started=now(), driver=Driver.this(), versions=_versions(),
+        git=_git(), hardware=_hardware(), command=sys.argv,
+    )  # fmt: skip
+    folder.write("run.json", record.to_json())
+    return Run(folder.place)
+
+
+def _plain(text: str) -> Mapping[str, Any]:
+    """A config as text throughout, so that 1 and 1.0 in files of two versions are compared as they were written."""
+    plain: Mapping[str, Any] = parse_yaml(text) or {}
+    # The class is the same one when its file has moved.
+    return {**plain, "trainer": str(plain.get("trainer", "")).rpartition(":")[2]}
+
+
+def _may_change(path: str) -> bool:
+    return any(path == free or path.startswith(f"{free}.") for free in _FREE)
+
+
+def _extends(change: Difference) -> bool:
+    if change.path not in _LIMITS or change.before == "null":
+        return False
+    return bool(change.after == "null" or float(change.after) > float(change.before))
+
+
+def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
+    lines = "\n".join(f"  {change.path}: {change.before} -> {change.after}" for change in refused)
+    return (
+        f"the run {experiment.name} was begun with another config:\n{lines}\n"
+        f"Give it another name (name=...), take these back, or go on with them by --accept-changes. It lies in {experiment.run_dir}"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("headway", "torch", "ray", "numpy", "pyarrow"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git() -> dict[str, Any]:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _hardware() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "platform": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()}

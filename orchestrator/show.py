@@ -1,0 +1,83 @@
+"""Runs as tables and pages for the terminal. Reads the files of the runs, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+
+from .display import duration
+from .events import read_events
+from .runs import Run, find_run, list_runs
+from .storage import absolute
+
+_SHOWN_EVENTS = {"attempt_started", "restored", "group_failed", "checkpoint_saved", "stop_requested", "attempt_ended"}
+
+
+def print_runs(storage: str, console: Console | None = None) -> None:
+    """Prints a table of the runs in a storage."""
+    console = console or Console(highlight=False)
+    runs = list_runs(storage)
+    if not runs:
+        console.print(f"no runs in {absolute(storage)}", markup=False)
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("NAME", "STATUS", "STEPS", "LOSS", "ATTEMPTS", "STARTED", "TOOK"):
+        table.add_column(heading, justify="right" if heading in ("STEPS", "LOSS", "ATTEMPTS", "TOOK") else "left", no_wrap=True)
+    for run in runs:
+        record = run.record
+        loss = record.metrics.get("validation/loss", record.metrics.get("train/loss"))
+        table.add_row(
+            record.name, run.status, f"{record.steps:,}", "" if loss is None else f"{loss:.4g}", str(record.attempts),
+            _local(record.started), _took(run),
+        )  # fmt: skip
+    console.print(table)
+
+
+def print_run(name: str, storage: str, console: Console | None = None) -> None:
+    """Prints all that is known of one run."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    run = find_run(name, storage)
+    record = run.record
+    facts = {
+        "run": f"{record.name} ({record.id})",
+        "status": run.status + (f": {run.reason}" if run.reason else ""),
+        "error": record.error,
+        "steps": f"{record.steps:,} in {record.epochs:,} epochs, {record.attempts} attempt{'s'[: record.attempts != 1]}",
+        "metrics": "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items()),
+        "started": f"{_local(record.started)}, took {_took(run)}",
+        "trainer": f"{record.trainer} with {record.workers} worker{'s'[: record.workers != 1]}",
+        "files": run.run_dir,
+        "checkpoint": record.last_checkpoint,
+        "command": " ".join(record.command),
+        "versions": "  ".join(f"{package} {version}" for package, version in record.versions.items()),
+        "git": f"{record.git['commit']}{' with changes' if record.git['dirty'] else ''}" if record.git else None,
+        "machine": "  ".join(f"{key} {value}" for key, value in record.hardware.items()),
+    }
+    for label, fact in facts.items():
+        if fact:
+            console.print(f"{label:<11}{fact}", markup=False)
+    console.print("\nconfig", markup=False)
+    console.print("".join(f"  {line}\n" for line in (run.folder.read("config.yaml") or "").splitlines()), markup=False, end="")
+    console.print("\nevents", markup=False)
+    for event in read_events(run.folder):
+        if event["event"] in _SHOWN_EVENTS:
+            at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
+            details = ", ".join(
+                f"{key} {value}" for key, value in event.items() if key not in ("time", "event", "workers", "hopeless") and value is not None
+            )
+            console.print(f"  {at}  {event['event'].replace('_', ' ')}: {details}", markup=False)
+
+
+def _local(iso: str) -> str:
+    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _took(run: Run) -> str:
+    started = datetime.fromisoformat(run.record.started).timestamp()
+    if run.record.ended:
+        return duration(datetime.fromisoformat(run.record.ended).timestamp() - started)
+    until = time.time() if run.status == "running" else run.record.driver.heartbeat
+    return duration(until - started)

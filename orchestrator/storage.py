@@ -1,0 +1,145 @@
+"""A folder of small files, on a disk or behind an fsspec URI: read, replaced whole, appended to."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from headway.trainer.errors import ConfigError
+
+from .errors import StorageError
+
+
+def absolute(place: str | os.PathLike[str]) -> str:
+    """Returns an absolute path, or the URI as it is: workers have another current directory.
+
+    Raises:
+        ConfigError: the place exists in one process only.
+    """
+    text = os.fspath(place)
+    if "://" not in text:
+        return os.path.abspath(os.path.expanduser(text))
+    scheme, _, rest = text.partition("://")
+    if scheme == "memory":
+        raise ConfigError(f"{text} lives in the memory of one process, where workers cannot see it: give a folder or a URI")
+    return os.path.abspath(rest) if scheme in ("file", "local") else text.rstrip("/")
+
+
+def join(place: str, *names: str) -> str:
+    """Puts names below a path or a URI."""
+    return "/".join((place.rstrip("/"), *names))
+
+
+class Folder:
+    """One folder. Every method raises `StorageError`, which names the place, when the place cannot do it.
+
+    Args:
+        place: an absolute path, or an fsspec URI.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(place)
+        except (ImportError, ValueError, OSError) as error:
+            raise StorageError(f"{place} cannot be used: {error}") from error
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it lies on a disk (this machine's, or one that is mounted)."""
+        return isinstance(self._fs, LocalFileSystem)
+
+    def path(self, name: str) -> str:
+        """Where a file of the folder lies, for people and for other programs."""
+        return join(self.place, name)
+
+    def prepare(self) -> None:
+        """Makes the folder, and finds out whether it can be written: writes, reads and removes a small file."""
+        probe, text = f".probe-{uuid.uuid4().hex[:8]}", "headway"
+        try:
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(join(self._root, probe), text.encode())
+            if self._fs.cat_file(join(self._root, probe)).decode() != text:
+                raise OSError("what was read back is not what was written")
+            self._fs.rm_file(join(self._root, probe))
+        except Exception as error:  # every file system has errors of its own
+            raise StorageError(f"{self.place} cannot be written: {type(error).__name__}: {error}") from error
+
+    def read(self, name: str) -> str | None:
+        """Returns the text of a file; None if there is none."""
+        try:
+            return str(self._fs.cat_file(join(self._root, name)).decode())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:
+            raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
+
+    def write(self, name: str, text: str) -> None:
+        """Replaces a file as a whole: a reader sees the old text or the new one."""
+        try:
+            if not self.is_local:
+                # An object store shows an object when all of it is there.
+                self._fs.pipe_file(join(self._root, name), text.encode())
+                return
+            part = Path(self._root, f".{name}.{os.getpid()}.part")
+            part.write_text(text)
+            part.replace(Path(self._root, name))
+        except Exception as error:
+            raise StorageError(f"{self.path(name)} cannot be written: {error}") from error
+
+    def append(self, name: str, line: str) -> None:
+        """Adds one line to a file on a disk, in one system call, so that several writers may."""
+        assert self.is_local, "object stores cannot append"
+        try:
+            handle = os.open(Path(self._root, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(handle, f"{line}\n".encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise StorageError(f"{self.path(name)} cannot be written: {error}") from error
+
+    def read_from(self, name: str, offset: int) -> tuple[bytes, int]:
+        """Returns what a file has from a byte on, and its size; nothing and 0 if there is none."""
+        try:
+            size = int(self._fs.size(join(self._root, name)) or 0)
+            if size <= offset:
+                return b"", size
+            return bytes(self._fs.cat_file(join(self._root, name), start=offset, end=size)), size
+        except FileNotFoundError:
+            return b"", 0
+
+    def remove(self, name: str) -> None:
+        """Removes a file if it is there."""
+        try:
+            self._fs.rm_file(join(self._root, name))
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise StorageError(f"{self.path(name)} cannot be removed: {error}") from error
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file or folder."""
+        return bool(self._fs.exists(join(self._root, name)))
+
+    def folders(self) -> list[str]:
+        """Names of the folders in it, sorted; none if it does not exist."""
+        try:
+            self._fs.invalidate_cache(self._root)
+            entries = self._fs.ls(self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory")
+
+    def files(self, prefix: str) -> list[str]:
+        """Names of the files in it that begin so, sorted."""
+        try:
+            self._fs.invalidate_cache(self._root)
+            names = [entry["name"].rsplit("/", 1)[-1] for entry in self._fs.ls(self._root, detail=True)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name for name in names if name.startswith(prefix))

@@ -1,0 +1,140 @@
+"""What `file.py:name` and `module:name` on the command line stand for: a class, or an experiment. Also the way back."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from headway.trainer.errors import ConfigError
+from headway.trainer.trainer import Trainer
+
+from .experiment import Experiment
+
+# A user's file is imported under this name: `trainer.py` or `random.py` must not hide a module that others import.
+_PREFIX = "headway_file_"
+
+
+def load_target(target: str) -> Experiment | type[Trainer[Any]]:
+    """Imports a target and returns the experiment or the trainer class that it names.
+
+    A function is called without arguments and must return an experiment. Without a name, a file's target is its
+    `experiment`, else its only Experiment, else its only trainer class.
+
+    Args:
+        target: `file.py`, `file.py:name` or `module:name`.
+
+    Raises:
+        ConfigError: there is no such file, module or name, or it is none of these things.
+    """
+    place, name = _split(target)
+    module = _import(place, target)
+    found = _named(module, name, target) if name else _only_one(module, target)
+    if isinstance(found, FunctionType):
+        found = found()
+    if isinstance(found, Experiment) or (isinstance(found, type) and issubclass(found, Trainer)):
+        return found
+    raise ConfigError(
+        f"{target} is a {type(found).__name__}: a target is an Experiment, a function that returns one, or a Trainer class"
+    )
+
+
+def name_of(trainer: type) -> str:
+    """Returns the target by which `load_target` finds a class again: by file if its module is one, else by module."""
+    module = sys.modules.get(trainer.__module__)
+    file = getattr(module, "__file__", None)
+    if file and (trainer.__module__ == "__main__" or trainer.__module__.startswith(_PREFIX)):
+        return f"{os.path.abspath(file)}:{trainer.__qualname__}"
+    return f"{trainer.__module__}:{trainer.__qualname__}"
+
+
+def travels_by_value(module: ModuleType | None) -> bool:
+    """Whether workers cannot import a module, because it is a user's file."""
+    return module is not None and module.__name__.startswith(_PREFIX)
+
+
+def _split(target: str) -> tuple[str, str]:
+    place, colon, name = target.rpartition(":")
+    # "C:\digits.py" has a colon that is none of ours.
+    if not colon or "/" in name or "\\" in name:
+        return target, ""
+    return place, name
+
+
+def _import(place: str, target: str) -> ModuleType:
+    if place.endswith(".py"):
+        return _import_file(Path(place))
+    if os.sep in place or Path(place).exists():
+        raise ConfigError(f"{place} is no Python file: a target is file.py, file.py:name or module:name")
+    if place == target:
+        raise ConfigError(f"{target} names neither a file.py nor module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        # A module that the target's module lacks is the user's to see with its traceback.
+        if error.name and (place == error.name or place.startswith(f"{error.name}.")):
+            raise ConfigError(f"there is no module {place!r} to take {target} from") from None
+        raise
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        near = [f.name for f in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"there is no file {path}{_did_you_mean(path.name, near)}")
+    path = path.resolve()
+    name = _PREFIX + path.stem
+    if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
+        return known
+    # As `python file.py` would have it: its neighbours can be imported.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _named(module: ModuleType, name: str, target: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = [each for each in vars(module) if not each.startswith("_")]
+            raise ConfigError(f"{target}: there is no {name!r} in it{_did_you_mean(name, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def _only_one(module: ModuleType, target: str) -> Any:
+    experiments = {name: each for name, each in vars(module).items() if isinstance(each, Experiment)}
+    if "experiment" in vars(module):
+        return vars(module)["experiment"]
+    classes = {
+        name: each
+        for name, each in vars(module).items()
+        if isinstance(each, type) and issubclass(each, Trainer) and each.__module__ == module.__name__
+    }
+    for found in (experiments, classes):
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if found:
+            raise ConfigError(f"{target} has {', '.join(sorted(found))}: say which, as {target}:{sorted(found)[0]}")
+    raise ConfigError(f"{target} has neither an Experiment nor a Trainer class")
+
+
+def _did_you_mean(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

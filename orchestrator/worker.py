@@ -1,0 +1,149 @@
+"""What runs in each Ray Train worker: a trainer in the world that Ray has set up, and the record of how it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray.cloudpickle
+import torch
+
+from headway.trainer.world import World
+
+from .bridge import Bridge, stop_request
+from .events import EventLog, read_events
+from .failures import is_collateral, is_hopeless_kind
+from .storage import Folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the driver tells its workers.
+
+    Attributes:
+        training: the trainer's class and its config, pickled: a class from a user's file travels by value.
+        run_dir: of the run, an absolute path or a URI.
+        since: when this driver started, in seconds since 1970.
+        resume: "auto", or the checkpoint that the user chose to begin from.
+        imports: folders that the driver imports from, besides its packages.
+        current_dir: of the driver; relative paths in a config mean the same here.
+        threads: that torch takes on a CPU.
+        on_cpu: whether no GPU was asked for.
+        capture: whether what the main rank prints is sent to the driver through the run's events.
+    """
+
+    training: bytes
+    run_dir: str
+    since: float
+    resume: str
+    imports: tuple[str, ...]
+    current_dir: str
+    threads: int
+    on_cpu: bool
+    capture: bool
+
+
+def train(settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains one attempt on one rank, and returns the fields of its `FitResult`. Raises whatever the trainer raises."""
+    task: Task = settings["task"]
+    if os.path.isdir(task.current_dir):
+        os.chdir(task.current_dir)
+    sys.path[:0] = [path for path in task.imports if path not in sys.path]
+    if task.on_cpu:
+        torch.set_num_threads(task.threads)
+    world = World.attach("cpu" if task.on_cpu else None)
+    folder = Folder(task.run_dir)
+    if (asked := stop_request(folder)) is not None:
+        return {"status": asked["status"], "reason": asked["reason"]}
+    events = EventLog(folder, f"rank-{world.rank}")
+    bridge = Bridge(folder, events, is_main=world.is_main)
+    past = world.broadcast(_past(folder, task) if world.is_main else None)
+    assert past is not None
+    attempt, resume = past
+    trainer: Any = None
+    try:
+        _announce(events, world, attempt)
+        trainer_class, config = ray.cloudpickle.loads(task.training)
+        with _captured(events) if task.capture and world.is_main else contextlib.nullcontext():
+            trainer = trainer_class(
+                config,
+                run_dir=task.run_dir,
+                callbacks=[bridge],
+                world=world,
+                attempt=attempt,
+                printer=lambda text: events.add("message", text=text),
+            )
+            result = trainer.fit(resume=resume)
+    except BaseException as error:
+        step = trainer.global_step if trainer is not None and bridge.began_at is not None else None
+        events.add(
+            "rank_failed",
+            attempt=attempt,
+            rank=world.rank,
+            step=step,
+            began_at=bridge.began_at,
+            type=type(error).__name__,
+            message=str(error),
+            hopeless=is_hopeless_kind(error),
+            collateral=is_collateral(error),
+            traceback="".join(traceback.format_exception(error)),
+        )
+        raise
+    if world.is_main:
+        events.add("attempt_ended", attempt=attempt, status=result.status, reason=result.reason, step=result.steps)
+    return asdict(result)
+
+
+def _past(folder: Folder, task: Task) -> tuple[int, str]:
+    """The number of this attempt, and what it resumes from: the user's choice until this driver has saved something."""
+    events = read_events(folder)
+    saved = any(event["event"] == "checkpoint_saved" and event["time"] >= task.since for event in events)
+    return 1 + sum(event["event"] == "attempt_started" for event in events), "auto" if saved else task.resume
+
+
+def _announce(events: EventLog, world: World, attempt: int) -> None:
+    me = {"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(world.device)}
+    workers = world.gather(me)
+    if world.is_main:
+        events.add("attempt_started", attempt=attempt, world_size=world.size, workers=workers)
+
+
+class _Lines(io.TextIOBase):
+    """A text stream whose lines become messages."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events, self._rest = events, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._events.add("message", text=line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Keeps half a line until its end comes."""
+
+
+@contextlib.contextmanager
+def _captured(events: EventLog) -> Iterator[None]:
+    """Turns what is printed and warned of into events, because the worker's own output is not shown."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        events.add("warning", category=category.__name__, text=str(message))
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        with contextlib.redirect_stdout(_Lines(events)):
+            yield
+    finally:
+        warnings.showwarning = before
+

@@ -1,0 +1,73 @@
+"""What lies in a storage: which checkpoints, in which order, and whether they are whole. Reads only, in one process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CheckpointError
+from .manifest import MANIFEST, Checkpoint, FileSum, parse_manifest
+from .storage import Storage, open_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that was committed once: a checkpoint, or what is wrong with its manifest."""
+
+    name: str
+    checkpoint: Checkpoint | None
+    files: dict[str, FileSum]
+    problem: str | None
+
+
+def scan(storage: Storage) -> list[Entry]:
+    """Returns all that was ever committed, in the order of the commits; what cannot be read counts as newest."""
+    entries = []
+    for name in storage.names():
+        if not name.startswith("step-") or not storage.committed(name):
+            continue
+        try:
+            checkpoint, files = parse_manifest(storage.path_of(name), storage.read(name, MANIFEST))
+            entries.append(Entry(name, checkpoint, files, None))
+        except FileNotFoundError:
+            entries.append(Entry(name, None, {}, f"{MANIFEST} is missing"))
+        except (CheckpointError, OSError) as error:
+            entries.append(Entry(name, None, {}, str(error)))
+    return sorted(entries, key=lambda each: (each.checkpoint.sequence if each.checkpoint else float("inf"), each.name))
+
+
+def fault(storage: Storage, name: str, file: str, expected: FileSum, scratch: Path) -> str | None:
+    """Returns what is wrong with one file of a checkpoint, or None. Reads all of it, once its size is right."""
+    try:
+        if (size := storage.size_bytes(name, file)) != expected.size_bytes:
+            return f"{file} has {size} of {expected.size_bytes} bytes"
+        if FileSum.of(storage.fetch(name, file, scratch)) != expected:
+            return f"{file} is not what was written: its checksum differs"
+    except FileNotFoundError:
+        return f"{file} is missing"
+    except OSError as error:
+        return f"{file} cannot be read ({error})"
+    return None
+
+
+def locate(path: str) -> tuple[Storage, str]:
+    """Splits the path or URI of a checkpoint into the storage and its name there."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return open_storage(parent if parent else "/" if path.startswith("/") else "."), name
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Reads what one checkpoint says of itself; its other files are not looked at.
+
+    Raises:
+        CheckpointError: there is no checkpoint at this path or URI.
+    """
+    storage, name = locate(os.fspath(path))
+    there = storage.path_of(name)
+    try:
+        return parse_manifest(there, storage.read(name, MANIFEST))[0]
+    except OSError as error:
+        raise CheckpointError(
+            f"{there} is not a checkpoint: a directory with a {MANIFEST} was needed ({type(error).__name__}: {error})"
+        ) from error

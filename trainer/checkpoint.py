@@ -1,0 +1,277 @@
+"""CheckpointStore: a dict of `Stateful` parts <-> a committed, verified directory or URI. Knows no models and no loop.
+
+    <root>/step-00000042/manifest.json       written last; without it, this is no checkpoint
+                         parts.pkl           the structure of every part, each a pickle of its own
+                         .metadata, *.distcp the tensors of all parts (Distributed Checkpoint), written by all ranks
+                         rank-00000.pt ...   what each rank keeps to itself
+
+All ranks take every decision together: what fails on one rank is a CheckpointError on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from .catalog import fault, locate, read_checkpoint, scan
+from .errors import CheckpointError, ConfigError
+from .manifest import MANIFEST, Checkpoint, CheckpointWarning, FileSum, parse_manifest, write_manifest
+from .snapshot import Reading, Snapshot
+from .storage import Storage, open_storage
+from .streams import Stateful
+from .world import World
+
+__all__ = ["Checkpoint", "CheckpointStore", "CheckpointWarning", "read_checkpoint"]
+
+T = TypeVar("T")
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Every rank has one, and calls `save`, `newest_good` and `load` when all others do.
+
+    Retention deletes only after a commit, never the checkpoint just committed, and never one that this store has
+    loaded. Saving a step again commits a second checkpoint and then deletes the first, so that there always is one.
+
+    Args:
+        root: directory or fsspec URI; made by the first save. All machines of a run must see the same one.
+        world: the ranks that save and load together. A checkpoint can be loaded by any number of ranks.
+        keep_last: how many of the checkpoints saved last stay; "all" deletes none.
+
+    Attributes:
+        passed_over: what `newest_good` found damaged the last time, and what is wrong with it.
+
+    Raises:
+        ConfigError: `keep_last` is neither a whole number from 1 nor "all".
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, world: World, keep_last: int | Literal["all"] = 2) -> None:
+        if keep_last != "all" and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
+            raise ConfigError(f'keep_last is a whole number from 1, or "all", not {keep_last!r}')
+        self.world = world
+        self.keep_last = keep_last
+        self.passed_over: list[str] = []
+        self._storage = open_storage(root)
+        self._sequence: int | None = None
+        self._loaded: set[str] = set()
+        self._verified: set[str] = set()
+
+    def save(
+        self,
+        parts: Mapping[str, Stateful],
+        *,
+        rank_parts: Mapping[str, Stateful],
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, float],
+        meta: Mapping[str, Any],
+    ) -> Checkpoint:
+        """Writes a checkpoint and returns it once it is on the disk. Every rank must call this.
+
+        Args:
+            parts: what all ranks share, equal on all of them but for sharded tensors (`DTensor`).
+            rank_parts: what every rank keeps to itself.
+            step: completed updates.
+            epoch: completed passes over the data.
+            metrics: floats of any kind.
+            meta: JSON, kept in the manifest.
+
+        Raises:
+            CheckpointError: on every rank, whichever rank failed. What was saved before is untouched.
+        """
+        doing = f"save step {step} in {self._storage.path_of('')}"
+        sequence, name, token = self._on_main(doing, lambda: self._plan(step))
+        snapshot, staged = self._together(
+            doing, lambda: (Snapshot.of(parts, rank_parts), self._storage.stage(f"{name}-{token}"))
+        )
+        try:
+            self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
+            sums = self._together(doing, lambda: self._publish(snapshot, staged, name))
+            files = {file: each for rank_sums in self.world.gather(sums) for file, each in rank_sums.items()}
+            checkpoint = Checkpoint(
+                path=self._storage.path_of(name),
+                step=step,
+                epoch=epoch,
+                metrics={key: float(value) for key, value in metrics.items()},
+                meta=dict(meta),
+                world_size=self.world.size,
+                sequence=sequence,
+                time_s=time.time(),
+            )
+            self._on_main(doing, lambda: self._storage.commit(staged, name, write_manifest(checkpoint, files), files))
+        except CheckpointError:
+            self._storage.abandon(staged, name)
+            raise
+        self._sequence = sequence
+        checkpoint = self.world.broadcast(checkpoint)
+        if self.world.is_main:
+            self._retain(name, step)
+        return checkpoint
+
+    def list(self) -> list[Checkpoint]:
+        """Returns the checkpoints in the order of their commits, not verified. Any process may call this."""
+        return [entry.checkpoint for entry in scan(self._storage) if entry.checkpoint is not None]
+
+    def newest_good(self) -> Checkpoint | None:
+        """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
+
+        Each damaged one on the way is named in a `CheckpointWarning` on the main rank, and in `passed_over` on all.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all of them are damaged.
+        """
+        doing = f"look for checkpoints in {self._storage.path_of('')}"
+        entries = self._on_main(doing, lambda: scan(self._storage))
+        self.passed_over = []
+        found: Checkpoint | None = None
+        for entry in reversed(entries):
+            problem = entry.problem or self._verify(self._storage, entry.name, entry.files)
+            if entry.checkpoint is not None and problem is None:
+                found = entry.checkpoint
+                self._verified.add(found.path)
+                break
+            self.passed_over.append(f"{self._storage.path_of(entry.name)}: {problem}")
+        if entries and found is None:
+            raise CheckpointError(
+                "none of the checkpoints can be read:\n  "
+                + "\n  ".join(self.passed_over)
+                + "\nrestore one from a copy, or move them away to begin again"
+            )
+        if self.world.is_main:
+            for passed in self.passed_over:
+                warnings.warn(f"passed over a damaged checkpoint: {passed}", CheckpointWarning, stacklevel=2)
+        return found
+
+    def load(
+        self, parts: Mapping[str, Stateful], *, rank_parts: Mapping[str, Stateful], checkpoint: Checkpoint
+    ) -> None:
+        """Gives the parts their state, in their order, rank parts last. Every rank must call this.
+
+        What the checkpoint has and nobody asks for stays unread, so one part can be loaded alone. A rank part that
+        is not in the checkpoint keeps its fresh state, with one warning; so does, without one, a rank beyond the number
+        of ranks that saved. Unpickles: load only what you saved.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, lacks a part, or a part does not take its state.
+        """
+        doing = f"load {checkpoint.path}"
+        storage, name = locate(checkpoint.path)
+        _, files = self._on_main(doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
+        if checkpoint.path not in self._verified and (problem := self._verify(storage, name, files)):
+            raise CheckpointError(f"{checkpoint.path} is damaged: {problem}")
+        with tempfile.TemporaryDirectory(prefix="headway-load-") as scratch:
+            reading = Reading(storage, name, Path(scratch))
+            self._together(doing, lambda: reading.read_structures(parts))
+            self._together(doing, lambda: reading.read_tensors(self.world))
+            self._together(doing, lambda: reading.give(parts))
+            saved_here = self.world.rank < checkpoint.world_size
+            absent = self._together(
+                doing, lambda: reading.give_rank_parts(rank_parts, self.world.rank) if saved_here else []
+            )
+        self._loaded.add(checkpoint.path)
+        lacking = sorted({part for rank_absent in self.world.gather(absent) for part in rank_absent})
+        if lacking and self.world.is_main:
+            what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its fresh one"
+            warnings.warn(what, CheckpointWarning, stacklevel=2)
+
+    def clean(self) -> None:
+        """Removes what killed saves have left. Call it before the first save; the main rank acts."""
+        if not self.world.is_main:
+            return
+        for name in self._storage.leftovers():
+            self._remove(name, self._storage.remove_leftover)
+
+    def _plan(self, step: int) -> tuple[int, str, str]:
+        """Sequence number, name and token of the next save."""
+        if self._sequence is None:
+            self._sequence = max((checkpoint.sequence for checkpoint in self.list()), default=0)
+        taken = set(self._storage.names())
+        name, count = _name(step), 1
+        while name in taken:
+            count += 1
+            name = f"{_name(step)}.{count}"
+        return self._sequence + 1, name, uuid.uuid4().hex[:8]
+
+    def _publish(self, snapshot: Snapshot, staged: Path, name: str) -> dict[str, FileSum]:
+        """Sizes and checksums of this rank's files, once they are where all ranks' files meet."""
+        files = snapshot.write_the_rest(staged, self.world)
+        sums = {file: FileSum.of(staged / file) for file in files}
+        self._storage.publish(staged, name, files)
+        return sums
+
+    def _retain(self, committed: str, step: int) -> None:
+        def saves_the_same_step(name: str) -> bool:
+            return name.split(".")[0] == _name(step)
+
+        doomed = [name for name in self._storage.names() if saves_the_same_step(name) and name != committed]
+        if self.keep_last != "all":
+            whole = [
+                entry.name for entry in scan(self._storage) if entry.checkpoint is not None and entry.name not in doomed
+            ]
+            doomed += whole[: -self.keep_last]
+        for name in doomed:
+            if self._storage.path_of(name) not in self._loaded:
+                self._remove(name, self._storage.remove)
+
+    def _remove(self, name: str, remove: Callable[[str], None]) -> None:
+        try:
+            remove(name)
+        except Exception as error:
+            what = (
+                f"could not delete {self._storage.path_of(name)} ({type(error).__name__}: {error}); delete it by hand"
+            )
+            warnings.warn(what, CheckpointWarning, stacklevel=4)
+
+    def _verify(self, storage: Storage, name: str, files: Mapping[str, FileSum]) -> str | None:
+        """What is wrong with a checkpoint, the same on every rank; the ranks share the reading."""
+        mine = sorted(files, key=lambda file: -files[file].size_bytes)[self.world.rank :: self.world.size]
+        with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
+            problems = [problem for file in mine if (problem := fault(storage, name, file, files[file], Path(scratch)))]
+        return "; ".join(problem for each in self.world.gather(problems) for problem in each) or None
+
+    def _on_main(self, doing: str, do: Callable[[], T]) -> T:
+        """Calls a function on the main rank; every rank gets what it returns, or raises if it fails."""
+        value = self._together(doing, lambda: do() if self.world.is_main else None)
+        return self.world.broadcast(value)  # type: ignore[return-value]
+
+    def _together(self, doing: str, do: Callable[[], T]) -> T:
+        """Calls a function on every rank; if it fails on one, all raise.
+
+        Raises:
+            CheckpointError: with what each rank that failed has to say.
+        """
+        box: list[T] = []
+        failure: BaseException | None = None
+        try:
+            box.append(do())
+        except (Exception, CheckpointException) as error:
+            failure = error
+        problems: dict[str, None] = {}
+        for rank, told in enumerate(self.world.gather(_tell(failure))):
+            if told is not None:
+                alone = self.world.size == 1 or isinstance(failure, CheckpointException)
+                problems[told if alone else f"rank {rank}: {told}"] = None
+        if problems:
+            raise CheckpointError(f"cannot {doing}: {'; '.join(problems)}") from failure
+        return box[0]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _tell(failure: BaseException | None) -> str | None:
+    """One line on what went wrong; our own errors say it themselves."""
+    if failure is None or isinstance(failure, CheckpointError):
+        return None if failure is None else str(failure)
+    if isinstance(failure, CheckpointException):
+        first, (cause, _) = next(iter(failure.failures.items()))
+        return f"rank {first}: {type(cause).__name__}: {cause}"
+    return f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,62 @@
+"""Every generator of random numbers that a training step may draw from: seeded per rank, saved and restored exactly."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from .manifest import CheckpointWarning
+
+
+def seed_everything(seed: int, *, rank: int | Literal["common"]) -> None:
+    """Seeds Python, NumPy and torch (on all devices of this process), each with its own numbers.
+
+    Args:
+        seed: from 0; nearby seeds give unrelated numbers.
+        rank: whose stream. Each rank has one of its own for dropout and augmentation; the "common" one is the same on
+            every rank, and no rank's own, for what all must agree on, such as initial weights.
+    """
+    # spawn_key is how NumPy derives streams that do not overlap: numpy.random.SeedSequence, "spawn".
+    stream = np.random.SeedSequence(seed, spawn_key=(0,) if rank == "common" else (1, rank))
+    words = stream.generate_state(8, np.uint64)
+    random.seed(b"".join(int(word).to_bytes(8, "little") for word in words[:2]))
+    np.random.seed(words[2:6].view(np.uint32))
+    torch.manual_seed(int(words[6]))
+
+
+class RngState:
+    """The state of all these generators on this rank, as a part of a checkpoint. Of CUDA, the current device's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of Python's, NumPy's, torch's and, where there is one, the CUDA device's generator."""
+        kind, keys, position, has_gauss, gauss = np.random.get_state()
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            # As plain numbers: arrays pickle by module paths that NumPy has moved between versions.
+            "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the generators. One whose state is missing keeps what it has, with a warning."""
+        setters: dict[str, Callable[[Any], object]] = {
+            "python": random.setstate,
+            "numpy": lambda saved: np.random.set_state((saved[0], np.array(saved[1], dtype=np.uint32), *saved[2:])),
+            "torch": lambda saved: torch.set_rng_state(saved.cpu()),
+        }
+        if torch.cuda.is_available():
+            setters["cuda"] = lambda saved: torch.cuda.set_rng_state(saved.cpu())
+        for name, setter in setters.items():
+            if name in state:
+                setter(state[name])
+        if missing := [name for name in setters if name not in state]:
+            what = f"the checkpoint has no random state of {', '.join(missing)}, which will not go on where it was"
+            warnings.warn(what, CheckpointWarning, stacklevel=2)

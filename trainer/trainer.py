@@ -214,6 +214,15 @@ class Trainer(Generic[C]):
         return self.progress.micro_batches
 
     @property
+    def total_steps(self) -> int | None:
+        """Updates of the whole run, as far as the config and the data tell; None where nobody knows."""
+        config = self.config
+        in_data = self._streams[0].steps_in_epoch(self.current_epoch) if self._streams else None
+        in_epoch = min((each for each in (config.steps_per_epoch, in_data) if each is not None), default=None)
+        by_epochs = config.max_epochs * in_epoch if config.max_epochs and in_epoch else None
+        return min((each for each in (config.max_steps, by_epochs) if each is not None), default=None)
+
+    @property
     def is_accumulating_gradients(self) -> bool:
         """Whether the micro-batch in hand is not the last of its update."""
         return not self._loop.update.is_last_micro_batch

@@ -218,12 +218,16 @@ def test_shorter_record_of_the_same_step_leaves_no_rest(tmp_path: Path, jsonl: M
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
 
-def test_evaluation_after_a_resume_stands_beside_the_record_of_its_step(folder: str, jsonl: Make) -> None:
-    """The first record after a resume may be of the very step from which it resumed: both lines tell something."""
+def test_step_from_which_a_run_resumes_is_not_doubled_either_F6(folder: str, jsonl: Make) -> None:
+    """What ended after the checkpoint was saved, such as the evaluation of an epoch, comes again with the same step."""
     write(jsonl(), folder, range(1, 5))
-    write(jsonl(), folder, range(4, 6), resume=4, attempt=2)
-    steps = [(record["step"], record["attempt"]) for record in read_records(f"{folder}/metrics.jsonl")]
-    assert steps == [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (5, 2)]
+    tracker = jsonl()
+    write(tracker, folder, range(0, 0), resume=4, attempt=2)
+    tracker.log({"validation/loss": 9.0}, step=4, epoch=1)
+    tracker.log({"train/loss": 1.0}, step=5, epoch=1)
+    records = read_records(f"{folder}/metrics.jsonl")
+    assert [(record["step"], record["attempt"]) for record in records] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
+    assert (records[3]["train/loss"], records[3]["validation/loss"]) == (0.25, 9.0)
 
 
 def test_line_cut_short_by_a_kill_is_dropped(tmp_path: Path, jsonl: Make) -> None:

@@ -1,5 +1,6 @@
 """What watches a run: the base of all callbacks, and those that come with Headway."""
 
 from .base import Callback, CallbackList, PlainFunction
+from .progress_bar import Pace, ProgressBar, human_duration, progress_line
 
-__all__ = ["Callback", "CallbackList", "PlainFunction"]
+__all__ = ["Callback", "CallbackList", "Pace", "PlainFunction", "ProgressBar", "human_duration", "progress_line"]

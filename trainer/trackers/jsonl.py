@@ -42,7 +42,9 @@ class JsonlTracker(Tracker):
         self._attempt = run.attempt
         self._file = open_lines(path)
         lines = self._file.read() if run.resumed else []
-        self._file.replace([line for line in lines if (record := _parse(line)) and record["step"] <= step])
+        kept = [(line, record) for line in lines if (record := _parse(line)) and record["step"] <= step]
+        self._file.replace([line for line, _ in kept])
+        self._last = kept[-1][1] if kept else {}
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Appends a record, or completes the last one if it is of the same step."""

@@ -9,6 +9,7 @@ from typing import IO
 
 def open_lines(path: str) -> LocalLines | RemoteLines:
     """Returns the lines of a path, or of an fsspec URI."""
+    path = path.removeprefix("file://")
     return RemoteLines(path) if "://" in path else LocalLines(path)
 
 
@@ -29,11 +30,12 @@ class LocalLines:
         self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text("".join(f"{line}\n" for line in lines))
+        encoded = [f"{line}\n".encode() for line in lines]
+        partial.write_bytes(b"".join(encoded))
         partial.replace(self._path)
         # Unbuffered, and one write for each record: the process can be killed between any two.
         self._handle = self._path.open("r+b", buffering=0)
-        self._last_at = self._handle.seek(0, os.SEEK_END)
+        self._last_at = self._handle.seek(0, os.SEEK_END) - len(encoded[-1] if encoded else b"")
 
     def append(self, line: str) -> None:
         """Adds a line."""
@@ -42,7 +44,7 @@ class LocalLines:
         self._handle.write(f"{line}\n".encode())
 
     def replace_last(self, line: str) -> None:
-        """Writes over the line that was appended last."""
+        """Writes over the last line."""
         assert self._handle is not None
         self._handle.seek(self._last_at)
         self._handle.write(f"{line}\n".encode())
@@ -83,7 +85,7 @@ class RemoteLines:
         self._write()
 
     def replace_last(self, line: str) -> None:
-        """Writes over the line that was appended last."""
+        """Writes over the last line."""
         self._lines[-1] = line
         self._write()
 

@@ -1,1 +1,37 @@
-"""Headway: the training loop, in one process."""
+"""Headway's trainer: a PyTorch training loop in one process or one of many ranks, without Ray."""
+
+from .callbacks.base import Callback
+from .checkpoint import Checkpoint, CheckpointStore
+from .config import CheckpointConfig, ParallelConfig, TrainerConfig
+from .errors import CheckpointError, ConfigError, DataError, HeadwayError, NonFiniteError, StepError
+from .progress import Duration, Progress
+from .result import FitResult
+from .streams import BatchStream, Stateful
+from .supervised import SupervisedTrainer
+from .trackers.base import Tracker
+from .trainer import Trainer
+from .world import World
+
+__all__ = [
+    "BatchStream",
+    "Callback",
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointStore",
+    "ConfigError",
+    "DataError",
+    "Duration",
+    "FitResult",
+    "HeadwayError",
+    "NonFiniteError",
+    "ParallelConfig",
+    "Progress",
+    "Stateful",
+    "StepError",
+    "SupervisedTrainer",
+    "Tracker",
+    "Trainer",
+    "TrainerConfig",
+    "World",
+]

@@ -8,7 +8,7 @@ comes, and says so by a weaker guarantee.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,7 @@ class IterableStream:
         self._make: Callable[[], Iterable[Any]] = data if not isinstance(data, Iterable) else lambda: data
         self._data = data
         self._once = isinstance(data, Iterator)
-        self._num_batches: int | None = len(data) if hasattr(data, "__len__") and not _unsized(data) else None
+        self._num_batches: int | None = len(data) if isinstance(data, Sized) and not _unsized(data) else None  # type: ignore[unreachable]
 
     @property
     def guarantee(self) -> Guarantee:

@@ -67,6 +67,8 @@ class Loop:
     def run(self, resume: str) -> FitResult:
         """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
         resumed_from = self._state.restore(resume)
+        for schedule in (self._evaluations, self._checkpoints):
+            schedule.done(self._progress.elapsed_s)
         self.recorder.start(resumed=resumed_from is not None)
         reason = self._reached_limit()
         if reason is None:
@@ -95,6 +97,8 @@ class Loop:
                 return self._end_epoch()
         if self._is_cut_here() or progress.step_in_epoch == self._data.steps_in_epoch(epoch):
             return self._end_epoch()
+        # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
+        self._finish()
         self.recorder.flush()
         metrics = self._trainer.history.so_far()
         self._trainer.callbacks.on_epoch_end(self._trainer, metrics)

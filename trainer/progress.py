@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError
@@ -76,7 +77,10 @@ class Duration:
 
     def __str__(self) -> str:
         """The shortest text that `parse` reads back as this duration."""
-        return f"{self.amount:g}s" if self.unit == "seconds" else f"{self.amount:.0f} {self.unit}"
+        if self.unit != "seconds":
+            return f"{self.amount} {self.unit}"
+        # Through Decimal: neither an exponent, which `parse` does not read, nor a digit too few.
+        return f"{Decimal(repr(self.amount)):f}".removesuffix(".0") + "s"
 
 
 @dataclass(slots=True)
@@ -115,11 +119,11 @@ class Progress:
 
 
 class Schedule:
-    """Says when something that happens every so often is due. Holds the time it was last done, in every unit.
+    """Says when something that happens every so often is due.
 
     `due` is asked after every update (`ended="steps"`) and at the end of every epoch (`ended="epochs"`), each time
     with the same progress on every rank. A schedule by wall time would differ between ranks: the main rank's clock
-    decides, and the trainer carries its word to the others (see `World.agree`).
+    decides, and the loop carries its word to the others as a request.
     """
 
     def __init__(self, every: Duration | None) -> None:
@@ -137,5 +141,5 @@ class Schedule:
         return self.every is not None and self.every.unit == "seconds" and elapsed_s - self._last_s >= self.every.amount
 
     def done(self, elapsed_s: float) -> None:
-        """Starts the clock again."""
+        """Starts the clock again: after it was done, and where a resumed run goes on."""
         self._last_s = elapsed_s

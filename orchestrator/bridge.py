@@ -77,7 +77,7 @@ class Bridge(Callback):
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
         """Writes that the set-up is over."""
         self.began_at = trainer.global_step
-        self._tell("training", step=trainer.global_step, epoch=trainer.current_epoch)
+        self._tell("training", step=trainer.global_step, epoch=trainer.current_epoch, total_steps=trainer.total_steps)
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Writes the metrics."""

@@ -41,6 +41,10 @@ def fit(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray and the workers print.")] = False,
 ) -> None:
     """Trains a run, or goes on with it."""
+    from .quiet import quiet_environment
+
+    # Before the target is imported, which may import Ray.
+    quiet_environment(verbose=verbose)
     from .config import resolve, to_yaml
 
     experiment = resolve(target, overrides or [])

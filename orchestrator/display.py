@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+from headway.trainer.callbacks.progress_bar import Pace, progress_line
 
 from .events import Event
 
@@ -24,6 +26,7 @@ class Display:
         self._task: TaskID | None = None
         self._total: int | None = None
         self._attempt = 0
+        self._pace = Pace()
 
     def line(self, text: str, style: str | None = None) -> None:
         """Shows one line that stays."""
@@ -31,14 +34,17 @@ class Display:
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Shows a record of the metrics: on a terminal in the bar, elsewhere as a line."""
-        if "train/loss" not in record and "samples_per_s" not in record:
+        if "step_s" not in record:
             return
-        text = progress_line(record, total=self._total)
+        training = {name: value for name, value in record.items() if not name.startswith("validation/")}
+        text = progress_line(training, total_steps=self._total, left_s=self._pace.left_s(record, self._total))
         if not self._console.is_terminal:
             self.line(text)
             return
         if self._bar is None:
-            self._bar = Progress(BarColumn(bar_width=20), TextColumn("{task.description}"), console=self._console)
+            self._bar = Progress(
+                BarColumn(bar_width=16), TaskProgressColumn(), TextColumn("{task.description}"), console=self._console
+            )
             self._task = self._bar.add_task(text, total=self._total)
             self._bar.start()
         assert self._task is not None
@@ -57,9 +63,9 @@ class Display:
             case "training":
                 self._total = event.get("total_steps")
             case "evaluated":
-                self.line(f"step {event['step']:,}  {_numbers(event['metrics'])}", "bold")
+                self.line(f"step {event['step']:,} · {_numbers(event['metrics'])}", "bold")
             case "checkpoint_saved":
-                self.line(f"step {event['step']:,}  checkpoint {event['path']}", "dim")
+                self.line(f"step {event['step']:,} · checkpoint {event['path']}", "dim")
             case "message":
                 self.line(event["text"])
             case "warning":
@@ -76,30 +82,5 @@ class Display:
             self._bar = None
 
 
-def progress_line(record: Mapping[str, Any], *, total: int | None) -> str:
-    """Returns a record as one line: how far, the loss, how fast, how long still."""
-    step = int(record["step"])
-    parts = [f"step {step:,}" + (f"/{total:,}" if total else "")]
-    if "train/loss" in record:
-        parts.append(f"loss {float(record['train/loss']):.4f}")
-    for name, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
-        if name in record:
-            parts.append(f"{float(record[name]):,.0f} {unit}")
-            break
-    if total and total > step and "step_s" in record:
-        parts.append(f"{duration((total - step) * float(record['step_s']))} left")
-    return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Returns a time for people: "42 s", "3 min 20 s", "2 h 5 min"."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 def _numbers(metrics: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())
+    return " · ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())

@@ -48,7 +48,7 @@ class Failure:
         who = "a worker" if self.rank is None else f"the worker of rank {self.rank}"
         where = "" if self.step is None else f" at step {self.step}"
         if not self.kind:
-            return f"{who} died{where}{f' ({self.message})' if self.message else ''}"
+            return f"{who} died{where}"
         return f"{who} raised {self.kind}{where}: {self.message}"
 
 
@@ -149,7 +149,13 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
         hopeless = is_hopeless(failure, self._failures) or bool(asked and asked["abort"])
         self._failures.append(failure)
         EventLog(folder, "controller").add(
-            "group_failed", attempt=failure.attempt, rank=failure.rank, step=failure.step, text=str(failure), hopeless=hopeless
+            "group_failed",
+            attempt=failure.attempt,
+            rank=failure.rank,
+            step=failure.step,
+            text=str(failure),
+            detail="" if failure.kind else failure.message,
+            hopeless=hopeless,
         )
         if hopeless:
             raise GaveUp(str(failure), worker_exceptions.get(-1 if failure.rank is None else failure.rank))

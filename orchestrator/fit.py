@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError, HeadwayError
 from headway.trainer.result import Status
 
-from .display import Display, duration
+from .display import Display
 from .errors import TrainingFailedError
 from .events import EventLog, Follower, read_events
 from .experiment import Experiment
+from .quiet import quiet_environment
 from .runs import Opened, Run, now, open_run
 from .storage import absolute
 from .target import travels_by_value
@@ -91,9 +93,9 @@ def fit(
         HeadwayError: an error of Headway in a worker (DataError, StepError, ...), as it was raised.
         TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
     """
-    from .local_ray import check_machine, connected, missing, quiet_environment, will_be_own
+    quiet_environment(verbose=verbose)
+    from .local_ray import check_machine, connected, missing, will_be_own
 
-    quiet_environment()
     display = display or Display()
     if resume != "auto":
         resume = _existing_checkpoint(resume)
@@ -253,7 +255,7 @@ class _Supervision:
             return
         lack = missing(self._experiment.scaling)
         raise ConfigError(
-            f"the workers have not come up in {duration(patience_s)}: "
+            f"the workers have not come up in {human_duration(patience_s)}: "
             + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")
             + "; to wait longer, set scaling.wait"
         )

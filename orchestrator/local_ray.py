@@ -14,24 +14,9 @@ from headway.trainer.errors import ConfigError
 
 from .experiment import Scaling
 
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
-    # Else every worker of a driver that runs under `uv run` would make an environment of its own.
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A worker that is gone is noticed within this time; the default of 2 s is most of a restart.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-}
 # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it would find
 # that of another Ray on the machine, which does not know the run, and would end it.
 _NO_DASHBOARD = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
-
-
-def quiet_environment() -> None:
-    """Sets what Ray reads when it is imported or started; values that the user has set stay."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
 
 
 def will_be_own() -> bool:

@@ -8,7 +8,8 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
-from .display import duration
+from headway.trainer.callbacks.progress_bar import human_duration
+
 from .events import read_events
 from .runs import Run, find_run, list_runs
 from .storage import absolute
@@ -78,6 +79,6 @@ def _local(iso: str) -> str:
 def _took(run: Run) -> str:
     started = datetime.fromisoformat(run.record.started).timestamp()
     if run.record.ended:
-        return duration(datetime.fromisoformat(run.record.ended).timestamp() - started)
+        return human_duration(datetime.fromisoformat(run.record.ended).timestamp() - started)
     until = time.time() if run.status == "running" else run.record.driver.heartbeat
-    return duration(until - started)
+    return human_duration(until - started)

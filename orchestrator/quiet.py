@@ -1,0 +1,27 @@
+"""What Ray reads from the environment when it is imported. So this imports nothing, and comes first."""
+
+from __future__ import annotations
+
+import os
+
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    # Else every worker of a driver that runs under `uv run` would make an environment of its own.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A worker that is gone is noticed within this time; the default of 2 s is a good part of a restart.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
+# Ray prints this to the driver whatever it is told about logs; the run says itself which worker died.
+_HIDDEN = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed"}
+
+
+def quiet_environment(*, verbose: bool = False) -> None:
+    """Sets what keeps Ray quiet and quick; values that the user has set stay.
+
+    Args:
+        verbose: leaves its messages.
+    """
+    for name, value in {**_SETTINGS, **({} if verbose else _HIDDEN)}.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,197 @@
+"""Carries out reading jobs ahead of time and hands over their rows in order: on Ray Data, or on threads of this process.
+
+Both give the same rows in the same order. An engine is a generator: closing it ends all that it started.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from .collate import Rows
+from .reading import Job, chunks, read, read_table, transform
+from .transforms import Transform
+
+# A task of Ray costs some milliseconds however little it reads; row groups are put together up to this size.
+_TASK_BYTES = 8 * 2**20
+# Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several
+# executions, each started before the last one's end.
+_TASKS_PER_EXECUTION = 256
+_LEAD = 8
+
+
+def connected_to_ray() -> bool:
+    """Whether this process is part of a Ray cluster; does not import Ray to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def read_with_threads(
+    jobs: Iterable[Job], *, transforms: Sequence[Transform], readers: int
+) -> Generator[Rows, None, None]:
+    """Yields the rows of each job, read a few jobs ahead by threads of this process."""
+    pool = ThreadPoolExecutor(max_workers=readers, thread_name_prefix="headway-read")
+    waiting: deque[Future[Rows]] = deque()
+    todo = iter(jobs)
+    try:
+        while True:
+            for job in islice(todo, 2 * readers + 1 - len(waiting)):
+                waiting.append(pool.submit(read, job, transforms))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def read_with_ray(
+    jobs: Iterable[Job], *, transforms: Sequence[Transform], readers: int, row_bytes: int
+) -> Generator[Rows, None, None]:
+    """Yields the rows of the jobs in order, read ahead by tasks of Ray Data."""
+    tasks = _tasks(iter(jobs), max(1, _TASK_BYTES // row_bytes))
+    current: _Execution | None = None
+    following: _Execution | None = None
+    try:
+        while current or (current := _Execution.start(tasks, transforms, readers)):
+            for table in current:
+                if following is None and current.left <= _LEAD:
+                    following = _Execution.start(tasks, transforms, readers)
+                yield from chunks(table)
+            current, following = following, None
+    finally:
+        for each in (current, following):
+            if each is not None:
+                each.stop()
+
+
+def _tasks(jobs: Iterator[Job], rows_per_task: int) -> Iterator[list[Job]]:
+    task: list[Job] = []
+    rows = 0
+    for job in jobs:
+        task.append(job)
+        rows += sum(stop - start for start, stop in job.ranges)
+        if rows >= rows_per_task:
+            yield task
+            task, rows = [], 0
+    if task:
+        yield task
+
+
+class _Execution:
+    """One execution of Ray Data, drained by a thread of its own so that it runs before anyone asks for its rows."""
+
+    def __init__(self, tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> None:
+        self.left = len(tasks)
+        self._tables: queue.Queue[pa.Table | BaseException | None] = queue.Queue(maxsize=1)
+        self._stopped = threading.Event()
+        self._dataset = _dataset(tasks, transforms, readers)
+        self._thread = threading.Thread(target=self._drain, name="headway-ray-data", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, tasks: Iterator[list[Job]], transforms: Sequence[Transform], readers: int) -> _Execution | None:
+        """Starts to read the next tasks; None if there are no more."""
+        some = list(islice(tasks, _TASKS_PER_EXECUTION))
+        return cls(some, transforms, readers) if some else None
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        while (table := self._tables.get()) is not None:
+            if isinstance(table, BaseException):
+                raise table
+            self.left -= 1
+            yield table
+
+    def stop(self) -> None:
+        """Ends the execution and waits for its end."""
+        self._stopped.set()
+        while self._thread.is_alive():
+            while not self._tables.empty():
+                self._tables.get()
+            self._thread.join(timeout=0.05)
+
+    def _drain(self) -> None:
+        # A block comes out as it was made: in the order of the tasks, and never cut or joined with another.
+        tables = iter(self._dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2))
+        end: BaseException | None = None
+        try:
+            for table in tables:
+                self._put(table)
+                if self._stopped.is_set():
+                    break
+        except BaseException as error:
+            end = _cause(error)
+        finally:
+            tables.close()  # shuts the execution down, also in the middle
+        self._put(end)
+
+    def _put(self, item: pa.Table | BaseException | None) -> None:
+        while not self._stopped.is_set():
+            try:
+                return self._tables.put(item, timeout=0.5)
+            except queue.Full:
+                continue
+
+
+def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> Any:
+    import ray.data
+    from ray.data import ExecutionResources
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    shown = context.enable_progress_bars
+    context.enable_progress_bars = False
+    try:
+        items = [{"jobs": pickle.dumps(task)} for task in tasks]
+        dataset = ray.data.from_items(items, override_num_blocks=len(items))
+        # No CPU is reserved: training workers may have taken all there are, and the epoch would never begin.
+        # `concurrency` bounds what a rank has running.
+        options: dict[str, Any] = {"batch_format": "pyarrow", "num_cpus": 0, "concurrency": readers}
+        dataset = dataset.map_batches(_read_task, batch_size=1, **options)
+        for each in transforms:
+            dataset = dataset.map_batches(_Transformed(each), batch_size=None, **options)
+    finally:
+        context.enable_progress_bars = shown
+    dataset.context.execution_options.preserve_order = True
+    dataset.context.execution_options.resource_limits = ExecutionResources.for_limits(
+        object_store_memory=16 * _TASK_BYTES
+    )
+    # An evaluation or a checkpoint may take longer than Ray Data would wait for its consumer.
+    dataset.context.execution_no_progress_timeout_s = -1
+    return dataset
+
+
+def _read_task(items: pa.Table) -> pa.Table:
+    (task,) = items.column("jobs").to_pylist()
+    return read_table(pickle.loads(task))
+
+
+class _Transformed:
+    """A transform as Ray Data calls it."""
+
+    def __init__(self, function: Transform) -> None:
+        self._function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        from .collate import to_table
+
+        return pa.concat_tables([to_table(transform(rows, [self._function])) for rows in chunks(table)])
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Returns what went wrong inside a task as it was raised there, not as Ray wraps it."""
+    import ray.exceptions
+
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error

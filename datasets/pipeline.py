@@ -1,0 +1,224 @@
+"""A thread that stays a few batches ahead of the training loop, across the ends of epochs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+
+from .assemble import GlobalBatch, Shelves
+from .collate import Rows
+from .engines import read_with_ray, read_with_threads
+from .plan import EpochPlan, Read, Slice, Tail
+from .reading import Job, read
+from .sources import Source
+from .transforms import Transform
+
+# Global batches that lie ready. Two hide the jitter of one; more would only take memory.
+_READY = 2
+
+
+class Feed(Protocol):
+    """What a stream must know of the run; `headway.trainer.streams.Feed` has this shape."""
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102
+    @property
+    def world_size(self) -> int: ...  # noqa: D102
+    @property
+    def global_batch_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def micro_batch_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+    @property
+    def training(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that the batches of one rank depend on.
+
+    Attributes:
+        feed: the run.
+        source: the files.
+        global_batch_size, shards, shuffle, tail: the plan; see `EpochPlan`.
+        transforms: applied to the rows in this order.
+        readers: reading tasks that run at a time.
+        engine: what carries them out.
+    """
+
+    feed: Feed
+    source: Source
+    global_batch_size: int
+    shards: int
+    shuffle: bool
+    tail: Tail
+    transforms: tuple[Transform, ...]
+    readers: int
+    engine: Literal["ray", "threads"]
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The order of one epoch."""
+        return EpochPlan(
+            self.source.fragment_rows, self.feed.seed, epoch, shards=self.shards, shuffle=self.shuffle, tail=self.tail
+        )
+
+    def reads(self, epoch: int, offset: int) -> Iterator[Read]:
+        """What this rank reads of an epoch; nothing that only the tail would need."""
+        plan = self.plan(epoch)
+        end = plan.samples(self.global_batch_size, offset=offset)
+        for each in plan.reads(rank=self.feed.rank, world_size=self.feed.world_size, offset=offset):
+            if each.slices[0].first_need < end:
+                yield each
+
+    def job(self, epoch: int, fragment: int, slices: Sequence[Slice]) -> Job:
+        """What a reader must know to read these slices."""
+        source = self.source
+        file = source.files[source.fragment_files[fragment]]
+        return Job(
+            path=file.path,
+            digest=file.digest,
+            group=int(source.fragment_groups[fragment]),
+            num_rows=int(source.fragment_rows[fragment]),
+            columns=tuple(source.columns),
+            order=(self.feed.seed, epoch, fragment) if self.shuffle else None,
+            ranges=tuple((each.start, each.stop) for each in slices),
+        )
+
+    def spare(self) -> Rows:
+        """One row to fill a micro-batch with, for a rank that has none of its own."""
+        return read(self.job(0, 0, [Slice(0, 0, 1, 0)]), self.transforms)
+
+    def rows(self, jobs: Iterator[Job]) -> Generator[Rows, None, None]:
+        """Carries the jobs out; the rows come in their order."""
+        if self.engine == "ray":
+            return read_with_ray(
+                jobs, transforms=self.transforms, readers=self.readers, row_bytes=self.source.row_bytes
+            )
+        return read_with_threads(jobs, transforms=self.transforms, readers=self.readers)
+
+
+class Pipeline:
+    """The batches of one rank from a place in an epoch on, made ready by a thread.
+
+    Training goes on into the next epoch, so that its first rows are there when it begins; evaluation is one epoch.
+
+    Attributes:
+        next_place: (epoch, offset) of the batch that comes next.
+    """
+
+    def __init__(self, recipe: Recipe, epoch: int, offset: int) -> None:
+        self.next_place = epoch, offset
+        self._recipe = recipe
+        self._ready: queue.Queue[_Item] = queue.Queue(maxsize=_READY)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headway-batches", daemon=True)
+        self._thread.start()
+
+    def epoch(self) -> Iterator[GlobalBatch]:
+        """Yields what is left of the current epoch."""
+        epoch, offset = self.next_place
+        while (item := self._ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            batch, copied = item
+            if copied is not None:
+                _hand_over(batch, copied)
+            offset += batch.global_num_samples
+            self.next_place = epoch, offset
+            yield batch
+        self.next_place = epoch + 1, 0
+
+    def close(self) -> None:
+        """Ends the thread and all reading."""
+        self._closed.set()
+        while self._thread.is_alive():
+            while not self._ready.empty():
+                self._ready.get()
+            self._thread.join(timeout=0.02)
+
+    def _run(self) -> None:
+        try:
+            for item in self._items():
+                if not self._put(item):
+                    return
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: _Item) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _items(self) -> Iterator[_Item]:
+        recipe, feed = self._recipe, self._recipe.feed
+        epoch, offset = self.next_place
+        asked: deque[Read] = deque()
+
+        def epochs() -> Iterable[int]:
+            return count(epoch) if feed.training else (epoch,)
+
+        def jobs() -> Iterator[Job]:
+            for each in epochs():
+                for one in recipe.reads(each, offset if each == epoch else 0):
+                    asked.append(one)
+                    yield recipe.job(each, one.fragment, one.slices)
+
+        cuda = feed.device.type == "cuda"
+        copies = torch.cuda.Stream(feed.device) if cuda else None
+        with closing(recipe.rows(jobs())) as rows:
+            shelves = Shelves(asked, rows, recipe.spare)
+            for each in epochs():
+                for batch in recipe.plan(each).batches(
+                    rank=feed.rank,
+                    world_size=feed.world_size,
+                    global_batch_size=recipe.global_batch_size,
+                    micro_batch_size=feed.micro_batch_size,
+                    offset=offset if each == epoch else 0,
+                ):
+                    made = shelves.batch(batch, pinned=cuda)
+                    yield (made, None) if copies is None else _copy(made, feed.device, copies)
+                shelves.clear()
+                yield None
+
+
+_Item: TypeAlias = tuple[GlobalBatch, "torch.cuda.Event | None"] | BaseException | None
+"""A batch and the event of its copy to the device; what went wrong; or the end of an epoch."""
+
+
+def _copy(batch: GlobalBatch, device: torch.device, stream: torch.cuda.Stream) -> _Item:
+    """Starts to copy a batch to the device, beside what the device computes meanwhile."""
+    with torch.cuda.stream(stream):
+        moved = [
+            {
+                name: each.to(device, non_blocking=True) if isinstance(each, torch.Tensor) else each
+                for name, each in columns.items()
+            }
+            for columns in batch.micro_batches
+        ]
+    return replace(batch, micro_batches=moved), stream.record_event()
+
+
+def _hand_over(batch: GlobalBatch, copied: torch.cuda.Event) -> None:
+    """Lets the current stream wait for the copy; the host does not."""
+    current = torch.cuda.current_stream()
+    current.wait_event(copied)
+    for columns in batch.micro_batches:
+        for each in columns.values():
+            if isinstance(each, torch.Tensor):
+                # The memory belongs to the copying stream, which must not reuse it while this one still reads it.
+                each.record_stream(current)

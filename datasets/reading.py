@@ -1,0 +1,112 @@
+"""Reads what a plan asks for from row groups. Runs in threads or in Ray's processes, so it is light: no torch, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .collate import Rows, to_rows, to_table
+from .errors import DataError
+from .plan import row_order
+from .transforms import Transform, apply
+
+
+class Job(NamedTuple):
+    """One row group to be read, and the rows wanted of it. Says all that another process must know.
+
+    Attributes:
+        path, digest: which file, and what it was when the plan was made.
+        group, num_rows: which row group, and how many rows it had.
+        columns: what to read.
+        order: (seed, epoch, fragment) that its rows are permuted by; None reads them in the order of the file.
+        ranges: (start, stop) in that order, one after the other.
+    """
+
+    path: str
+    digest: str
+    group: int
+    num_rows: int
+    columns: tuple[str, ...]
+    order: tuple[int, int, int] | None
+    ranges: tuple[tuple[int, int], ...]
+
+
+def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
+    """Returns the rows that a job asks for, transformed.
+
+    Raises:
+        DataError: the file is gone, or is not what it was.
+    """
+    try:
+        table = _read_group(job)
+    except (OSError, pa.ArrowException, IndexError) as error:
+        raise DataError(f"cannot read row group {job.group} of {job.path}: {type(error).__name__}: {error}") from error
+    if table.num_rows != job.num_rows:
+        raise DataError(
+            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run began and has {table.num_rows}; the data "
+            "was rewritten. Start a new run for new data"
+        )
+    rows = to_rows(table)
+    if job.order is None and len(job.ranges) == 1:
+        start, stop = job.ranges[0]
+        rows = {name: column[start:stop] for name, column in rows.items()}
+    else:
+        seed, epoch, fragment = job.order or (0, 0, 0)
+        order = row_order(job.num_rows, seed=seed, epoch=epoch, fragment=fragment, shuffle=job.order is not None)
+        wanted = np.concatenate([order[start:stop] for start, stop in job.ranges])
+        rows = {name: column[wanted] for name, column in rows.items()}
+    return transform(rows, transforms)
+
+
+def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:
+    """Applies the transforms in their order."""
+    for each in transforms:
+        # Through Arrow, as between processes, so that a column looks the same to whoever reads it, wherever that is.
+        rows = to_rows(to_table(apply(each, rows)))
+    return rows
+
+
+def read_table(jobs: Sequence[Job]) -> pa.Table:
+    """Returns the rows of several jobs as one table, each job's rows in a chunk of their own."""
+    tables = [to_table(read(job)) for job in jobs]
+    names = tables[0].column_names
+    for name in names:
+        kinds = {table.schema.field(name).type for table in tables}
+        # Lists that happen to be of one length in one row group, and of another in the next.
+        if len(kinds) > 1 and (kind := next((each for each in kinds if pa.types.is_list(each)), None)):
+            index = names.index(name)
+            tables = [table.set_column(index, name, table.column(name).cast(kind)) for table in tables]
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def chunks(table: pa.Table) -> Iterator[Rows]:
+    """Yields a table's rows, cut where copying can be avoided."""
+    for batch in table.to_batches():
+        yield to_rows(pa.Table.from_batches([batch]))
+
+
+def _read_group(job: Job) -> pa.Table:
+    metadata = _metadata(job.path, job.digest)
+    # One thread: parallelism is across jobs. A local file is mapped, so what is not needed is not even read.
+    if "://" not in job.path:
+        with pq.ParquetFile(job.path, metadata=metadata, memory_map=True) as file:
+            return _ordered(file, job)
+    with fsspec.open(job.path, "rb") as raw, pq.ParquetFile(raw, metadata=metadata, pre_buffer=True) as file:
+        return _ordered(file, job)
+
+
+def _ordered(file: Any, job: Job) -> pa.Table:
+    return file.read_row_group(job.group, columns=list(job.columns), use_threads=False).select(list(job.columns))
+
+
+@lru_cache(maxsize=256)
+def _metadata(path: str, digest: str) -> pq.FileMetaData:
+    """A file's footer, parsed once in each process: it describes all row groups, and one is read at a time."""
+    with fsspec.open(path, "rb") as file:
+        return pq.read_metadata(file)

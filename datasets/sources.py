@@ -1,0 +1,289 @@
+"""What a dataset is made of: Parquet files, their row groups, how many rows each has. Reads footers, never rows.
+
+A *fragment* is one row group of one file: the smallest thing that can be read alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import posixpath
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .errors import DataError
+
+PathLike: TypeAlias = str | os.PathLike[str]
+Paths: TypeAlias = PathLike | Sequence[PathLike]
+
+SUFFIXES = (".parquet", ".pq", ".parq")
+_FOOTER_GUESS_BYTES = 64 * 1024
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One Parquet file.
+
+    Attributes:
+        path: absolute path or URI.
+        name: path relative to what all files of the source have in common; stays the same when a dataset is moved.
+        size_bytes: of the file.
+        digest: sha256 of the footer and of a sample from the middle of the file.
+    """
+
+    path: str
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """The fragments of a dataset, in the order of their files' names.
+
+    Attributes:
+        files: sorted by name.
+        schema: of the selected columns.
+        fragment_files: int32, index into `files` of each fragment.
+        fragment_groups: int32, row group of each fragment within its file.
+        fragment_rows: int64, rows of each fragment; none is empty.
+        row_bytes: what a row takes in memory, roughly.
+    """
+
+    files: tuple[File, ...]
+    schema: pa.Schema
+    fragment_files: npt.NDArray[np.int32]
+    fragment_groups: npt.NDArray[np.int32]
+    fragment_rows: npt.NDArray[np.int64]
+    row_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of all fragments."""
+        return int(self.fragment_rows.sum())
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the selected columns, in the order of the files."""
+        return list(self.schema.names)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change when the data changes, and do not when it is only moved.
+
+        It covers every file's name, size and footer (schema; offsets, sizes and statistics of every column chunk) and
+        4 KiB from its middle. A change that leaves all of these as they are goes unnoticed: noticing it would take
+        reading everything.
+        """
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.size_bytes}\0{file.digest}\0".encode())
+        return digest.hexdigest()[:16]
+
+
+def absolute(path: Paths) -> tuple[str, ...]:
+    """Returns the paths so that they mean the same in another process, which may run in another folder."""
+    if isinstance(path, (str, os.PathLike)):
+        path = [path]
+    texts = [os.fspath(each) for each in path]
+    return tuple(text if "://" in text else str(Path(text).expanduser().absolute()) for text in texts)
+
+
+def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
+    """Finds Parquet files and reads their footers.
+
+    Args:
+        path: a file, a folder (searched to its bottom), a glob, an fsspec URI of one of these, or a list of them.
+        columns: those that will be read; None for all. Files may differ in the others.
+
+    Raises:
+        DataError: nothing is there, it holds no rows or is not Parquet, a column is missing, or the files' schemas differ.
+    """
+    found = [each for one in absolute(path) for each in _find(one)]
+    paths = sorted({each for each, _ in found})
+    if len(paths) < len(found):
+        twice = next(each for each in paths if sum(each == other for other, _ in found) > 1)
+        raise DataError(f"{twice} is in the dataset twice, and its rows would be too; name it once")
+    filesystems = dict(found)
+    # Footers are small and far away: waiting for many at once costs no more than waiting for one.
+    with ThreadPoolExecutor(max_workers=min(32, len(paths))) as pool:
+        footers = list(pool.map(lambda each: _read_footer(each, filesystems[each]), paths))
+    names = _relative(paths)
+    schema = _common_schema(paths, [metadata.schema.to_arrow_schema() for metadata, _, _ in footers], columns)
+
+    files, rows, places = [], [], []
+    for index, (each, name, (metadata, size_bytes, digest)) in enumerate(zip(paths, names, footers, strict=True)):
+        files.append(File(each, name, size_bytes, digest))
+        for group in range(metadata.num_row_groups):
+            if num_rows := metadata.row_group(group).num_rows:
+                rows.append(num_rows)
+                places.append((index, group))
+    if not rows:
+        raise DataError(f"{_describe(path)} holds {_count(files, 'Parquet file')} and not one row")
+    where = np.array(places, dtype=np.int32)
+    return Source(
+        files=tuple(files),
+        schema=schema,
+        fragment_files=where[:, 0].copy(),
+        fragment_groups=where[:, 1].copy(),
+        fragment_rows=np.array(rows, dtype=np.int64),
+        row_bytes=_row_bytes(schema, [metadata for metadata, _, _ in footers], sum(rows)),
+    )
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns the end of an error about a name that does not exist: the names there are, the likeliest first."""
+    names = list(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return (f"did you mean {close[0]!r}? " if close else "") + f"There is: {listed or 'nothing'}"
+
+
+def _find(path: str) -> list[tuple[str, Any]]:
+    try:
+        fs, inner = fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    # What fsspec strips from a URI is put back, so that any process can open it from the text alone.
+    full: Callable[[str], str] = fs.unstrip_protocol if "://" in path else str
+    try:
+        if fs.isfile(inner):
+            return [(path, fs)]
+        if fs.isdir(inner):
+            return [(full(each), fs) for each in _parquet_in(fs, inner, path)]
+        if any(mark in inner for mark in "*?["):
+            matches = [each for each in fs.glob(inner) if fs.isfile(each)]
+            if not matches:
+                raise DataError(f"no file matches {path}")
+            return [(full(each), fs) for each in matches]
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    parent = posixpath.dirname(inner.rstrip("/"))
+    there = (
+        sorted(posixpath.basename(each.rstrip("/")) for each in fs.ls(parent, detail=False)) if fs.isdir(parent) else []
+    )
+    raise DataError(
+        f"{path} does not exist; {nearest(posixpath.basename(inner.rstrip('/')), there)} in {parent or '/'}"
+    )
+
+
+def _parquet_in(fs: Any, folder: str, shown: str) -> list[str]:
+    everything = [str(each) for each in fs.find(folder)]
+    # Like Spark, Arrow and Hugging Face: what begins with a dot or an underscore is somebody's bookkeeping.
+    visible = [
+        each for each in everything if not any(part[:1] in "._" for part in posixpath.relpath(each, folder).split("/"))
+    ]
+    if files := [each for each in visible if each.endswith(SUFFIXES)]:
+        return files
+    there = ", ".join(sorted(posixpath.relpath(each, folder) for each in visible)[:5])
+    raise DataError(
+        f"the folder {shown} has no file that ends in {', '.join(SUFFIXES)}; there is: {there or 'nothing'}. "
+        "`headway data prepare` makes Parquet from text"
+    )
+
+
+def _read_footer(path: str, fs: Any) -> tuple[pq.FileMetaData, int, str]:
+    """Returns a file's metadata, size and digest from its last bytes and a sample of its middle."""
+    try:
+        with fs.open(path, "rb", cache_type="none") if "://" in path else open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _FOOTER_GUESS_BYTES))
+            tail = file.read()
+            if size < 12 or tail[-4:] != b"PAR1":
+                raise DataError(f"{path} is not a Parquet file: it does not end in PAR1")
+            length = int.from_bytes(tail[-8:-4], "little") + 8
+            if length > min(len(tail), size):
+                file.seek(max(0, size - length))
+                tail = file.read()
+            file.seek(max(0, size // 2 - _SAMPLE_BYTES // 2))
+            sample = file.read(_SAMPLE_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    footer = tail[-length:]
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(footer))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a whole Parquet file: {error}") from error
+    return metadata, size, hashlib.sha256(footer + sample).hexdigest()
+
+
+def _common_schema(paths: Sequence[str], schemas: Sequence[pa.Schema], columns: Sequence[str] | None) -> pa.Schema:
+    selected = [_select(path, schema, columns) for path, schema in zip(paths, schemas, strict=True)]
+    first = selected[0]
+    for path, schema in zip(paths, selected, strict=True):
+        if schema.equals(first, check_metadata=False):
+            continue
+        differing = [
+            f"{name!r} is {_type_of(first, name)} in the first and {_type_of(schema, name)} in the second"
+            for name in dict.fromkeys([*first.names, *schema.names])
+            if _type_of(first, name) != _type_of(schema, name)
+        ]
+        what = "; ".join(differing[:3]) or "their columns are in another order or differ in being nullable"
+        raise DataError(
+            f"the schemas of {paths[0]} and {path} differ: {what}. Rewrite one of them, or read only columns that they share"
+        )
+    return first.remove_metadata()
+
+
+def _select(path: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    if columns is None:
+        return schema
+    if isinstance(columns, str) or not columns:
+        raise DataError(f"columns is a list of names or None for all, not {columns!r}")
+    for name in columns:
+        if name not in schema.names:
+            raise DataError(f"{path} has no column {name!r}; {nearest(name, schema.names)}")
+    return pa.schema([field for field in schema if field.name in columns])
+
+
+def _type_of(schema: pa.Schema, name: str) -> str:
+    return str(schema.field(name).type) if name in schema.names else "missing"
+
+
+def _relative(paths: Sequence[str]) -> list[str]:
+    if len(paths) == 1:
+        return [posixpath.basename(paths[0])]
+    common = posixpath.commonprefix(paths)
+    return [each[common.rfind("/") + 1 :] for each in paths]
+
+
+def _row_bytes(schema: pa.Schema, footers: Sequence[pq.FileMetaData], rows: int) -> int:
+    if None not in (widths := [_width_bytes(field.type) for field in schema]):
+        return max(1, sum(width for width in widths if width is not None))
+    # Without a fixed width, what the pages take uncompressed is the best guess there is.
+    return max(
+        1, sum(footer.row_group(g).total_byte_size for footer in footers for g in range(footer.num_row_groups)) // rows
+    )
+
+
+def _width_bytes(kind: pa.DataType) -> int | None:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _width_bytes(kind.storage_type)
+    if pa.types.is_fixed_size_list(kind):
+        inner = _width_bytes(kind.value_type)
+        return None if inner is None else kind.list_size * inner
+    if pa.types.is_boolean(kind):
+        return 1
+    if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
+        return int(kind.bit_width // 8)
+    return None
+
+
+def _describe(path: Paths) -> str:
+    return ", ".join(absolute(path)[:3])
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"

@@ -88,9 +88,8 @@ class CheckpointStore:
         """
         doing = f"save step {step} in {self._storage.path_of('')}"
         sequence, name, token = self._on_main(doing, lambda: self._plan(step))
-        snapshot, staged = self._together(
-            doing, lambda: (Snapshot.of(parts, rank_parts), self._storage.stage(f"{name}-{token}"))
-        )
+        snapshot = self._together(doing, lambda: Snapshot.of(parts, rank_parts))
+        staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
             self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
             sums = self._together(doing, lambda: self._publish(snapshot, staged, name))
@@ -207,10 +206,8 @@ class CheckpointStore:
         return sums
 
     def _retain(self, committed: str, step: int) -> None:
-        def saves_the_same_step(name: str) -> bool:
-            return name.split(".")[0] == _name(step)
-
-        doomed = [name for name in self._storage.names() if saves_the_same_step(name) and name != committed]
+        names = [name for name in self._storage.names() if name.split(".")[0] == _name(step) and name != committed]
+        doomed = [name for name in names if self._storage.committed(name)]
         if self.keep_last != "all":
             whole = [
                 entry.name for entry in scan(self._storage) if entry.checkpoint is not None and entry.name not in doomed
@@ -253,13 +250,12 @@ class CheckpointStore:
             box.append(do())
         except (Exception, CheckpointException) as error:
             failure = error
-        problems: dict[str, None] = {}
-        for rank, told in enumerate(self.world.gather(_tell(failure))):
-            if told is not None:
-                alone = self.world.size == 1 or isinstance(failure, CheckpointException)
-                problems[told if alone else f"rank {rank}: {told}"] = None
-        if problems:
-            raise CheckpointError(f"cannot {doing}: {'; '.join(problems)}") from failure
+        told = {
+            rank: line for each in self.world.gather(_told(failure, self.world.rank)) for rank, line in each.items()
+        }
+        if told:
+            lines = told.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in told.items()]
+            raise CheckpointError(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]
 
 
@@ -267,11 +263,10 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _tell(failure: BaseException | None) -> str | None:
-    """One line on what went wrong; our own errors say it themselves."""
-    if failure is None or isinstance(failure, CheckpointError):
-        return None if failure is None else str(failure)
+def _told(failure: BaseException | None, rank: int) -> dict[int, str]:
+    """One line of what went wrong on each rank that it is known of; our own errors say it themselves."""
+    if failure is None:
+        return {}
     if isinstance(failure, CheckpointException):
-        first, (cause, _) = next(iter(failure.failures.items()))
-        return f"rank {first}: {type(cause).__name__}: {cause}"
-    return f"{type(failure).__name__}: {failure}"
+        return {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in failure.failures.items()}
+    return {rank: str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,18 +68,22 @@ class Snapshot:
 
     def write_tensors(self, folder: Path, world: World) -> None:
         """Writes this rank's share of the tensors. Every rank must call this."""
+        writer = FileSystemWriter(folder, sync_files=False)  # the storage does, for all files
+        writer.fs = _FilesThatSayWhy()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group: we know
             save(
                 self.tensors,
-                storage_writer=FileSystemWriter(folder, sync_files=False),  # the storage does, for all files
+                storage_writer=writer,
                 process_group=world.control,
                 no_dist=world.size == 1,
             )
 
     def write_the_rest(self, folder: Path, world: World) -> list[str]:
         """Writes what is not a tensor, and returns the names of all files of this rank."""
-        torch.save(self.rank_states, folder / _rank_file(world.rank))
+        stream = io.BytesIO()
+        torch.save(self.rank_states, stream)
+        (folder / _rank_file(world.rank)).write_bytes(stream.getbuffer())
         files = [_rank_file(world.rank), *(each.name for each in folder.glob(f"__{world.rank}_*"))]
         if world.is_main:
             (folder / _STRUCTURES).write_bytes(pickle.dumps(self.structures))
@@ -166,6 +172,21 @@ class _FetchedFiles(FileSystem):
 
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
         return super().create_stream(self._reading._fetch(Path(path).name), mode)
+
+
+class _FilesThatSayWhy(FileSystem):
+    """Files for torch to write to. It hides a failed write, as of a full disk, behind an error of its own position."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except RuntimeError as error:
+            cause = error.__context__
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
 
 
 def _hand(part: str, owner: Stateful, state: Any) -> None:

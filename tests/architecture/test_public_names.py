@@ -1,0 +1,50 @@
+"""What a package offers is what its `__all__` says: sorted, complete, and there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(
+    file.parent.relative_to(ROOT).as_posix().replace("/", ".")
+    for folder in ("trainer", "orchestrator")
+    for file in (ROOT / folder).rglob("__init__.py")
+)
+
+
+def test_there_are_packages() -> None:
+    assert {"trainer", "trainer.callbacks", "trainer.trackers", "orchestrator"} <= set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_is_sorted_complete_and_importable(package: str) -> None:
+    module = importlib.import_module(f"headway.{package}")
+    names = module.__all__
+    assert names == sorted(set(names))
+    assert [name for name in names if not hasattr(module, name)] == []
+    tree = ast.parse(Path(inspect.getfile(module)).read_text())
+    taken_in = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    made_here = {
+        node.name
+        for node in tree.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
+    }
+    assert set(names) == taken_in | made_here
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_says_what_it_is(package: str) -> None:
+    module = importlib.import_module(f"headway.{package}")
+    objects = {name: getattr(module, name) for name in module.__all__}
+    described = {name: value for name, value in objects.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    assert [name for name, value in described.items() if not (value.__doc__ or "").strip()] == []

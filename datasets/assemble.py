@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .collate import Rows, num_rows, same_kind
@@ -47,25 +48,55 @@ class Shelves:
         self._spare = spare
         self._arrived: Part = {}, 0, 0
         self._shelves: defaultdict[int, deque[Part]] = defaultdict(deque)
-        self._last: Part | None = None
+        self._last: Rows | None = None
 
     def clear(self) -> None:
         """Throws away what the tail policy dropped, before the next epoch's rows arrive."""
         self._shelves.clear()
 
-    def batch(self, batch: Batch, *, pinned: bool = False) -> GlobalBatch:
-        """Returns the rows of one batch, as tensors; waits for rows that have not arrived."""
-        parts = [part for shard, rows in batch.takes for part in self._take(shard, rows)]
-        if parts:
-            rows, _, stop = parts[-1]
-            self._last = {name: column[stop - 1 : stop].copy() for name, column in rows.items()}, 0, 1
-        elif self._last is None:
-            self._last = self._spare(), 0, 1
-        micro_batches = [
-            _tensors(each or [self._last], pinned=pinned)  # type: ignore[list-item]
-            for each in _cut(parts, batch.sizes)
+    def batches(self, batch: Batch, times: int, *, pinned: bool = False) -> list[GlobalBatch]:
+        """Returns the next `times` batches, which are alike, as tensors; waits for rows that have not arrived.
+
+        Several at a time because a batch takes a row or two of each of many shards: a shard's rows for all of them lie
+        together.
+        """
+        own = sum(batch.sizes)
+        if not own:
+            rows = self._last = self._last or self._spare()
+            columns = {name: _lay([(column, np.zeros(1, np.intp))], 1, pinned) for name, column in rows.items()}
+            made = [_cut(columns, range(0, 1)) for _ in batch.sizes]
+            return [GlobalBatch(made, batch.sizes, batch.global_num_samples)] * times
+        parts, places, before = [], [], 0
+        for shard, count in batch.takes:
+            place = (np.arange(times)[:, None] * own + np.arange(before, before + count)).reshape(-1)
+            for rows, start, stop in self._take(shard, count * times):
+                parts.append((rows, start, stop))
+                places.append(place[: stop - start])
+                place = place[stop - start :]
+            before += count
+        rows, _, stop = parts[-1]
+        self._last = {name: column[stop - 1 : stop].copy() for name, column in rows.items()}
+        columns = {
+            name: _lay(
+                [(rows[name][start:stop], place) for (rows, start, stop), place in zip(parts, places, strict=True)],
+                own * times,
+                pinned,
+            )
+            for name in rows
+        }
+        ends = [sum(batch.sizes[: i + 1]) for i in range(len(batch.sizes))]
+        return [
+            GlobalBatch(
+                # Rows are missing only where a rank has fewer than micro-batches: its last row stands in.
+                [
+                    _cut(columns, range(first + end - (size or 1), first + end) if end else range(first, first + 1))
+                    for size, end in zip(batch.sizes, ends, strict=True)
+                ],
+                batch.sizes,
+                batch.global_num_samples,
+            )
+            for first in range(0, own * times, own)
         ]
-        return GlobalBatch(micro_batches, batch.sizes, batch.global_num_samples)
 
     def _take(self, shard: int, rows: int) -> Iterator[Part]:
         shelf = self._shelves[shard]
@@ -101,32 +132,33 @@ class Shelves:
             self._arrived = rows, 0, num_rows(rows)
 
 
-def _cut(parts: list[Part], sizes: Iterable[int]) -> Iterator[list[Part]]:
-    todo = deque(parts)
-    for size in sizes:
-        some: list[Part] = []
-        while size:
-            rows, start, stop = todo.popleft()
-            taken = min(size, stop - start)
-            some.append((rows, start, start + taken))
-            if start + taken < stop:
-                todo.appendleft((rows, start + taken, stop))
-            size -= taken
-        yield some
-
-
-def _tensors(parts: list[Part], *, pinned: bool) -> dict[str, Any]:
-    return {name: _column([rows[name][start:stop] for rows, start, stop in parts], pinned) for name in parts[0][0]}
-
-
-def _column(pieces: list[Any], pinned: bool) -> Any:
-    if not same_kind(pieces):
-        return [
-            torch.from_numpy(np.array(row)) if isinstance(row, np.ndarray) else row for piece in pieces for row in piece
-        ]
-    shape = (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
-    kind = torch.from_numpy(np.empty(0, pieces[0].dtype)).dtype
-    # Once, and where the batch is to lie: the arrays are views of what was read, which nobody may write to.
-    tensor = torch.empty(shape, dtype=kind, pin_memory=pinned)
-    np.concatenate(pieces, out=tensor.numpy())
+def _lay(pieces: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.intp]]], length: int, pinned: bool) -> Any:
+    """Lays the pieces of one column at their places: one tensor if they are numbers of one shape, else a list."""
+    if not same_kind([piece for piece, _ in pieces]):
+        objects: list[Any] = [None] * length
+        for piece, place in pieces:
+            for row, at in zip(piece, place.tolist(), strict=True):
+                objects[at] = row
+        return objects
+    first = pieces[0][0]
+    # A copy, once, to where the batch is to lie: the pieces are views of what was read, which nobody may write to.
+    kind = torch.from_numpy(np.empty(0, first.dtype)).dtype
+    tensor = torch.empty((length, *first.shape[1:]), dtype=kind, pin_memory=pinned)
+    array = tensor.numpy()
+    for piece, place in pieces:
+        array[place] = piece
     return tensor
+
+
+def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:
+    """Returns some rows of each column; lists of arrays of one shape become a tensor."""
+    cut = {name: column[rows.start : rows.stop] for name, column in columns.items()}
+    for name, column in cut.items():
+        if isinstance(column, list) and isinstance(column[0], np.ndarray):
+            same = all(isinstance(each, np.ndarray) and each.shape == column[0].shape for each in column)
+            cut[name] = (
+                torch.from_numpy(np.stack(column))
+                if same
+                else [torch.from_numpy(each.copy()) if isinstance(each, np.ndarray) else each for each in column]
+            )
+    return cut

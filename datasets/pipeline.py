@@ -8,20 +8,23 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Literal, Protocol, TypeAlias
+from itertools import count, groupby, islice
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from .assemble import GlobalBatch, Shelves
 from .collate import Rows
 from .engines import read_with_ray, read_with_threads
-from .plan import EpochPlan, Read, Slice, Tail
+from .plan import Batch, EpochPlan, Read, Slice, Tail
 from .reading import Job, read
 from .sources import Source
 from .transforms import Transform
 
-# Global batches that lie ready. Two hide the jitter of one; more would only take memory.
+# Batches are made a few at a time, which is cheaper, as long as these are small.
+_MOST_AT_A_TIME = 16
+_BYTES_AT_A_TIME = 2 * 2**20
+# Such helpings that lie ready. Two hide the jitter of one; more would only take memory.
 _READY = 2
 
 
@@ -131,12 +134,13 @@ class Pipeline:
         while (item := self._ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            batch, copied = item
+            batches, copied = item
             if copied is not None:
-                _hand_over(batch, copied)
-            offset += batch.global_num_samples
-            self.next_place = epoch, offset
-            yield batch
+                _hand_over(batches, copied)
+            for batch in batches:
+                offset += batch.global_num_samples
+                self.next_place = epoch, offset
+                yield batch
         self.next_place = epoch + 1, 0
 
     def close(self) -> None:
@@ -183,41 +187,51 @@ class Pipeline:
         with closing(recipe.rows(jobs())) as rows:
             shelves = Shelves(asked, rows, recipe.spare)
             for each in epochs():
-                for batch in recipe.plan(each).batches(
+                batches = recipe.plan(each).batches(
                     rank=feed.rank,
                     world_size=feed.world_size,
                     global_batch_size=recipe.global_batch_size,
                     micro_batch_size=feed.micro_batch_size,
                     offset=offset if each == epoch else 0,
-                ):
-                    made = shelves.batch(batch, pinned=cuda)
+                )
+                for batch, times in _alike(batches, recipe.source.row_bytes):
+                    made = shelves.batches(batch, times, pinned=cuda)
                     yield (made, None) if copies is None else _copy(made, feed.device, copies)
                 shelves.clear()
                 yield None
 
 
-_Item: TypeAlias = tuple[GlobalBatch, "torch.cuda.Event | None"] | BaseException | None
-"""A batch and the event of its copy to the device; what went wrong; or the end of an epoch."""
+_Item: TypeAlias = tuple[list[GlobalBatch], "torch.cuda.Event | None"] | BaseException | None
+"""Batches and the event of their copy to the device; what went wrong; or the end of an epoch."""
 
 
-def _copy(batch: GlobalBatch, device: torch.device, stream: torch.cuda.Stream) -> _Item:
-    """Starts to copy a batch to the device, beside what the device computes meanwhile."""
+def _alike(batches: Iterable[Batch], row_bytes: int) -> Iterator[tuple[Batch, int]]:
+    """Groups batches that take equally many rows of every shard, as almost all of an epoch do."""
+    for batch, same in groupby(batches):
+        most = max(1, min(_MOST_AT_A_TIME, _BYTES_AT_A_TIME // (row_bytes * max(1, sum(batch.sizes)))))
+        while times := sum(1 for _ in islice(same, most)):
+            yield batch, times
+
+
+def _copy(batches: list[GlobalBatch], device: torch.device, stream: torch.cuda.Stream) -> _Item:
+    """Starts to copy batches to the device, beside what the device computes meanwhile."""
     with torch.cuda.stream(stream):
-        moved = [
-            {
-                name: each.to(device, non_blocking=True) if isinstance(each, torch.Tensor) else each
-                for name, each in columns.items()
-            }
-            for columns in batch.micro_batches
-        ]
-    return replace(batch, micro_batches=moved), stream.record_event()
+        moved = [replace(batch, micro_batches=[_to(each, device) for each in batch.micro_batches]) for batch in batches]
+    return moved, stream.record_event()
 
 
-def _hand_over(batch: GlobalBatch, copied: torch.cuda.Event) -> None:
+def _to(columns: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        name: each.to(device, non_blocking=True) if isinstance(each, torch.Tensor) else each
+        for name, each in columns.items()
+    }
+
+
+def _hand_over(batches: list[GlobalBatch], copied: torch.cuda.Event) -> None:
     """Lets the current stream wait for the copy; the host does not."""
     current = torch.cuda.current_stream()
     current.wait_event(copied)
-    for columns in batch.micro_batches:
+    for columns in (columns for batch in batches for columns in batch.micro_batches):
         for each in columns.values():
             if isinstance(each, torch.Tensor):
                 # The memory belongs to the copying stream, which must not reuse it while this one still reads it.

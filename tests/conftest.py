@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 # Before anything imports Ray: no report to the outside, no advice on migration, no second `uv run`.
 os.environ.update(
@@ -14,6 +15,10 @@ os.environ.update(
     RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
 )
+
+
+# The models of the tests are tiny: a second thread only waits for the first.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import pickle
 import queue
 import tempfile
 import time
@@ -61,12 +62,18 @@ def _collect(processes: list[Any], results: Any, timeout_s: float, folder: Path)
             raise AssertionError(f"{what}; returned: {sorted(returned)}\n{stacks}") from None
         if error is not None:
             raise AssertionError(f"rank {rank} raised:\n{error}")
-        returned[rank] = value
+        returned[rank] = pickle.loads(value)
     return [returned[rank] for rank in range(len(processes))]
 
 
 def _rank(
-    rank: int, world_size: int, folder: str, results: Any, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: str,
+    results: Any,
+    timeout_s: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     with (Path(folder) / f"stack-{rank}").open("w") as stack:
         faulthandler.dump_traceback_later(timeout_s, file=stack, exit=True)
@@ -75,7 +82,8 @@ def _rank(
         try:
             value = fn(World.attach("cpu"), *args)
             dist.barrier()
-            results.put((rank, None, value))
+            # Bytes: a tensor would travel as a file descriptor, which this process must outlive.
+            results.put((rank, None, pickle.dumps(value)))
         except BaseException:
             results.put((rank, traceback.format_exc(), None))
         finally:

@@ -61,7 +61,6 @@ class Loop:
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
-        self._last_evaluated: int | None = None
         self._stopped: StopStatus | None = None
 
     def run(self, resume: str) -> FitResult:
@@ -73,11 +72,13 @@ class Loop:
         reason = self._reached_limit()
         if reason is None:
             self._trainer.callbacks.on_fit_start(self._trainer)
+            if self._evaluations.due(self._progress, ended="steps"):
+                # The attempt before was told to stop just when it was due.
+                self._evaluate()
         while reason is None:
             self.train_epoch()
             reason = self._requests.stop_reason if self._stopped else self._reached_limit()
-            if reason is not None:
-                self._finish()
+        self._finish()
         self._requests.close()
         return self._state.result(self._stopped or "completed", reason, resumed_from)
 
@@ -95,7 +96,8 @@ class Loop:
                 if progress.step_in_epoch == 0:
                     raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty, or has run out")
                 return self._end_epoch()
-        if self._is_cut_here() or progress.step_in_epoch == self._data.steps_in_epoch(epoch):
+        # A stop leaves even a whole epoch open: the resumed run closes it, with the evaluation that belongs to it.
+        if not self._stopped and (self._is_cut_here() or progress.step_in_epoch == self._data.steps_in_epoch(epoch)):
             return self._end_epoch()
         # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
         self._finish()
@@ -141,16 +143,17 @@ class Loop:
         self._trainer.callbacks.on_step_end(self._trainer)
 
     def _do_what_is_due(self) -> None:
-        """Logs, evaluates, saves and stops, in this order: whatever is due or agreed on after an update."""
+        """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update."""
         progress, agreed = self._progress, self._requests.agree()
         if self._logs.due(progress, ended="steps"):
             self.recorder.flush()
+        if agreed.stop:
+            self._stop(agreed.stop)
+            return
         if agreed.evaluate or self._evaluations.due(progress, ended="steps"):
             self._evaluate()
         if agreed.save or self._checkpoints.due(progress, ended="steps"):
             self._save_unless_saved()
-        if agreed.stop:
-            self._stop(agreed.stop)
         if self._has_clocks and self._world.is_main:
             # Clocks differ between ranks: the main one's decides, and the others hear of it like of any request.
             elapsed_s = self.recorder.elapsed_s()
@@ -170,22 +173,24 @@ class Loop:
                 if not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
         self.recorder.flush()
-        if self._stopped is None and self._evaluations.due(progress, ended="epochs"):
+        if self._evaluations.due(progress, ended="epochs"):
             self._evaluate()
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
         trainer.callbacks.on_epoch_end(trainer, metrics)
-        if self._stopped is None and self._checkpoints.due(progress, ended="epochs"):
+        if self._checkpoints.due(progress, ended="epochs"):
             self._save_unless_saved()
         return metrics
 
     def _evaluate(self) -> None:
         """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one."""
-        if self._validation is None or self._last_evaluated == self._progress.step:
+        if self._validation is None or self._progress.evaluated_step == self._progress.step:
             return
         metrics = self.evaluate(self._validation)
         if not metrics:
+            # Cut short by a request to stop, which stays asked for.
+            self._stop(self._requests.agree().stop or "stopped")
             return
-        self._last_evaluated = self._progress.step
+        self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1
         self.recorder.evaluation(metrics)
         for scheduler in self._trainer.schedulers.values():

@@ -91,6 +91,18 @@ class MeanMetrics:
                 total, _ = self._over_ranks(sums, world)
         return {name: weighted / weight for name, (weighted, weight) in zip(self._agreed, total, strict=True) if weight}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank has added since the last read."""
+        sums = self._take()
+        # They stay, as one sum: reading them later adds what comes then.
+        self._sums.update(sums)
+        return {"sums": {name: list(pair) for name, pair in sums.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Goes on from what `state_dict` returned."""
+        for name, pair in state_dict["sums"].items():
+            self._sums[name] = list(pair)
+
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
         """Keeps a value on its device, as it is now: only a fresh result of the graph will not change in place."""
         kept = self._on_device[name]

@@ -38,6 +38,7 @@ class Recorder:
         self.trackers = TrackerList()
         self._counts_tokens = trainer.counts_tokens
         self._began_s = time.perf_counter()
+        self._flushed_samples = 0
         self._new_interval()
 
     def use(self, trackers: Sequence[Tracker]) -> None:
@@ -83,7 +84,7 @@ class Recorder:
     def flush(self) -> dict[str, float]:
         """Makes the record of the interval since the last flush, if there was an update. Every rank must call this."""
         trainer, progress = self._trainer, self._trainer.progress
-        if not self._steps:
+        if progress.samples == self._flushed_samples:
             return {}
         record = self._metrics.read(trainer.world)
         # After the read, which waits for the device: what it has yet to compute is not done.
@@ -91,14 +92,17 @@ class Recorder:
         per_rank = trainer.world.gather((self._tokens, self.waited_s / seconds))
         samples = progress.samples - self._samples
         record |= self._update.last_learning_rates()
-        record["samples_per_s"] = samples / seconds
-        if self._counts_tokens:
-            record["tokens_per_s"] = sum(tokens for tokens, _ in per_rank) / seconds
-        record["step_s"] = seconds / self._steps
-        # The slowest rank's: the others wait for it in the next collective.
-        record["data_wait"] = max(waited for _, waited in per_rank)
+        if self._steps:
+            record["samples_per_s"] = samples / seconds
+            record["step_s"] = seconds / self._steps
+            # The slowest rank's: the others wait for it in the next collective.
+            record["data_wait"] = max(waited for _, waited in per_rank)
+            if self._counts_tokens:
+                record["tokens_per_s"] = sum(tokens for tokens, _ in per_rank) / seconds
         progress.elapsed_s = record["elapsed_s"] = self.elapsed_s()
-        trainer.history.add(record, samples=samples)
+        # The means cover what an interrupted attempt has added before, the throughput does not.
+        trainer.history.add(record, samples=progress.samples - self._flushed_samples)
+        self._flushed_samples = progress.samples
         self._log(record)
         self._new_interval()
         return record
@@ -113,12 +117,18 @@ class Recorder:
         self.trackers.log_images(images, step=self._trainer.progress.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the trackers must know in a resumed run."""
-        return self.trackers.state_dict()
+        """Returns what a resumed run must know: the trackers' state, and where the interval in progress began."""
+        return {
+            "trackers": self.trackers.state_dict(),
+            "flushed_samples": self._flushed_samples,
+            "learning_rates": self._update.learning_rates,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives it to them."""
-        self.trackers.load_state_dict(state_dict)
+        """Takes it over."""
+        self.trackers.load_state_dict(state_dict["trackers"])
+        self._flushed_samples = state_dict["flushed_samples"]
+        self._update.learning_rates = list(state_dict["learning_rates"])
 
     def finish(self, status: str) -> None:
         """Ends the trackers."""

@@ -139,7 +139,7 @@ class RunState:
             "progress": trainer.progress,
             "history": trainer.history,
             "callbacks": trainer.callbacks,
-            "trackers": self._recorder,
+            "recorder": self._recorder,
         }
 
     def _rank_parts(self) -> dict[str, Stateful]:

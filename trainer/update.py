@@ -54,7 +54,7 @@ class Update:
             optimizer: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             for optimizer in trainer.optimizers.values()
         }
-        self._groups = _named_groups(trainer.optimizers)
+        self._group_names = _group_names(trainer.optimizers)
         self._weighs_itself = trainer.weighs_itself
         self._moves = trainer.device.type != "cpu"
         self._guard = NonFiniteGuard(trainer)
@@ -144,7 +144,7 @@ class Update:
         self._guard.check(norm)
         if self._config.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self._config.max_grad_norm, norm)
-        self.learning_rates = [group["lr"] for group in self._groups.values()]
+        self.learning_rates = [group["lr"] for optimizer in self._parameters for group in optimizer.param_groups]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -156,7 +156,7 @@ class Update:
 
     def last_learning_rates(self) -> dict[str, float]:
         """Returns the learning rates that produced the last update: "lr", or "lr/<group>" where there are several."""
-        return {name: float(rate) for name, rate in zip(self._groups, self.learning_rates, strict=False)}
+        return {name: float(rate) for name, rate in zip(self._group_names, self.learning_rates, strict=False)}
 
     def _weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[Weight]:
         if not self._weighs_itself:
@@ -197,15 +197,11 @@ def _describe(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _named_groups(optimizers: Mapping[str, Optimizer]) -> dict[str, dict[str, Any]]:
+def _group_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
     """Names every parameter group for the log: "lr" alone, else by optimizer and by the group's own name or number."""
-    named = {
-        f"{key}/{group.get('name', number)}" if len(optimizer.param_groups) > 1 else key: group
+    names = [
+        f"lr/{key}/{group.get('name', number)}" if len(optimizer.param_groups) > 1 else f"lr/{key}"
         for key, optimizer in optimizers.items()
         for number, group in enumerate(optimizer.param_groups)
-    }
-    return (
-        {"lr": next(iter(named.values()))}
-        if len(named) == 1
-        else {f"lr/{name}": group for name, group in named.items()}
-    )
+    ]
+    return names if len(names) > 1 else ["lr"]

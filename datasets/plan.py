@@ -181,17 +181,22 @@ class EpochPlan:
         last_need = self._sample(shard, end - 1 - cuts[shard])
 
         reads: list[list[int]] = []
-        open_read: dict[int, tuple[int, int]] = {}  # place -> (index in reads, last need)
+        open_reads: dict[
+            int, tuple[int, int]
+        ] = {}  # place of a fragment: index in reads, last need of its slices there
+        newest: dict[int, int] = {}  # shard: index in reads of its last slice
         for index in np.argsort(first_need, kind="stable").tolist():
-            at = int(place[index])
-            # A fragment longer than a shard is needed by several at once: it is read once for all of them.
-            if at in open_read and int(first_need[index]) <= open_read[at][1]:
-                read, until = open_read[at]
+            at, of = int(place[index]), int(shard[index])
+            read, until = open_reads.get(at, (-1, -1))
+            # A fragment longer than a shard is needed by several at once: it is read once for all of them, unless this
+            # slice would then arrive before rows that its shard needs earlier.
+            if int(first_need[index]) <= until and newest.get(of, -1) <= read:
                 reads[read].append(index)
-                open_read[at] = read, max(until, int(last_need[index]))
             else:
-                open_read[at] = len(reads), int(last_need[index])
+                read, until = len(reads), -1
                 reads.append([index])
+            open_reads[at] = read, max(until, int(last_need[index]))
+            newest[of] = read
         return [
             Read(
                 int(fragments[place[indices[0]]]),

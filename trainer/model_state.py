@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, empty
+from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointError, ConfigError
 from .parallel import unwrap
@@ -101,12 +101,9 @@ class OptimizerState:
         parameter = self._places.get(path[1]) if path[0] == "state" else None
         if parameter is None or not size:  # steps are counted on the CPU
             return None
-        if not isinstance(parameter, DTensor):
-            return torch.empty(size, dtype=dtype, device=parameter.device)
-        if parameter.shape == size:
+        if isinstance(parameter, DTensor) and parameter.shape == size:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        mesh = parameter.device_mesh
-        return empty(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+        return torch.empty(size, dtype=dtype, device=parameter.device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over moments, in the dtype in which they were saved, and settings.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import timeit
@@ -177,6 +178,17 @@ def test_values_and_weights_on_several_devices_mix_under_one_name() -> None:
     assert metrics.read(World.alone(gpu)) == {"a": 2.5}
 
 
+def test_interval_goes_on_after_a_resume_F1() -> None:
+    metrics, resumed = MeanMetrics(), MeanMetrics()
+    metrics.add({"loss": 1.0}, weight=3)
+    metrics._keep("kept", torch.tensor(2.0), 1)
+    resumed.load_state_dict(copy.deepcopy(metrics.state_dict()))
+    for each in (metrics, resumed):
+        each.add({"loss": 5.0}, weight=1)
+        each._keep("kept", torch.tensor(4.0), 3)
+        assert each.read(ALONE) == {"kept": 3.5, "loss": 2.0}
+
+
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
@@ -207,15 +219,6 @@ def read_on_rank(world: World) -> list[dict[str, float]]:
     return reads
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_meet_in_one_mean_and_names_may_differ_F1_E7(world_size: int) -> None:
-    ranks = run_on_ranks(read_on_rank, world_size)
-    expected = sum(value * (value + 1) for value in range(10)) / sum(value + 1 for value in range(10))
-    names = {f"rank/{rank}": 1.0 for rank in range(world_size)}
-    assert ranks[0] == [{"loss": pytest.approx(expected, rel=1e-14), **names}, {"only": 7.0}, {"loss": 0.0}, {}]
-    assert all(reads == ranks[0] for reads in ranks)
-
-
 def count_collectives(world: World) -> list[int]:
     counts: list[int] = []
 
@@ -239,8 +242,18 @@ def count_collectives(world: World) -> list[int]:
     return counts
 
 
-def test_one_collective_once_names_are_known() -> None:
-    assert run_on_ranks(count_collectives, 2) == [[3, 1, 1], [3, 1, 1]]
+def on_rank(world: World) -> tuple[list[dict[str, float]], list[int]]:
+    return read_on_rank(world), count_collectives(world)
+
+
+def test_ranks_meet_in_one_mean_by_one_collective_and_names_may_differ_F1_E7() -> None:
+    ranks = run_on_ranks(on_rank, 3)
+    reads, counts = ranks[0]
+    expected = sum(value * (value + 1) for value in range(10)) / sum(value + 1 for value in range(10))
+    names = {f"rank/{rank}": 1.0 for rank in range(3)}
+    assert reads == [{"loss": pytest.approx(expected, rel=1e-14), **names}, {"only": 7.0}, {"loss": 0.0}, {}]
+    assert counts == [3, 1, 1]  # Three while names are new, one ever after.
+    assert all(rank == ranks[0] for rank in ranks)
 
 
 def test_evaluation_mean_does_not_depend_on_batch_size_or_ranks_F2() -> None:

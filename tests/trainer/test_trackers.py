@@ -278,7 +278,7 @@ while True:
 
 def test_killed_at_any_time_the_file_holds_every_step_once_F6(tmp_path: Path) -> None:
     resume = 0
-    for attempt in range(1, 5):
+    for attempt in range(1, 4):
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(tmp_path), str(resume), str(attempt)], stdout=subprocess.PIPE, text=True
         )
@@ -291,7 +291,7 @@ def test_killed_at_any_time_the_file_holds_every_step_once_F6(tmp_path: Path) ->
         assert [record["step"] for record in records] == list(range(1, len(records) + 1))
         assert len(records) >= reached
         resume = reached - 200
-    assert len({record["attempt"] for record in records}) == 4
+    assert len({record["attempt"] for record in records}) == 3
 
 
 # ---- Console, TensorBoard, wandb ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Arrow columns to arrays of rows and back, and rows of several arrays to the tensors of one batch.
 
-A column of numbers becomes an array [B]; of lists that are all of one length, [B, T] (deeper nesting likewise). All else
-(text, bytes, ragged lists, dates) stays a Python object for each row.
+A column of numbers becomes an array [B]; of lists that are all of one length, [B, T] (deeper nesting likewise).
+All else (text, bytes, ragged lists, dates) stays a Python object for each row.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_boolean(column.type) or pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         if column.null_count:
             raise DataError(
-                f"column {name!r} has {column.null_count} nulls among {len(column)} values, which a tensor cannot hold; "
+                f"column {name!r} has {column.null_count} nulls among {len(column)} values, which no tensor holds; "
                 "fill them or leave these rows out when the data is prepared"
             )
         array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Carries out reading jobs ahead of time and hands over their rows in order: on Ray Data, or on threads of this process.
+"""Carries out reading jobs ahead of time and hands over their rows in order: on Ray Data, or on threads.
 
 Both give the same rows in the same order. An engine is a generator: closing it ends all that it started.
 """
@@ -137,9 +137,10 @@ class _Execution:
     def _put(self, item: pa.Table | BaseException | None) -> None:
         while not self._stopped.is_set():
             try:
-                return self._tables.put(item, timeout=0.5)
+                self._tables.put(item, timeout=0.5)
             except queue.Full:
                 continue
+            return
 
 
 def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> Any:

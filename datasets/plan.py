@@ -4,8 +4,8 @@ The order of an epoch is a pure function of (row counts, seed, epoch, shuffle, s
 
 1. the fragments are permuted, the rows inside each fragment are permuted, and all rows are laid end to end;
 2. that *sequence* of N rows is cut into S *logical shards*, shard s from N*s//S to N*(s+1)//S: equal, or one row apart;
-3. the epoch's *samples* are drawn from the shards in turn: sample j is row j//S of shard j%S, and what the longer shards
-   have over comes last, in the order of the shards.
+3. the epoch's *samples* are drawn from the shards in turn: sample j is row j//S of shard j%S, and what the longer
+   shards have over comes last, in the order of the shards.
 
 The place in an epoch is one number, the *offset*: how many samples all ranks together have consumed. A global batch is
 the next `global_batch_size` samples, so it takes `global_batch_size / S` rows of every shard, and which samples are
@@ -112,14 +112,14 @@ def check_shards(shards: int, *, global_batch_size: int, world_size: int) -> Non
         down = global_batch_size - global_batch_size % shards
         nearest = " or ".join(str(each) for each in (down, down + shards) if each)
         raise DataError(
-            f"global_batch_size {global_batch_size} is not a multiple of the {shards} logical shards, each of which gives "
-            f"equally many rows to every batch; nearest: {nearest}; or leave shards out, and "
+            f"global_batch_size {global_batch_size} is not a multiple of the {shards} logical shards, each of "
+            f"which gives equally many rows to every batch; nearest: {nearest}; or leave shards out, and "
             f"{default_shards(global_batch_size)} are used"
         )
     if world_size > shards:
         raise DataError(
-            f"{world_size} ranks cannot share {shards} logical shards, each of which belongs to one rank; use at most {shards} "
-            f"workers, or a global_batch_size (now {global_batch_size}) and shards of at least {world_size}"
+            f"{world_size} ranks cannot share {shards} logical shards, each of which belongs to one rank; use at "
+            f"most {shards} workers, or a global_batch_size (now {global_batch_size}) and shards of at least {world_size}"
         )
 
 
@@ -148,7 +148,7 @@ class EpochPlan:
         return int(self.fragment_rows.sum())
 
     def samples(self, global_batch_size: int, *, offset: int = 0) -> int:
-        """Where an epoch that goes on from `offset` ends: its samples over all ranks, less what the tail policy drops."""
+        """Where an epoch that goes on from `offset` ends: its samples, less what the tail policy drops."""
         return self.rows - (self.rows - offset) % global_batch_size if self.tail == "drop" else self.rows
 
     def steps(self, global_batch_size: int) -> int:

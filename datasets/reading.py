@@ -1,4 +1,4 @@
-"""Reads what a plan asks for from row groups. Runs in threads or in Ray's processes, so it is light: no torch, no Ray."""
+"""Reads what a plan asks for from row groups. Runs also in Ray's processes, so it is light: no torch, no Ray."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
         raise DataError(f"cannot read row group {job.group} of {job.path}: {type(error).__name__}: {error}") from error
     if table.num_rows != job.num_rows:
         raise DataError(
-            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run began and has {table.num_rows}; the data "
-            "was rewritten. Start a new run for new data"
+            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run began and has {table.num_rows}; "
+            "the data was rewritten. Start a new run for new data"
         )
     rows = to_rows(table)
     if job.order is None and len(job.ranges) == 1:

@@ -109,7 +109,8 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
         columns: those that will be read; None for all. Files may differ in the others.
 
     Raises:
-        DataError: nothing is there, it holds no rows or is not Parquet, a column is missing, or the files' schemas differ.
+        DataError: nothing is there, it holds no rows or is not Parquet, a column is missing, or the
+            files' schemas differ.
     """
     found = [each for one in absolute(path) for each in _find(one)]
     paths = sorted({each for each, _ in found})
@@ -232,7 +233,7 @@ def _common_schema(paths: Sequence[str], schemas: Sequence[pa.Schema], columns: 
         ]
         what = "; ".join(differing[:3]) or "their columns are in another order or differ in being nullable"
         raise DataError(
-            f"the schemas of {paths[0]} and {path} differ: {what}. Rewrite one of them, or read only columns that they share"
+            f"the schemas of {paths[0]} and {path} differ: {what}. Rewrite one, or read only columns that they share"
         )
     return first.remove_metadata()
 

@@ -34,8 +34,8 @@ class ParquetStream:
         shuffle: whether the training order is permuted, anew in every epoch. Evaluation never shuffles.
         tail: what becomes of rows that do not fill the last global batch of a training epoch: "drop" leaves them out,
             another few in every epoch; "keep" makes the last batch smaller. Evaluation always keeps.
-        shards: logical shards: the most ranks that can ever share the data, and from how many places of it each batch is
-            drawn. A divisor of the global batch size; None takes the one nearest to 64. Fixed for a run.
+        shards: logical shards: the most ranks that can ever share the data, and from how many places of it each batch
+            is drawn. A divisor of the global batch size; None takes the one nearest to 64. Fixed for a run.
         readers: reading tasks of this rank that run at a time.
         engine: "ray" reads by Ray Data, "threads" in this process; "auto" takes Ray Data where Ray is connected.
 

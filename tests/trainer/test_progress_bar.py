@@ -116,6 +116,7 @@ def test_only_the_main_rank_prints_F7() -> None:
             {},
             "step 3 · epoch 0 · loss 2 · 10,000 samples/s",
         ),
+        ({"step": 3, "epoch": 0, "train/loss": "NaN"}, {}, "step 3 · epoch 0 · loss nan"),
         (
             {"step": 3, "epoch": 1, "validation/loss": 0.51239, "validation/accuracy": 0.9},
             {"total_steps": 3},

@@ -147,16 +147,17 @@ def progress_line(record: Mapping[str, Any], *, total_steps: int | None = None, 
     Args:
         record: with "step" and "epoch", and whatever it has of "train/loss", "tokens_per_s" or "samples_per_s",
             "data_wait" (the share of the time that was spent waiting for data) and metrics under "validation/".
+            As it is given to trackers, or as it is read from `metrics.jsonl`, where NaN is a string.
         total_steps: updates of the whole run, if that is known.
         left_s: see `Pace`.
     """
     parts = [f"step {record['step']:,}" + (f"/{total_steps:,}" if total_steps else ""), f"epoch {record['epoch']}"]
     if "train/loss" in record:
-        parts.append(f"loss {record['train/loss']:.4g}")
-    parts += [f"{name} {value:.4g}" for name, value in record.items() if name.startswith("validation/")]
+        parts.append(f"loss {float(record['train/loss']):.4g}")
+    parts += [f"{name} {float(value):.4g}" for name, value in record.items() if name.startswith("validation/")]
     for unit in ("tokens", "samples"):
         if f"{unit}_per_s" in record:
-            parts.append(f"{record[f'{unit}_per_s']:,.0f} {unit}/s")
+            parts.append(f"{float(record[f'{unit}_per_s']):,.0f} {unit}/s")
             break
     if "data_wait" in record:
         parts.append(f"data {record['data_wait']:.0%}".replace("%", " %"))

@@ -1,4 +1,4 @@
-"""Headway's orchestrator: experiments, runs and the command line, on Ray. Names are imported when they are first used."""
+"""Headway's orchestrator: experiments, runs and the command line, on Ray. Names are imported on first use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from .config import resolve
     from .errors import RunConflictError, StorageError, TrainingFailedError
     from .experiment import Experiment, Retries, Scaling
-    from .fit import RunResult, fit
+    from .result import RunResult
     from .runs import Run, find_run, list_runs
+    from .training import fit
 
 __all__ = [
     "Experiment",
@@ -28,10 +29,19 @@ __all__ = [
 ]
 
 _HOME = {
-    "Experiment": "experiment", "Retries": "experiment", "Run": "runs", "RunConflictError": "errors", "RunResult": "fit",
-    "Scaling": "experiment", "StorageError": "errors", "TrainingFailedError": "errors", "find_run": "runs", "fit": "fit",
-    "list_runs": "runs", "resolve": "config",
-}  # fmt: skip
+    "Experiment": "experiment",
+    "Retries": "experiment",
+    "Run": "runs",
+    "RunConflictError": "errors",
+    "RunResult": "result",
+    "Scaling": "experiment",
+    "StorageError": "errors",
+    "TrainingFailedError": "errors",
+    "find_run": "runs",
+    "fit": "training",
+    "list_runs": "runs",
+    "resolve": "config",
+}
 
 
 def __getattr__(name: str) -> Any:

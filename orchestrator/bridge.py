@@ -1,8 +1,8 @@
 """The callback through which a training and the world outside of it hear of each other, over the files of the run.
 
-It is the one place inside the loop that may talk to Ray, and it has nothing to say: metrics, checkpoints and progress are
-in the run's own files, and a `ray.train.report` is a barrier of about a second (../benchmarks/start.py shows what starting
-costs; reporting would cost it again at every checkpoint). Nothing here is on the path of a step.
+It is the one place inside the loop that may talk to Ray, and it has nothing to say: metrics, checkpoints and progress
+are in the run's own files, and a `ray.train.report` is a barrier of a second or more over all ranks, to be paid at
+every checkpoint. Nothing here is on the path of a step.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from .fit import RunResult
+    from .result import RunResult
 
 app = typer.Typer(
     name="headway",
@@ -25,19 +25,28 @@ app = typer.Typer(
 )
 runs_app = typer.Typer(help="Shows runs.", invoke_without_command=True, rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
+data_app = typer.Typer(help="Prepares and shows data.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
 
 _Storage = Annotated[str, typer.Option(help="Folder or URI that holds the runs.")]
 
 
 @app.command()
 def fit(
-    target: Annotated[str, typer.Argument(help="file.py, file.py:name or module:name; an Experiment or a Trainer class.")],
+    target: Annotated[
+        str, typer.Argument(help="file.py, file.py:name or module:name; an Experiment or a Trainer class.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="As in config.learning_rate=3e-4 scaling.workers=4.")
+        list[str] | None,
+        typer.Argument(metavar="[PATH=VALUE]...", help="As in config.learning_rate=3e-4 scaling.workers=4."),
     ] = None,
     resume: Annotated[str, typer.Option(help="Checkpoint to begin from; auto: the run's newest good one.")] = "auto",
-    accept_changes: Annotated[bool, typer.Option("--accept-changes", help="Go on although the config has changed.")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the whole config as YAML, and end.")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although the config has changed.")
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the whole config as YAML, and end.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray and the workers print.")] = False,
 ) -> None:
     """Trains a run, or goes on with it."""
@@ -51,7 +60,7 @@ def fit(
     if print_config:
         print(to_yaml(experiment), end="")
         return
-    from .fit import fit as fit_experiment
+    from .training import fit as fit_experiment
 
     result = fit_experiment(experiment, resume=resume, accept_changes=accept_changes, verbose=verbose)
     raise typer.Exit(_exit_code(result))
@@ -73,6 +82,30 @@ def show_run(context: typer.Context, name: Annotated[str, typer.Argument(help="N
     from .show import print_run
 
     print_run(name, context.obj)
+
+
+@data_app.command("prepare")
+def prepare_data(
+    inputs: Annotated[list[str], typer.Argument(help="Text files, folders or globs.")],
+    output: Annotated[str, typer.Option("-o", "--output", help="Folder to write the Parquet files to.")],
+    row_length: Annotated[int, typer.Option(help="Tokens per row.")],
+    tail: Annotated[str, typer.Option(help="What becomes of the last, short row: drop or pad.")] = "drop",
+) -> None:
+    """Cuts text into rows of tokens, one byte each, once and for all; goes on where it was interrupted."""
+    from headway.datasets.prepare import prepare_text
+
+    if tail not in ("drop", "pad"):
+        raise typer.BadParameter(f"drop or pad, not {tail!r}", param_hint="--tail")
+    progress = (lambda done: print(done, file=sys.stderr, flush=True)) if sys.stderr.isatty() else None
+    print(prepare_text(inputs, output, row_length=row_length, tail=tail, progress=progress))
+
+
+@data_app.command("show")
+def show_data(path: Annotated[str, typer.Argument(help="Parquet file, folder, glob or URI.")]) -> None:
+    """Shows rows, files, columns, fingerprint and the first row of a dataset."""
+    from headway.datasets.show import describe
+
+    print(describe(path))
 
 
 def main(arguments: list[str] | None = None) -> None:

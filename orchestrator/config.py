@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.progress import Duration
@@ -41,12 +41,12 @@ def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[s
     for override in overrides:
         _plant(tree, override)
     if isinstance(found, Experiment):
-        return _rebuilt(found, tree, "")
+        return cast(Experiment, _rebuilt(found, tree, ""))
     if "trainer" in tree:
         raise ConfigError("trainer is what the target says; give another target instead of an override")
     settings = {"name": Text(_kebab(found.__name__)), **tree}
     config = _built(config_type(found), settings.pop("config", {}), "config")
-    return _built(Experiment, {"trainer": found, "config": config, **settings}, "")
+    return cast(Experiment, _built(Experiment, {"trainer": found, "config": config, **settings}, ""))
 
 
 def to_plain(value: Any, path: str = "") -> Any:
@@ -55,26 +55,26 @@ def to_plain(value: Any, path: str = "") -> Any:
     Raises:
         ConfigError: a field holds something that a file cannot.
     """
-    match value:
-        case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
-            return value
-        case Duration() | Path():
-            return str(value)
-        case Enum():
-            return to_plain(value.value, path)
-        case type() if issubclass(value, Trainer):
-            return name_of(value)
-        case Mapping():
-            return {str(key): to_plain(each, _at(path, str(key))) for key, each in value.items()}
-        case list() | tuple():
-            return [to_plain(each, f"{path}[{index}]") for index, each in enumerate(value)]
-        case set() | frozenset():
-            return [to_plain(each, path) for each in sorted(value)]
-        case _ if is_dataclass(value) and not isinstance(value, type):
-            return {each.name: to_plain(getattr(value, each.name), _at(path, each.name)) for each in _settable(type(value))}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (Duration, Path)):
+        return str(value)
+    if isinstance(value, Enum):
+        return to_plain(value.value, path)
+    if isinstance(value, type) and issubclass(value, Trainer):
+        return name_of(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each, _at(path, str(key))) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(each, f"{path}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [to_plain(each, path) for each in sorted(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in _settable(type(value))]
+        return {name: to_plain(getattr(value, name), _at(path, name)) for name in names}
     raise ConfigError(
-        f"{path or 'it'} is a {type(value).__name__}, which a file cannot hold: keep a name or a number in the config, and "
-        "make the object in the trainer"
+        f"{path or 'it'} is a {type(value).__name__}, which a file cannot hold: keep a name or a number "
+        "in the config, and make the object in the trainer"
     )
 
 
@@ -89,7 +89,7 @@ def from_plain(plain: Mapping[str, Any]) -> Experiment:
     if isinstance(trainer, Experiment):
         raise ConfigError("trainer is an Experiment; it must be a Trainer class")
     config = _built(config_type(trainer), settings.pop("config", {}), "config")
-    return _built(Experiment, {"trainer": trainer, "config": config, **settings}, "")
+    return cast(Experiment, _built(Experiment, {"trainer": trainer, "config": config, **settings}, ""))
 
 
 def to_yaml(experiment: Experiment) -> str:
@@ -231,7 +231,8 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
         return get_type_hints(cls)
     except NameError as error:
         raise ConfigError(
-            f"the types of {cls.__qualname__} cannot be read ({error}): define it, and what it names, at the top of a module"
+            f"the types of {cls.__qualname__} cannot be read ({error}): define it, and what it names, at the top of a "
+            "module"
         ) from error
 
 

@@ -19,7 +19,9 @@ _CORE = {
     "null": re.compile(r"(?:null|Null|NULL|~|)"),
     "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)"),
     "int": re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*"),
-    "float": re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+    "float": re.compile(
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    ),
 }
 
 

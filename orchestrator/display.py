@@ -1,4 +1,4 @@
-"""What the person at the driver sees of a run: lines, and a bar below them on a terminal. Reads events, decides nothing."""
+"""What the person at the driver sees of a run: lines, and on a terminal a bar below them. Decides nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Display:
                 self._attempt = event["attempt"]
                 hosts = {worker["host"] for worker in event["workers"]}
                 size = event["world_size"]
-                self.line(f"attempt {self._attempt}: {size} worker{'s'[: size > 1]} on {', '.join(sorted(hosts))}", "dim")
+                self.line(
+                    f"attempt {self._attempt}: {size} worker{'s'[: size > 1]} on {', '.join(sorted(hosts))}", "dim"
+                )
             case "restored":
                 self.line(f"going on from step {event['step']:,} (attempt {self._attempt})")
             case "training":

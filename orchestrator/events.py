@@ -76,8 +76,12 @@ class Follower:
             events, used = _parsed(data)
             self._offsets[name] = offset + used
             found += events
-        fresh = [event for event in found if (key := json.dumps(event, sort_keys=True)) not in self._seen and not self._seen.add(key)]  # type: ignore[func-returns-value]
-        return sorted(fresh, key=lambda event: event.get("time", 0.0))
+        fresh: dict[str, Event] = {}
+        for event in found:
+            if (line := json.dumps(event, sort_keys=True)) not in self._seen:
+                self._seen.add(line)
+                fresh[line] = event
+        return sorted(fresh.values(), key=lambda event: event.get("time", 0.0))
 
 
 def _parsed(data: bytes) -> tuple[list[Event], int]:

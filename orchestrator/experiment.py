@@ -26,7 +26,7 @@ class Scaling:
         cpus_per_worker: CPUs that a worker reserves, and threads that torch takes on it; below 1 workers share a CPU.
         gpus_per_worker: GPUs that a worker reserves; with any, ranks talk by NCCL instead of Gloo.
         resources_per_worker: other things that a worker reserves, by Ray's names ("memory" in bytes, or your own).
-        wait: how long to wait for machines that the cluster does not have yet; None: what is missing is an error at once.
+        wait: how long to wait for machines that the cluster does not have yet; None: what is missing is an error.
     """
 
     workers: int = 1

@@ -1,6 +1,6 @@
-"""What went wrong in a worker group, and whether trying again can help. Deciding is arithmetic; Ray Train does the rest.
+"""What went wrong in a worker group, and whether trying again can help. Deciding is arithmetic; Ray Train acts.
 
-Ray counts failures against `Retries`. What is decided here is what Ray cannot know: that an error would only come again.
+Ray counts failures against `Retries`. What is decided here is what Ray cannot know: that an error would come again.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
 def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
     """Whether to give up although there are retries left.
 
-    A process that died, or lost its peers, is tried again. An exception is tried again if the run has got further than at
-    the exception before it, and further than where it began: otherwise it has a cause that stays.
+    A process that died, or lost its peers, is tried again. An exception is tried again if the run has got further than
+    at the exception before it, and further than where it began: otherwise it has a cause that stays.
 
     Args:
         failure: the one to decide on.
@@ -124,7 +124,7 @@ class GaveUp(Exception):
 
 
 class FailureWatch(UserCallback):  # type: ignore[misc]
-    """Runs in Ray Train's controller: writes each failure of the group down, and ends the retries where they are no use.
+    """Runs in Ray Train's controller: writes each failure of the group down, and ends retries that are no use.
 
     Args:
         run_dir: of the run.
@@ -141,7 +141,9 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
             GaveUp: Ray Train takes what a callback raises for an error that is not to be retried.
         """
         folder = Folder(self._run_dir)
-        gone = {rank: str(error).strip().splitlines()[-1][:300] for rank, error in worker_exceptions.items() if str(error)}
+        gone = {
+            rank: str(error).strip().splitlines()[-1][:300] for rank, error in worker_exceptions.items() if str(error)
+        }
         failure = last_failure(read_events(folder), {**dict.fromkeys(worker_exceptions, ""), **gone})
         if failure is None or failure.attempt in {each.attempt for each in self._failures}:
             return
@@ -159,4 +161,3 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
         )
         if hopeless:
             raise GaveUp(str(failure), worker_exceptions.get(-1 if failure.rank is None else failure.rank))
-

@@ -14,8 +14,8 @@ from headway.trainer.errors import ConfigError
 
 from .experiment import Scaling
 
-# Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it would find
-# that of another Ray on the machine, which does not know the run, and would end it.
+# Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it would
+# find that of another Ray on the machine, which does not know the run, and would end it.
 _NO_DASHBOARD = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
 
 
@@ -33,9 +33,10 @@ def check_machine(scaling: Scaling) -> None:
     cpus = _cpus()
     wanted = scaling.in_total["CPU"]
     if wanted > cpus:
+        share = math.floor(100 * cpus / scaling.workers) / 100
         raise ConfigError(
-            f"{scaling.workers} workers with {scaling.cpus_per_worker:g} CPU each want {wanted:g} CPUs, and this machine has "
-            f"{cpus}: lower scaling.workers, let workers share (scaling.cpus_per_worker={cpus / scaling.workers:.3g}), or "
+            f"{scaling.workers} workers with {scaling.cpus_per_worker:g} CPU each want {wanted:g} CPUs, and this "
+            f"machine has {cpus}: lower scaling.workers, let workers share (scaling.cpus_per_worker={share:.3g}), or "
             "connect to a cluster with RAY_ADDRESS"
         )
     if scaling.gpus_per_worker:
@@ -44,8 +45,8 @@ def check_machine(scaling: Scaling) -> None:
         there = torch.cuda.device_count()
         if scaling.in_total["GPU"] > there:
             raise ConfigError(
-                f"{scaling.workers} workers with {scaling.gpus_per_worker:g} GPU each want {scaling.in_total['GPU']:g} GPUs, "
-                f"and this machine has {there}: lower scaling.workers or scaling.gpus_per_worker"
+                f"{scaling.workers} workers with {scaling.gpus_per_worker:g} GPU each want "
+                f"{scaling.in_total['GPU']:g} GPUs, and this machine has {there}: lower one of them"
             )
 
 

@@ -1,43 +1,41 @@
 """A run: its folder, its record and its status, which outlive Ray and the driver.
 
-    <storage>/<name>/
-    ├── run.json          who, when, where, how it stands: replaced as a whole, by the driver alone
-    ├── config.yaml       the whole experiment: enough to start the same run again
-    ├── events.jsonl      what happened, one JSON object per line (events.py)
-    ├── metrics.jsonl     one record per flush, written by the trainer
-    └── checkpoints/      written by the trainer
+In `<storage>/<name>/` lie
+`run.json`: who, when, where, how it stands; replaced as a whole, by the driver alone;
+`config.yaml`: the whole experiment, enough to start the same run again;
+`events.jsonl`: what happened (events.py);
+`metrics.jsonl` and `checkpoints/`: the trainer's.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any, Literal
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
-from .config import Difference, differences, from_yaml, parse_yaml, to_plain, to_yaml
+from .config import Difference, differences, from_yaml, to_plain, to_yaml
+from .convert import parse_yaml
 from .errors import RunConflictError, StorageError
 from .experiment import Experiment
+from .provenance import git_state, hardware, versions
 from .storage import Folder, absolute, join
 
 RunStatus = Literal["running"] | Status
 
 # How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
 _FREE = (
-    "scaling", "retries", "storage", "config.max_epochs", "config.max_steps", "config.log_every", "config.evaluate_every",
-    "config.checkpoint", "config.parallel", "config.micro_batch_size",
+    "scaling", "retries", "storage", "config.max_epochs", "config.max_steps", "config.log_every",
+    "config.evaluate_every", "config.checkpoint", "config.parallel", "config.micro_batch_size",
 )  # fmt: skip
 _LIMITS = ("config.max_epochs", "config.max_steps")
 # A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
@@ -150,7 +148,9 @@ class Run:
         try:
             self.record = Record.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
-            raise StorageError(f"{self.folder.path('run.json')} is damaged ({error}): repair it, or remove the folder") from error
+            raise StorageError(
+                f"{self.folder.path('run.json')} is damaged ({error}): repair it, or remove the folder"
+            ) from error
 
     @property
     def run_dir(self) -> str:
@@ -241,7 +241,7 @@ def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
     folder.write("config.yaml", text)
     run.update(
         status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(), command=sys.argv,
-        workers=experiment.scaling.workers, versions=_versions(), git=_git(), hardware=_hardware(),
+        workers=experiment.scaling.workers, versions=versions(), git=git_state(), hardware=hardware(),
     )  # fmt: skip
     return Opened(run, "goes on", changes)
 
@@ -283,8 +283,8 @@ def _begin(folder: Folder, experiment: Experiment, text: str) -> Run:
     folder.write("config.yaml", text)
     record = Record(
         id=uuid.uuid4().hex[:12], name=experiment.name, status="running", trainer=to_plain(experiment.trainer),
-        workers=experiment.scaling.workers, created=now(), started=now(), driver=Driver.this(), versions=_versions(),
-        git=_git(), hardware=_hardware(), command=sys.argv,
+        workers=experiment.scaling.workers, created=now(), started=now(), driver=Driver.this(), versions=versions(),
+        git=git_state(), hardware=hardware(), command=sys.argv,
     )  # fmt: skip
     folder.write("run.json", record.to_json())
     return Run(folder.place)
@@ -311,29 +311,6 @@ def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
     lines = "\n".join(f"  {change.path}: {change.before} -> {change.after}" for change in refused)
     return (
         f"the run {experiment.name} was begun with another config:\n{lines}\n"
-        f"Give it another name (name=...), take these back, or go on with them by --accept-changes. It lies in {experiment.run_dir}"
+        "Give this one another name (name=...), take the changes back, or go on with them by --accept-changes. "
+        f"The run lies in {experiment.run_dir}"
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("headway", "torch", "ray", "numpy", "pyarrow"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _git() -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):
-        return {}
-
-
-def _hardware() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "platform": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()}

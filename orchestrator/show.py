@@ -26,7 +26,9 @@ def print_runs(storage: str, console: Console | None = None) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("NAME", "STATUS", "STEPS", "LOSS", "ATTEMPTS", "STARTED", "TOOK"):
-        table.add_column(heading, justify="right" if heading in ("STEPS", "LOSS", "ATTEMPTS", "TOOK") else "left", no_wrap=True)
+        table.add_column(
+            heading, justify="right" if heading in ("STEPS", "LOSS", "ATTEMPTS", "TOOK") else "left", no_wrap=True
+        )
     for run in runs:
         record = run.record
         loss = record.metrics.get("validation/loss", record.metrics.get("train/loss"))
@@ -46,10 +48,10 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
         "run": f"{record.name} ({record.id})",
         "status": run.status + (f": {run.reason}" if run.reason else ""),
         "error": record.error,
-        "steps": f"{record.steps:,} in {record.epochs:,} epochs, {record.attempts} attempt{'s'[: record.attempts != 1]}",
+        "steps": f"{record.steps:,} in {record.epochs:,} epochs and {_count(record.attempts, 'attempt')}",
         "metrics": "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items()),
         "started": f"{_local(record.started)}, took {_took(run)}",
-        "trainer": f"{record.trainer} with {record.workers} worker{'s'[: record.workers != 1]}",
+        "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}",
         "files": run.run_dir,
         "checkpoint": record.last_checkpoint,
         "command": " ".join(record.command),
@@ -61,15 +63,23 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
         if fact:
             console.print(f"{label:<11}{fact}", markup=False)
     console.print("\nconfig", markup=False)
-    console.print("".join(f"  {line}\n" for line in (run.folder.read("config.yaml") or "").splitlines()), markup=False, end="")
+    console.print(
+        "".join(f"  {line}\n" for line in (run.folder.read("config.yaml") or "").splitlines()), markup=False, end=""
+    )
     console.print("\nevents", markup=False)
     for event in read_events(run.folder):
         if event["event"] in _SHOWN_EVENTS:
             at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
             details = ", ".join(
-                f"{key} {value}" for key, value in event.items() if key not in ("time", "event", "workers", "hopeless") and value is not None
+                f"{key} {value}"
+                for key, value in event.items()
+                if key not in ("time", "event", "workers", "hopeless") and value is not None
             )
             console.print(f"  {at}  {event['event'].replace('_', ' ')}: {details}", markup=False)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _local(iso: str) -> str:

@@ -25,7 +25,9 @@ def absolute(place: str | os.PathLike[str]) -> str:
         return os.path.abspath(os.path.expanduser(text))
     scheme, _, rest = text.partition("://")
     if scheme == "memory":
-        raise ConfigError(f"{text} lives in the memory of one process, where workers cannot see it: give a folder or a URI")
+        raise ConfigError(
+            f"{text} lives in the memory of one process, where workers cannot see it: give a folder or a URI"
+        )
     return os.path.abspath(rest) if scheme in ("file", "local") else text.rstrip("/")
 
 

@@ -40,7 +40,8 @@ def load_target(target: str) -> Experiment | type[Trainer[Any]]:
     if isinstance(found, Experiment) or (isinstance(found, type) and issubclass(found, Trainer)):
         return found
     raise ConfigError(
-        f"{target} is a {type(found).__name__}: a target is an Experiment, a function that returns one, or a Trainer class"
+        f"{target} is a {type(found).__name__}: a target is an Experiment, a function that returns one, or a Trainer "
+        "class"
     )
 
 

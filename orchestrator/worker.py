@@ -146,4 +146,3 @@ def _captured(events: EventLog) -> Iterator[None]:
             yield
     finally:
         warnings.showwarning = before
-

@@ -1,0 +1,131 @@
+"""The worker group of one start of a run, on Ray Train: what it is given, and the truth about how it failed."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import cloudpickle
+from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from headway.trainer.errors import ConfigError, HeadwayError
+
+from .errors import TrainingFailedError
+from .events import read_events
+from .experiment import Experiment
+from .failures import FailureWatch, last_failure
+from .runs import Run
+from .target import travels_by_value
+from .worker import Task, train
+
+
+def train_group(
+    experiment: Experiment, run: Run, *, since: float, resume: str, patience_s: float, verbose: bool
+) -> dict[str, Any]:
+    """Runs Ray Train to its end, and returns what rank 0 did.
+
+    Ray's own files go to a folder of this start: the same name and storage would make Ray Train resume by itself.
+    """
+    scaling, retries = experiment.scaling, experiment.retries
+    task = Task(
+        training=_pickled(experiment),
+        run_dir=run.run_dir,
+        since=since,
+        resume=resume,
+        imports=_import_folders(),
+        current_dir=os.getcwd(),
+        threads=max(1, int(scaling.cpus_per_worker)),
+        on_cpu=not scaling.gpus_per_worker,
+        capture=not verbose,
+    )
+    rays_files = tempfile.mkdtemp(prefix="headway-ray-")
+    try:
+        trainer = TorchTrainer(
+            train,
+            train_loop_config={"task": task},
+            torch_config=TorchConfig(backend="nccl" if scaling.gpus_per_worker else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=scaling.workers,
+                use_gpu=scaling.gpus_per_worker > 0,
+                resources_per_worker=scaling.per_worker,
+            ),
+            run_config=RunConfig(
+                name=f"{experiment.name}-{run.record.id}",
+                storage_path=rays_files,
+                failure_config=FailureConfig(
+                    max_failures=retries.max_failures,
+                    max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
+                    # Of starting a group: Ray Train waits 60 s for machines each time.
+                    controller_failure_limit=retries.max_failures + math.ceil(patience_s / 60),
+                ),
+                callbacks=[FailureWatch(run.run_dir)],
+                logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
+            ),
+        )
+        returned: dict[str, Any] = trainer.fit().return_value
+        return returned
+    finally:
+        shutil.rmtree(rays_files, ignore_errors=True)
+
+
+def _pickled(experiment: Experiment) -> bytes:
+    """The trainer's class and config as bytes. What a user's file defines goes with them: workers cannot import it."""
+    with _by_value(experiment):
+        try:
+            pickled: bytes = cloudpickle.dumps((experiment.trainer, experiment.config))
+        except Exception as error:
+            raise ConfigError(
+                f"{experiment.trainer.__name__} cannot be sent to workers ({type(error).__name__}: {error}): "
+                "make what cannot be pickled inside a method of the trainer, not at the top of its file"
+            ) from error
+    return pickled
+
+
+@contextmanager
+def _by_value(experiment: Experiment) -> Iterator[None]:
+    names = {each.__module__ for each in (*experiment.trainer.__mro__, *type(experiment.config).__mro__)}
+    modules = [module for name in names if travels_by_value(module := sys.modules.get(name)) and module is not None]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _import_folders() -> tuple[str, ...]:
+    """Where this process imports from, apart from what is installed."""
+    installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    folders = (os.path.realpath(path or os.getcwd()) for path in sys.path)
+    return tuple(
+        folder for folder in folders
+        if os.path.isdir(folder) and folder not in installed and os.path.dirname(folder) not in installed
+    )  # fmt: skip
+
+
+def error_of(error: BaseException, run: Run, since: float) -> BaseException:
+    """Returns the error to raise for one of Ray's: what the first worker to fail had raised, or that it died."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
+    events = [event for event in read_events(run.folder) if event["time"] >= since]
+    failure = last_failure(events, {rank: "" for rank in failures})
+    if failure is None:
+        return TrainingFailedError(f"training failed: {error}").with_traceback(None)
+    failed = TrainingFailedError(
+        f"{failure} (attempt {failure.attempt})", rank=failure.rank, attempt=failure.attempt, step=failure.step,
+        worker_traceback=failure.traceback,
+    )  # fmt: skip
+    raised = failures.get(failure.rank) if failure.rank is not None else None
+    raised = raised or getattr(getattr(error, "controller_failure", None), "raised", None)
+    if isinstance(raised, HeadwayError):
+        return raised
+    failed.__cause__ = raised
+    return failed

@@ -1,0 +1,43 @@
+"""Where a run comes from: code, packages and machine, as its record has them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from importlib import metadata
+from typing import Any
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in ("headway", "torch", "ray", "numpy", "pyarrow"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Returns the commit of the current directory and whether it has changes; empty where there is no repository."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def hardware() -> dict[str, Any]:
+    """Returns what this machine is."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+    }

@@ -1,0 +1,55 @@
+"""What came of a run, over all its attempts, for whoever called `fit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headway.trainer.result import Status
+
+from .runs import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended, as far as it has come over all its attempts.
+
+    Attributes:
+        status: "completed", "stopped", "time_limit" or "interrupted". A failure is raised.
+        reason: why, in words.
+        metrics: the last value of every metric.
+        history: one dict per completed epoch.
+        steps, epochs: how far it is.
+        attempts: lives of worker groups so far.
+        run_dir: where its files lie.
+        last_checkpoint, best_checkpoint: paths in it.
+        resumed_from: the checkpoint that the last attempt began from.
+        signal: the number of the signal that interrupted it, if one did.
+    """
+
+    status: Status
+    reason: str
+    run_dir: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+    steps: int = 0
+    epochs: int = 0
+    attempts: int = 0
+    last_checkpoint: str | None = None
+    best_checkpoint: str | None = None
+    resumed_from: str | None = None
+    signal: int | None = None
+
+    @classmethod
+    def interrupted(cls, run: Run, reason: str, *, signal: int | None) -> RunResult:
+        """Returns the result of a run that a signal ended before it could say how far it was."""
+        record = run.record
+        return cls(
+            status="interrupted",
+            reason=reason,
+            run_dir=run.run_dir,
+            steps=record.steps,
+            epochs=record.epochs,
+            attempts=record.attempts,
+            last_checkpoint=record.last_checkpoint,
+            signal=signal,
+        )

@@ -1,0 +1,189 @@
+"""One start of a run: Ray Train in a thread, and beside it one that watches the files, the signals and the clock."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from headway.trainer.callbacks.progress_bar import human_duration
+from headway.trainer.errors import ConfigError
+
+from .bridge import request_stop, withdraw_stop
+from .display import Display
+from .events import EventLog, Follower
+from .experiment import Experiment
+from .group import error_of, train_group
+from .local_ray import missing
+from .result import RunResult
+from .runs import Run
+
+# A group that has not come up after so long, on a cluster that could hold it, is given up; Scaling.wait says otherwise.
+_PATIENCE_S = 600.0
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM, in the main thread; elsewhere signals go where they went before.
+
+    Two within a second count as one: a terminal sends Ctrl-C to the whole group, and wrappers forward it once more.
+
+    Attributes:
+        count: how many there were.
+        number: of the first one.
+        raises: whether they raise KeyboardInterrupt besides.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last_s = -math.inf
+        self.number: int | None = None
+        self.raises = True
+        self._before: dict[int, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """Of the first one, for people."""
+        return {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(
+            signal.Signals(self.number or signal.SIGINT), "a signal"
+        )
+
+    def __enter__(self) -> Signals:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Takes the signals, also from who took them in between."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.signal(number, self._on_signal)
+                self._before.setdefault(number, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._last_s < 1.0:
+            return
+        self._last_s = time.monotonic()
+        self.count += 1
+        self.number = self.number or number
+        if self.raises:
+            raise KeyboardInterrupt
+
+
+class Supervision:
+    """One start of a run.
+
+    Args:
+        experiment: what to train.
+        run: claimed for this process.
+        signals: that the person may send.
+        display: where to show the run.
+        resume: "auto", or the checkpoint to begin from.
+        verbose: shows what Ray prints.
+    """
+
+    def __init__(
+        self, experiment: Experiment, run: Run, signals: Signals, display: Display, *, resume: str, verbose: bool
+    ) -> None:
+        self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
+        self._resume, self._verbose = resume, verbose
+        self._since = time.time()
+        self._returned: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._is_up = False
+        self._asked = 0
+        self._events = EventLog(run.folder, "driver")
+        self._event_lines = Follower(run.folder, "events", from_now=True)
+        self._metric_lines = Follower(run.folder, "metrics.jsonl", from_now=True)
+
+    def run(self) -> RunResult:
+        """Trains to the end, whatever it is."""
+        withdraw_stop(self._run.folder)
+        self._events.add("driver_started", pid=os.getpid(), workers=self._experiment.scaling.workers)
+        thread = threading.Thread(target=self._train, name="headway-ray-train", daemon=True)
+        self._signals.raises = False
+        thread.start()
+        pause_s = 0.1 if self._run.folder.is_local else 2.0
+        try:
+            while thread.is_alive():
+                thread.join(pause_s)
+                self._look()
+                if self._heed_signals():
+                    return self._abandoned()
+                self._heed_the_clock()
+            self._look()
+        finally:
+            self._display.close()
+        return self._result()
+
+    def _train(self) -> None:
+        try:
+            self._returned = train_group(
+                self._experiment,
+                self._run,
+                since=self._since,
+                resume=self._resume,
+                patience_s=_patience_s(self._experiment),
+                verbose=self._verbose,
+            )
+        except BaseException as error:
+            self._error = error
+
+    def _look(self) -> None:
+        """Shows what is new, and takes it into the record."""
+        for event in self._event_lines.read():
+            self._display.event(event)
+            if event["event"] == "attempt_started":
+                self._is_up = True
+                self._run.update(attempts=event["attempt"], workers=event["world_size"])
+        for record in self._metric_lines.read():
+            self._display.record(record)
+        self._run.beat()
+
+    def _heed_signals(self) -> bool:
+        """Whether to leave at once. The first signal asks the workers to save and end, if there are any."""
+        if self._signals.count == self._asked:
+            return False
+        self._asked = self._signals.count
+        leave = not self._is_up or self._asked > 1
+        request_stop(self._run.folder, self._signals.name, status="interrupted", abort=leave)
+        if not leave:
+            self._display.line(f"{self._signals.name}: saving a checkpoint and ending; once more to end at once")
+        return leave
+
+    def _abandoned(self) -> RunResult:
+        reason = f"{self._signals.name}, at once" if self._is_up else f"{self._signals.name} before training began"
+        return RunResult.interrupted(self._run, reason, signal=self._signals.number)
+
+    def _heed_the_clock(self) -> None:
+        """Does not wait for ever for workers that do not come."""
+        patience_s = _patience_s(self._experiment)
+        if self._is_up or time.time() - self._since < patience_s:
+            return
+        lack = missing(self._experiment.scaling)
+        raise ConfigError(
+            f"the workers have not come up in {human_duration(patience_s)}: "
+            + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")
+            + "; to wait longer, set scaling.wait"
+        )
+
+    def _result(self) -> RunResult:
+        if self._error is not None:
+            raise error_of(self._error, self._run, self._since)
+        returned = self._returned or {}
+        return RunResult(
+            **returned,
+            run_dir=self._run.run_dir,
+            attempts=self._run.record.attempts,
+            signal=self._signals.number if returned.get("status") == "interrupted" else None,
+        )
+
+
+def _patience_s(experiment: Experiment) -> float:
+    return experiment.scaling.wait.amount if experiment.scaling.wait else _PATIENCE_S

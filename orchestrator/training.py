@@ -1,0 +1,132 @@
+"""`fit(experiment)`: one run on Ray Train, from the claim on its folder to its last word."""
+
+from __future__ import annotations
+
+from headway.trainer.errors import CheckpointError, ConfigError
+
+from .display import Display
+from .experiment import Experiment
+from .quiet import quiet_environment
+from .result import RunResult
+from .runs import Opened, Run, now, open_run
+from .storage import absolute
+
+
+def fit(
+    experiment: Experiment,
+    *,
+    resume: str = "auto",
+    accept_changes: bool = False,
+    verbose: bool = False,
+    display: Display | None = None,
+) -> RunResult:
+    """Trains an experiment with its workers, or goes on with it, and shows it while it trains.
+
+    Uses the Ray that this process is connected to, else that of RAY_ADDRESS, else starts a quiet one for the time of
+    the run. In the main thread, the first SIGINT or SIGTERM saves a checkpoint and ends the run as "interrupted"; the
+    second one ends it at once.
+
+    Args:
+        experiment: what to train.
+        resume: "auto" goes on from the newest good checkpoint of the run; a path begins from that checkpoint.
+        accept_changes: goes on although the config is not the one that the run was begun with.
+        verbose: shows what Ray and the workers print.
+        display: where to show the run; by default on standard output.
+
+    Raises:
+        ConfigError: what was asked for makes no sense, or there are not the machines for it.
+        RunConflictError: the run of this name is another one.
+        StorageError: the storage cannot be written.
+        HeadwayError: an error of Headway in a worker (DataError, StepError, ...), as it was raised.
+        TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
+    """
+    quiet_environment(verbose=verbose)
+    from .local_ray import check_machine, connected, missing, will_be_own
+    from .supervision import Signals, Supervision
+
+    display = display or Display()
+    if resume != "auto":
+        resume = _existing_checkpoint(resume)
+    if will_be_own():
+        check_machine(experiment.scaling)
+    opened = open_run(experiment, accept_changes=accept_changes)
+    if opened.verdict == "finished":
+        return _finished(opened.run, display)
+    run = opened.run
+    _greet(opened, experiment, display)
+    with Signals() as signals:
+        try:
+            with connected(experiment.scaling, verbose=verbose):
+                # ray.init takes SIGTERM for itself.
+                signals.install()
+                if experiment.scaling.wait is None and (lack := missing(experiment.scaling)):
+                    raise ConfigError(
+                        f"the cluster has {lack} that {experiment.scaling.workers} workers want: lower "
+                        "scaling.workers, or say how long to wait for more machines, as in scaling.wait=10m"
+                    )
+                result = Supervision(experiment, run, signals, display, resume=resume, verbose=verbose).run()
+        except KeyboardInterrupt:
+            reason = f"{signals.name} before training began"
+            result = RunResult.interrupted(run, reason, signal=signals.number)
+        except BaseException as error:
+            display.close()
+            run.update(status="failed", reason="", error=_one_line(error), ended=now())
+            raise
+    _close(run, result, display)
+    return result
+
+
+def _existing_checkpoint(path: str) -> str:
+    from headway.trainer.checkpoint import read_checkpoint
+
+    place = absolute(path)
+    try:
+        read_checkpoint(place)
+    except CheckpointError as error:
+        raise ConfigError(f"there is nothing to resume from: {error}") from error
+    return place
+
+
+def _finished(run: Run, display: Display) -> RunResult:
+    record = run.record
+    display.line(
+        f"{record.name} is finished: {record.status} after {record.steps:,} steps ({record.reason}). "
+        f"Its files: {run.run_dir}"
+    )
+    display.line(
+        "To train on, raise its limit: config.max_steps=... or config.max_epochs=...; "
+        "to train anew, give it another name: name=..."
+    )
+    assert record.status in ("completed", "stopped")
+    return RunResult(
+        status=record.status, reason=record.reason, run_dir=run.run_dir, metrics=record.metrics, steps=record.steps,
+        epochs=record.epochs, attempts=record.attempts, last_checkpoint=record.last_checkpoint,
+    )  # fmt: skip
+
+
+def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
+    count = experiment.scaling.workers
+    display.line(
+        f"{experiment.name}: {count} worker{'s'[: count > 1]}, {opened.verdict}; its files: {experiment.run_dir}"
+    )
+    for change in opened.changes:
+        display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
+
+
+def _close(run: Run, result: RunResult, display: Display) -> None:
+    run.update(
+        status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
+        metrics=result.metrics, last_checkpoint=result.last_checkpoint or run.record.last_checkpoint,
+    )  # fmt: skip
+    numbers = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items() if "loss" in name)
+    display.line(
+        f"{result.status} after {result.steps:,} steps: {result.reason}" + (f"  ({numbers})" if numbers else ""), "bold"
+    )
+    display.line(f"its files: {result.run_dir}")
+    if result.status in ("interrupted", "time_limit"):
+        display.line("to go on, start it again as before")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

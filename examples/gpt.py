@@ -1,8 +1,8 @@
 """Learns to write Python from Python's standard library: a byte-level GPT, streamed from Parquet by Ray Data.
 
-    python examples/prepare_stdlib.py data/stdlib              once
-    headway fit examples/gpt.py                                two Ray workers of this machine, DDP
-    headway fit examples/gpt.py config.parallel.strategy=fsdp scaling.workers=3
+python examples/prepare_stdlib.py data/stdlib              once
+headway fit examples/gpt.py                                two Ray workers of this machine, DDP
+headway fit examples/gpt.py config.parallel.strategy=fsdp scaling.workers=3
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.datasets.prepare import ByteTokenizer
 from headway.datasets.stream import ParquetStream
+from headway.datasets.tokenizers import ByteTokenizer
 from headway.orchestrator import Experiment, Scaling
 from headway.trainer import CheckpointConfig, Duration, Trainer, TrainerConfig
 
@@ -24,7 +24,7 @@ from headway.trainer import CheckpointConfig, Duration, Trainer, TrainerConfig
 @dataclass(frozen=True, kw_only=True)
 class GptConfig(TrainerConfig):
     data: str = str(Path("data/stdlib").absolute())
-    vocabulary: int = ByteTokenizer.vocabulary_size
+    vocabulary: int = ByteTokenizer.vocab_size
     context: int = 128
     layers: int = 4
     heads: int = 4
@@ -118,7 +118,7 @@ class GptTrainer(Trainer[GptConfig]):
         """Continues a text, on this rank alone, from a generator of its own."""
         model, tokenizer = self.unwrap(self.model).eval(), ByteTokenizer()
         generator = torch.Generator(self.device).manual_seed(0)
-        tokens = tokenizer.encode(prompt)
+        tokens = tokenizer(prompt)[:-1].tolist()
         for _ in range(length):
             context_1T = torch.tensor([tokens[-model.context :]], device=self.device)
             chances_V = (model(context_1T)[0, -1].float() / temperature).softmax(0)

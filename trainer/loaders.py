@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from .errors import ConfigError, DataError
 from .nested import batch_size
-from .streams import BatchStream, Feed, GlobalBatch, Guarantee
+from .streams import BatchStream, Feed, GlobalBatch, Guarantee, is_stream
 
 
 def as_stream(data: Any) -> BatchStream:
@@ -36,7 +36,7 @@ def as_stream(data: Any) -> BatchStream:
     Raises:
         ConfigError: `data` is none of these.
     """
-    if isinstance(data, BatchStream):
+    if is_stream(data):
         return data
     if isinstance(data, DataLoader) and _is_plain(data):
         return LoaderStream(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -73,7 +73,6 @@ class Feed:
     training: bool
 
 
-@runtime_checkable
 class BatchStream(Protocol):
     """Batches of one rank, epoch by epoch, from any place in an epoch.
 
@@ -113,3 +112,9 @@ class BatchStream(Protocol):
     def close(self) -> None:
         """Ends its threads and processes. May be called twice."""
         ...
+
+
+def is_stream(data: Any) -> TypeGuard[BatchStream]:
+    """Whether something has all that a `BatchStream` has. Looks at its class: before `open` it may have no answers."""
+    wanted = {name for name in vars(BatchStream) if not name.startswith("_")}
+    return wanted <= set(dir(type(data)))

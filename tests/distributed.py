@@ -30,7 +30,7 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s:
     Raises:
         AssertionError: a rank raised, died, or was late; the text holds the traceback of the first to fail.
     """
-    # Forked from a server that has imported torch and done nothing else: a spawned rank would take seconds to import it.
+    # Forked from a server that has imported torch and done nothing else: a spawned rank would import it for seconds.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "headway.trainer"])
     results: Any = context.Queue()

@@ -1,4 +1,4 @@
-"""A small model over numbered rows, with everything in it that a resume can get wrong: dropout, shuffle, augmentation."""
+"""A small model over numbered rows, with all that a resume can get wrong: dropout, shuffle, augmentation."""
 
 from __future__ import annotations
 

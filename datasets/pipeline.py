@@ -183,7 +183,7 @@ class Pipeline:
                     yield recipe.job(each, one.fragment, one.slices)
 
         cuda = feed.device.type == "cuda"
-        copies = torch.cuda.Stream(feed.device) if cuda else None
+        copies = torch.cuda.Stream(feed.device) if cuda else None  # type: ignore[no-untyped-call]
         with closing(recipe.rows(jobs())) as rows:
             shelves = Shelves(asked, rows, recipe.spare)
             for each in epochs():

@@ -118,8 +118,8 @@ def check_shards(shards: int, *, global_batch_size: int, world_size: int) -> Non
         )
     if world_size > shards:
         raise DataError(
-            f"{world_size} ranks cannot share {shards} logical shards, each of which belongs to one rank; use at "
-            f"most {shards} workers, or a global_batch_size (now {global_batch_size}) and shards of at least {world_size}"
+            f"{world_size} ranks cannot share {shards} logical shards, each of which belongs to one rank; use at most "
+            f"{shards} workers, or shards and a global_batch_size (now {global_batch_size}) of at least {world_size}"
         )
 
 

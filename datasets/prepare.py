@@ -278,13 +278,13 @@ def _tokens(path: Path, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     tokens = np.asarray(tokenizer(text))
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
         raise DataError(
-            f"the tokenizer {_name(tokenizer)} returned {tokens.dtype} of shape {tokens.shape} for {path}; it returns a "
-            "flat sequence of whole numbers"
+            f"the tokenizer {_name(tokenizer)} returned {tokens.dtype} of shape {tokens.shape} for {path}; it returns "
+            "a flat sequence of whole numbers"
         )
-    if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < 2**31):
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= 2**31):
         raise DataError(
-            f"the tokenizer {_name(tokenizer)} returned tokens from {tokens.min()} to {tokens.max()} for {path}; they are "
-            "stored as int32, from 0"
+            f"the tokenizer {_name(tokenizer)} returned tokens from {tokens.min()} to {tokens.max()} for {path}; "
+            "they are stored as int32, from 0"
         )
     return tokens.astype(np.int32)
 
@@ -294,7 +294,8 @@ def _finished(folder: Path, wanted: dict[str, Any]) -> Prepared:
         record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         raise DataError(
-            f"{folder} is there and was not made by `prepare`: it has no readable {RECORD}. Choose another output folder"
+            f"{folder} is there and was not made by `prepare`: it has no readable {RECORD}. Choose "
+            "another output folder"
         ) from None
     _compare(folder, record, wanted)
     return Prepared(folder, record["rows"], record["tokens"], record["files"], already_done=True)

@@ -39,7 +39,7 @@ class Description:
         lines = [
             f"{self.path}",
             f"  rows         {self.rows:,}",
-            f"  fragments    {self.fragments:,} row groups of {self.rows / self.fragments:,.0f} rows, in {self.files:,} files",
+            f"  fragments    {self.fragments:,} row groups in {self.files:,} files",
             f"  size         {_bytes(self.size_bytes)}",
             f"  fingerprint  {self.fingerprint}",
             "  columns and the first row",
@@ -76,11 +76,12 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None) -> Descriptio
         size_bytes=sum(file.size_bytes for file in source.files),
         columns={field.name: str(field.type) for field in source.schema},
         fingerprint=source.fingerprint,
-        first_row={
-            name: column[0].tolist() if isinstance(column[0], (np.ndarray, np.generic)) else column[0]
-            for name, column in rows.items()
-        },
+        first_row={name: _plain(column[0]) for name, column in rows.items()},
     )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def _short(value: Any, *, length: int = 60) -> str:

@@ -274,11 +274,11 @@ def _width_bytes(kind: pa.DataType) -> int | None:
         return _width_bytes(kind.storage_type)
     if pa.types.is_fixed_size_list(kind):
         inner = _width_bytes(kind.value_type)
-        return None if inner is None else kind.list_size * inner
+        return None if inner is None else int(kind.list_size) * inner
     if pa.types.is_boolean(kind):
         return 1
     if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
-        return int(kind.bit_width // 8)
+        return int(kind.bit_width) // 8
     return None
 
 

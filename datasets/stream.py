@@ -113,8 +113,8 @@ class ParquetStream:
         )
         if opened.plan(0).steps(size) == 0:
             raise DataError(
-                f"{', '.join(self.path)} has {source.rows} rows, less than one global batch of {size}, and tail='drop' drops "
-                "it: nothing would be trained on. Use a smaller global_batch_size, or tail='keep'"
+                f"{', '.join(self.path)} has {source.rows} rows, less than one global batch of {size}, and tail='drop' "
+                "drops it: nothing would be trained on. Use a smaller global_batch_size, or tail='keep'"
             )
         self._opened = opened
         if feed.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):

@@ -35,7 +35,8 @@ def apply(transform: Transform, rows: Rows) -> Rows:
         array = _as_array(values)
         if array.ndim == 0 or len(array) != before:
             raise DataError(
-                f"the transform {name} got {before} rows and returned {len(array) if array.ndim else 'no'} rows of {column!r}; "
+                f"the transform {name} got {before} rows and returned {len(array) if array.ndim else 'no'} rows of "
+                f"{column!r}; "
                 "one row in, one row out keeps the place in an epoch exact. Filter and pack when the data is prepared"
             )
         columns[column] = array

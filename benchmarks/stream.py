@@ -1,0 +1,203 @@
+"""The stream against what one would write without it: rows/s, time to the first batch of a resumed run, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0")
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from headway.datasets.stream import ParquetStream
+
+TOKENS = 512
+ROWS_PER_FILE = 100_000
+FILES = 10
+BATCH = 256
+PAIRS = 5
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    ours: str
+    theirs: str
+    ratio: float
+    target: str
+    ok: bool
+
+
+def rows() -> list[Row]:
+    """Measures all rows; starts a Ray on this machine unless one is up."""
+    import ray
+    import ray.data
+
+    started = not ray.is_initialized()
+    if started:
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    try:
+        with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
+            files = make_data(Path(folder))
+            return [*throughput(files[:2]), first_batch(files), memory(files[:1], files)]
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def make_data(folder: Path) -> list[str]:
+    """Writes 10 files of 100,000 rows of 512 int32 tokens, 1024 to a row group."""
+    paths = []
+    for index in range(FILES):
+        tokens = np.random.default_rng(index).integers(0, 50_257, ROWS_PER_FILE * TOKENS, dtype=np.int32)
+        column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), TOKENS)
+        paths.append(str(folder / f"part-{index:05d}.parquet"))
+        pq.write_table(pa.table({"tokens": column}), paths[-1], row_group_size=1024)
+    return paths
+
+
+def feed() -> Any:
+    """One rank of one, on the CPU."""
+    return SimpleNamespace(
+        rank=0, world_size=1, global_batch_size=BATCH, micro_batch_size=None, accumulation=1, seed=0,
+        device=torch.device("cpu"), training=True,
+    )  # fmt: skip
+
+
+def throughput(files: list[str]) -> list[Row]:
+    """Rows/s over 200,000 shuffled rows, an epoch each in turn; the first of each, in which processes start, is not counted."""
+    ray_data, loader = "rows/s: read_parquet, iter_torch_batches", "rows/s: DataLoader, one worker"
+    readers: dict[str, Callable[[], Iterator[Any]]] = {
+        "ours": _epochs(files),
+        ray_data: lambda: _ray_data(files),
+        loader: lambda: iter(DataLoader(_RowGroups(files), batch_size=None, num_workers=1, prefetch_factor=4)),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in readers}
+    for pair in range(PAIRS + 1):
+        for name, read in readers.items():
+            gc.collect()
+            start = time.perf_counter()
+            seen = sum(len(batch["tokens"]) for batch in read())
+            if pair:
+                rates[name].append(seen / (time.perf_counter() - start))
+    return [_rate_row(name, rates["ours"], rates[name], target) for name, target in ((ray_data, 1.5), (loader, 1.0))]
+
+
+def _rate_row(name: str, ours: list[float], theirs: list[float], target: float) -> Row:
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    both = (f"{statistics.median(each):,.0f}" for each in (ours, theirs))
+    return Row(f"stream, {name}", *both, ratio, f">= {target}", ratio >= target)
+
+
+def _epochs(files: list[str]) -> Callable[[], Iterator[Any]]:
+    epochs = iter(range(10**6))
+
+    def read() -> Iterator[Any]:
+        # A fresh stream each time: one that runs on would have read some rows before the clock starts.
+        stream = ParquetStream(files, tail="keep")
+        stream.open(feed())
+        try:
+            for batch in stream.epoch(next(epochs)):
+                yield from batch.micro_batches
+        finally:
+            stream.close()
+
+    return read
+
+
+def _ray_data(files: list[str]) -> Iterator[Any]:
+    import ray.data
+
+    yield from ray.data.read_parquet(files, shuffle="files").iter_torch_batches(
+        batch_size=BATCH, local_shuffle_buffer_size=16 * BATCH, prefetch_batches=4
+    )
+
+
+class _RowGroups(IterableDataset[Any]):
+    """What somebody who knows Parquet writes: row groups in random order, rows shuffled within each, whole batches."""
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = files
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = np.random.default_rng()
+        files = [pq.ParquetFile(file, memory_map=True) for file in self._files]
+        groups = [(file, group) for file in files for group in range(file.num_row_groups)]
+        rest = np.empty((0, TOKENS), np.int32)
+        for index in generator.permutation(len(groups)):
+            file, group = groups[index]
+            column = file.read_row_group(group, columns=["tokens"]).column("tokens").combine_chunks()
+            tokens = column.flatten().to_numpy().reshape(-1, TOKENS)
+            rest = np.concatenate([rest, tokens[generator.permutation(len(tokens))]])
+            while len(rest) >= BATCH:
+                yield {"tokens": torch.from_numpy(rest[:BATCH].copy())}
+                rest = rest[BATCH:]
+        if len(rest):
+            yield {"tokens": torch.from_numpy(rest)}
+
+
+def first_batch(files: list[str]) -> Row:
+    """Seconds from `open` to the first batch in an epoch of 1,000,000 rows, at its start and at 99 %."""
+    seconds: dict[float, list[float]] = {0.0: [], 0.99: []}
+    for _ in range(PAIRS + 1):
+        for part, times in seconds.items():
+            stream = ParquetStream(files)
+            start = time.perf_counter()
+            stream.open(feed())
+            batches = stream.epoch(0, offset=int(stream.samples_in_epoch(0) * part) // BATCH * BATCH)
+            next(batches)
+            times.append(time.perf_counter() - start)
+            batches.close()
+            stream.close()
+    fresh, resumed = (times[1:] for times in seconds.values())
+    ratio = statistics.median(b / a for a, b in zip(fresh, resumed, strict=True))
+    both = (f"{statistics.median(each):.2f} s" for each in (resumed, fresh))
+    return Row("stream, first batch at 99 % against 0 %", *both, ratio, "<= 1.2", ratio <= 1.2)
+
+
+def memory(small: list[str], large: list[str]) -> Row:
+    """Peak resident memory of a fresh worker that reads an epoch: 2 GB against 200 MB of tokens."""
+    import ray
+
+    @ray.remote(num_cpus=0, max_calls=1)
+    def peak(files: list[str]) -> int:
+        stream = ParquetStream(files)
+        stream.open(feed())
+        for _ in stream.epoch(0):
+            pass
+        stream.close()
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+    theirs, ours = ray.get(peak.remote(small)), ray.get(peak.remote(large))
+    ratio = ours / theirs
+    return Row(
+        "stream, peak memory 2 GB against 200 MB",
+        f"{ours / 1e6:.0f} MB",
+        f"{theirs / 1e6:.0f} MB",
+        ratio,
+        "<= 1.2",
+        ratio <= 1.2,
+    )
+
+
+if __name__ == "__main__":
+    for row in rows():
+        print(
+            f"{row.name:<60} {row.ours:>12} {row.theirs:>12} {row.ratio:>7.2f} {row.target:>7} {'ok' if row.ok else 'NOT MET'}"
+        )
+    sys.exit()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -97,7 +97,8 @@ def prepare_data(
     if tail not in ("drop", "pad"):
         raise typer.BadParameter(f"drop or pad, not {tail!r}", param_hint="--tail")
     progress = (lambda done: print(done, file=sys.stderr, flush=True)) if sys.stderr.isatty() else None
-    print(prepare_text(inputs, output, row_length=row_length, tail=tail, progress=progress))
+    kept = cast(Literal["drop", "pad"], tail)
+    print(prepare_text(inputs, output, row_length=row_length, tail=kept, progress=progress))
 
 
 @data_app.command("show")

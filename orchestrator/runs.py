@@ -183,7 +183,7 @@ class Run:
 
     def update(self, **changes: Any) -> None:
         """Changes the record, on storage too. For the driver alone."""
-        driver = replace(self.record.driver, heartbeat=time.time())
+        driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
         self.record = replace(self.record, driver=driver, **changes)
         self.folder.write("run.json", self.record.to_json())
 

@@ -1,0 +1,98 @@
+"""Whether trying again can help: decided by arithmetic, without Ray and without a clock (C7)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.orchestrator.events import Event
+from headway.orchestrator.failures import Failure, is_collateral, is_hopeless, is_hopeless_kind, last_failure
+from headway.trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StepError
+
+
+def failure(
+    kind: str = "ValueError", step: int | None = 5, began_at: int | None = 0, *, hopeless: bool = False
+) -> Failure:
+    return Failure(attempt=1, rank=0, step=step, began_at=began_at, kind=kind, hopeless=hopeless)
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "hopeless"),
+    [
+        pytest.param(failure(kind=""), [], False, id="a process died"),
+        pytest.param(
+            failure(kind="", step=None, began_at=None), [failure(kind="")] * 9, False, id="died again and again"
+        ),
+        pytest.param(failure(step=None, began_at=None), [], True, id="raised before training began"),
+        pytest.param(failure(step=0), [], True, id="raised in the first step"),
+        pytest.param(failure(step=5), [], False, id="raised after some steps"),
+        pytest.param(failure(step=5, began_at=5), [], True, id="raised where it went on"),
+        pytest.param(failure(step=5, began_at=3), [failure(step=5)], True, id="raised at the same step again"),
+        pytest.param(failure(step=4, began_at=3), [failure(step=5)], True, id="raised even earlier"),
+        pytest.param(failure(step=9, began_at=3), [failure(step=5)], False, id="got further"),
+        pytest.param(failure(step=5), [failure(kind="", step=None)], False, id="after a death"),
+        pytest.param(failure(step=5, hopeless=True), [], True, id="an error of ours"),
+    ],
+)
+def test_what_is_tried_again(now: Failure, before: list[Failure], hopeless: bool) -> None:
+    assert is_hopeless(now, before) is hopeless
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, StepError, NonFiniteError])
+def test_errors_about_config_data_and_numbers_would_come_again(kind: type[Exception]) -> None:
+    assert is_hopeless_kind(kind("x"))
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), CheckpointError("disk full")])
+def test_other_errors_may_not(error: Exception) -> None:
+    assert not is_hopeless_kind(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "collateral"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), True),
+        (RuntimeError("NCCL error: remote process exited"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_an_error_that_only_says_that_a_peer_is_gone(error: Exception, collateral: bool) -> None:
+    assert is_collateral(error) is collateral
+
+
+def started(attempt: int) -> Event:
+    return {"event": "attempt_started", "attempt": attempt}
+
+
+def raised(attempt: int, rank: int, *, collateral: bool = False) -> Event:
+    return {
+        "event": "rank_failed", "attempt": attempt, "rank": rank, "step": 3, "began_at": 0, "type": "ValueError",
+        "message": f"of rank {rank}", "traceback": "", "hopeless": False, "collateral": collateral,
+    }  # fmt: skip
+
+
+def test_the_first_cause_is_told_not_its_consequences() -> None:
+    found = last_failure([started(1), raised(1, 0, collateral=True), raised(1, 2), raised(1, 1)])
+    assert found is not None
+    assert (found.rank, found.kind) == (2, "ValueError")
+
+
+def test_a_rank_that_died_is_the_cause_of_its_peers_errors() -> None:
+    found = last_failure([started(1), raised(1, 0, collateral=True)], {0: "reset", 1: "the process is gone"})
+    assert found is not None
+    assert (found.rank, found.kind, str(found)) == (1, "", "the worker of rank 1 died")
+
+
+def test_only_the_last_attempt_counts() -> None:
+    assert last_failure([started(1), raised(1, 0), started(2)]) is None
+    found = last_failure([started(1), raised(1, 0), started(2), raised(2, 1)])
+    assert found is not None
+    assert (found.attempt, found.rank) == (2, 1)
+
+
+def test_a_lost_peer_of_which_nobody_knows_more_is_told_as_it_is() -> None:
+    found = last_failure([started(1), raised(1, 0, collateral=True)], {0: "reset"})
+    assert found is not None
+    assert found.rank == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ class Entry:
 def scan(storage: Storage) -> list[Entry]:
     """Returns all that was ever committed, in the order of the commits; what cannot be read counts as newest."""
     entries = []
-    for name in storage.names():
+    names = storage.names()
+    for name in names:
         if not name.startswith("step-") or not storage.committed(name):
             continue
         try:
@@ -34,15 +36,19 @@ def scan(storage: Storage) -> list[Entry]:
             entries.append(Entry(name, None, {}, f"{MANIFEST} is missing"))
         except (CheckpointError, OSError) as error:
             entries.append(Entry(name, None, {}, str(error)))
+    if set(storage.names()) != set(names):
+        return scan(storage)  # a run that is still going on has replaced one just now: look again
     return sorted(entries, key=lambda each: (each.checkpoint.sequence if each.checkpoint else float("inf"), each.name))
 
 
-def fault(storage: Storage, name: str, file: str, expected: FileSum, scratch: Path) -> str | None:
+def fault(storage: Storage, name: str, file: str, expected: FileSum) -> str | None:
     """Returns what is wrong with one file of a checkpoint, or None. Reads all of it, once its size is right."""
     try:
         if (size := storage.size_bytes(name, file)) != expected.size_bytes:
             return f"{file} has {size} of {expected.size_bytes} bytes"
-        if FileSum.of(storage.fetch(name, file, scratch)) != expected:
+        with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
+            found = FileSum.of(storage.fetch(name, file, Path(scratch)))
+        if found != expected:
             return f"{file} is not what was written: its checksum differs"
     except FileNotFoundError:
         return f"{file} is missing"

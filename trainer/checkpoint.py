@@ -94,22 +94,26 @@ class CheckpointStore:
             self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
             sums = self._together(doing, lambda: self._publish(snapshot, staged, name))
             files = {file: each for rank_sums in self.world.gather(sums) for file, each in rank_sums.items()}
-            checkpoint = Checkpoint(
-                path=self._storage.path_of(name),
-                step=step,
-                epoch=epoch,
-                metrics={key: float(value) for key, value in metrics.items()},
-                meta=dict(meta),
-                world_size=self.world.size,
-                sequence=sequence,
-                time_s=time.time(),
-            )
-            self._on_main(doing, lambda: self._storage.commit(staged, name, write_manifest(checkpoint, files), files))
+
+            def commit() -> Checkpoint:
+                checkpoint = Checkpoint(
+                    path=self._storage.path_of(name),
+                    step=step,
+                    epoch=epoch,
+                    metrics={key: float(value) for key, value in metrics.items()},
+                    meta=dict(meta),
+                    world_size=self.world.size,
+                    sequence=sequence,
+                    time_s=time.time(),
+                )
+                self._storage.commit(staged, name, write_manifest(checkpoint, files), files)
+                return checkpoint
+
+            checkpoint = self._on_main(doing, commit)
         except CheckpointError:
             self._storage.abandon(staged, name)
             raise
         self._sequence = sequence
-        checkpoint = self.world.broadcast(checkpoint)
         if self.world.is_main:
             self._retain(name, step)
         return checkpoint
@@ -229,8 +233,7 @@ class CheckpointStore:
     def _verify(self, storage: Storage, name: str, files: Mapping[str, FileSum]) -> str | None:
         """What is wrong with a checkpoint, the same on every rank; the ranks share the reading."""
         mine = sorted(files, key=lambda file: -files[file].size_bytes)[self.world.rank :: self.world.size]
-        with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
-            problems = [problem for file in mine if (problem := fault(storage, name, file, files[file], Path(scratch)))]
+        problems = [problem for file in mine if (problem := fault(storage, name, file, files[file]))]
         return "; ".join(problem for each in self.world.gather(problems) for problem in each) or None
 
     def _on_main(self, doing: str, do: Callable[[], T]) -> T:

@@ -1,0 +1,21 @@
+"""Measures all rows and prints one table; names of files choose among them: `python -m benchmarks loop stream`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from .table import show
+
+PARTS = ("loop", "stream", "start")
+
+
+def main(parts: list[str]) -> int:
+    """Prints the table, and returns how many targets were missed."""
+    rows = [row for part in parts or PARTS for row in importlib.import_module(f"benchmarks.{part}").rows()]
+    print(show(rows))
+    return sum(not row.ok for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""The loop against one written by hand: AdamW, cosine schedule, clip 1.0, loss logged every 50 steps."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from headway.trainer import ParallelConfig, Trainer, TrainerConfig, World
+
+from .table import Row, interleave, median_ratio
+
+LOG_EVERY = 50
+
+
+def make_mlp() -> nn.Module:
+    """A model so small that a step is all overhead."""
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+class Transformer(nn.Module):
+    """A model whose step takes 20 to 50 ms on one core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 128)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x_BTC = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        return self.head(x_BTC).flatten(0, 1)
+
+
+def mlp_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(8, 16), torch.randint(0, 4, (8,))) for _ in range(64)]
+
+
+def token_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    batches = [torch.randint(0, 256, (4, 65)) for _ in range(16)]
+    return [(tokens[:, :-1], tokens[:, 1:].flatten()) for tokens in batches]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both loops train."""
+
+    make_model: Callable[[], nn.Module]
+    make_batches: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
+    steps: int
+    pairs: int
+
+
+MLP = Case(make_mlp, mlp_batches, steps=1000, pairs=15)
+TRANSFORMER = Case(Transformer, token_batches, steps=20, pairs=11)
+
+
+class BenchTrainer(Trainer[TrainerConfig]):
+    """The same training as `ByHand`, as a user of Headway writes it."""
+
+    case: Case
+
+    def configure_models(self) -> None:
+        with torch.device("cpu"):
+            self.model = self.case.make_model()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=1_000_000)
+
+    def configure_dataloaders(self) -> Any:
+        batches = self.case.make_batches()
+        return lambda: itertools.cycle(batches)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.model(x), y)
+
+
+class ByHand:
+    """The loop that one would write oneself."""
+
+    def __init__(self, case: Case, world: World) -> None:
+        self.model = case.make_model()
+        if world.size > 1:
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=1_000_000)
+        self.batches: Iterator[Any] = itertools.cycle(case.make_batches())
+        self.losses: list[float] = []
+
+    def train(self, steps: int) -> None:
+        for step in range(1, steps + 1):
+            x, y = next(self.batches)
+            loss = F.cross_entropy(self.model(x), y)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.scheduler.step()
+            if step % LOG_EVERY == 0:
+                self.losses.append(loss.item())
+
+
+def measure(case: Case, world: World) -> list[tuple[float, float]]:
+    """Seconds per update of both, in interleaved pairs."""
+    config = TrainerConfig(
+        max_steps=10**9,
+        steps_per_epoch=case.steps,
+        max_grad_norm=1.0,
+        log_every=f"{LOG_EVERY} steps",  # type: ignore[arg-type]
+        parallel=ParallelConfig(strategy="ddp"),
+    )
+    trainer = type("Bench", (BenchTrainer,), {"case": case})(config, world=world)
+    by_hand = ByHand(case, world)
+
+    def ours() -> float:
+        began_s = time.perf_counter()
+        trainer.train_epoch()
+        return (time.perf_counter() - began_s) / case.steps
+
+    def theirs() -> float:
+        began_s = time.perf_counter()
+        by_hand.train(case.steps)
+        return (time.perf_counter() - began_s) / case.steps
+
+    ours(), theirs()
+    measured = interleave(ours, theirs, pairs=case.pairs)
+    assert trainer.global_step == (case.pairs + 1) * case.steps
+    return measured
+
+
+def rows() -> list[Row]:
+    """Measures all rows."""
+    torch.set_num_threads(1)
+    world = World.alone("cpu")
+    tiny = measure(MLP, world)
+    extra_us = statistics.median(ours - theirs for ours, theirs in tiny) * 1e6
+    ours_us, theirs_us = (statistics.median(column) * 1e6 for column in zip(*tiny, strict=True))
+    table = [
+        Row(
+            f"loop, tiny MLP: {extra_us:+.1f} us per update",
+            f"{ours_us:.0f} us",
+            f"{theirs_us:.0f} us",
+            ours_us / theirs_us,
+            "<= +20 us",
+            extra_us <= 20,
+        )
+    ]
+    for name, measured in {"one process": measure(TRANSFORMER, world), "two gloo ranks": on_two_ranks()}.items():
+        ours_ms, theirs_ms = (statistics.median(column) * 1e3 for column in zip(*measured, strict=True))
+        ratio = median_ratio(measured)
+        table.append(
+            Row(f"loop, transformer, {name}", f"{ours_ms:.1f} ms", f"{theirs_ms:.1f} ms", ratio, "<= 1.02", ratio <= 1.02)
+        )
+    return table
+
+
+def on_two_ranks() -> list[tuple[float, float]]:
+    """The transformer under DDP, as the main rank sees it."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_rank, args=(rank, folder, sender)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        measured: list[tuple[float, float]] = receiver.recv()
+        for rank in ranks:
+            rank.join()
+    return measured
+
+
+def _rank(rank: int, folder: str, sender: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    measured = measure(TRANSFORMER, World.attach("cpu"))
+    if rank == 0:
+        sender.send(measured)
+    dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""One line of the table that `make bench` prints, and how it is measured: pairs, interleaved, of which the median counts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    ours: str
+    theirs: str
+    ratio: float
+    target: str
+    ok: bool
+
+
+def interleave(ours: Callable[[], float], theirs: Callable[[], float], *, pairs: int) -> list[tuple[float, float]]:
+    """Measures both in turn, each first every other time, so that a busy moment of the machine meets both alike."""
+    measured = []
+    for number in range(pairs):
+        if number % 2:
+            second = theirs()
+            measured.append((ours(), second))
+        else:
+            first = ours()
+            measured.append((first, theirs()))
+    return measured
+
+
+def median_ratio(measured: Sequence[tuple[float, float]]) -> float:
+    """The median over the pairs of ours by theirs."""
+    return statistics.median(ours / theirs for ours, theirs in measured)
+
+
+def show(rows: Sequence[Row]) -> str:
+    """The table as text."""
+    header = ("what", "ours", "theirs", "ratio", "target", "")
+    lines = [header, *((row.name, row.ours, row.theirs, f"{row.ratio:.3f}", row.target, "ok" if row.ok else "MISSED") for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from .errors import DataError
 
 Tail = Literal["drop", "keep"]
-USUAL_SHARDS = 64
+USUAL_SHARDS = 32
 
 # The first word of every seed: orders of different things never share a stream of random numbers.
 _FRAGMENTS, _ROWS = 1, 2
@@ -90,10 +90,10 @@ def row_order(rows: int, *, seed: int, epoch: int, fragment: int, shuffle: bool)
 
 
 def default_shards(global_batch_size: int) -> int:
-    """Returns the divisor of the global batch size that is nearest to 64, by ratio.
+    """Returns the divisor of the global batch size that is nearest to 32, by ratio.
 
-    64 is more ranks than most runs ever have, draws each batch from 64 places of the data, and keeps few enough row
-    groups open. It depends on nothing that changes with the machine.
+    32 is more ranks than most runs ever have and draws each batch from 32 places of the data. As many row groups are open
+    at a time, over all ranks, and each shard's end makes one of them be read twice: more shards mix better and cost more. It depends on nothing that changes with the machine.
     """
     small = [d for d in range(1, math.isqrt(global_batch_size) + 1) if global_batch_size % d == 0]
     divisors = {*small, *(global_batch_size // d for d in small)}

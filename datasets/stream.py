@@ -35,7 +35,7 @@ class ParquetStream:
         tail: what becomes of rows that do not fill the last global batch of a training epoch: "drop" leaves them out,
             another few in every epoch; "keep" makes the last batch smaller. Evaluation always keeps.
         shards: logical shards: the most ranks that can ever share the data, and from how many places of it each batch
-            is drawn. A divisor of the global batch size; None takes the one nearest to 64. Fixed for a run.
+            is drawn. A divisor of the global batch size; None takes the one nearest to 32. Fixed for a run.
         readers: reading tasks of this rank that run at a time.
         engine: "ray" reads by Ray Data, "threads" in this process; "auto" takes Ray Data where Ray is connected.
 

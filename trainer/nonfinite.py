@@ -29,8 +29,8 @@ class NonFiniteGuard:
         self._trainer = trainer
         self._pending: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
 
-    def check(self, norm: torch.Tensor) -> None:
-        """Looks at the norm of the gradient of the update in hand, now or as soon as it is known.
+    def check(self, norm: torch.Tensor) -> torch.Tensor | float:
+        """Looks at the norm of the gradient of the update in hand, now or as soon as it is known, and returns it.
 
         Raises:
             NonFiniteError: it is not finite, or that of an earlier update was not.
@@ -39,7 +39,7 @@ class NonFiniteGuard:
         if norm.device.type == "cpu":
             if not math.isfinite(value := norm.item()):
                 raise NonFiniteError(self._describe(step, value))
-            return
+            return value
         host = torch.empty((), dtype=norm.dtype, pin_memory=True)
         host.copy_(norm.detach(), non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -47,6 +47,7 @@ class NonFiniteGuard:
         self._pending.append((step, host, arrived))
         while self._pending and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             self._look_at(self._pending.popleft())
+        return norm
 
     def settle(self) -> None:
         """Waits for every norm that is still on its way.

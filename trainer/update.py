@@ -50,10 +50,7 @@ class Update:
         self._world = trainer.world
         self._models = trainer.models
         self._schedulers = trainer.schedulers if trainer.scheduler_interval == "step" else {}
-        self._parameters = {
-            optimizer: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            for optimizer in trainer.optimizers.values()
-        }
+        self._optimizers = list(trainer.optimizers.values())
         self._group_names = _group_names(trainer.optimizers)
         self._weighs_itself = trainer.weighs_itself
         self._moves = trainer.device.type != "cpu"
@@ -89,8 +86,12 @@ class Update:
                 self._metrics.add(outputs, weights[i], "train/")
             progress.micro_batches += 1
             callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
-        if len(self._stepped) < len(self._parameters):
-            self._step([optimizer for optimizer in self._parameters if optimizer not in self._stepped])
+        if not self._stepped:
+            self._step(self._optimizers)
+        else:
+            # Nor does an update begin with what the loss of one model has left in another: a generator's in its critic.
+            for optimizer in self._optimizers:
+                optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Runs backward, with the loss weighed so that the update's gradient is that of the mean over its samples."""
@@ -104,7 +105,7 @@ class Update:
         """Steps one optimizer when the gradients are complete, and returns their norm before clipping; else None."""
         if not self.is_last_micro_batch:
             return None
-        if optimizer not in self._parameters:
+        if optimizer not in self._optimizers:
             raise StepError(
                 "step() got an optimizer that is no attribute of the trainer: set it in configure_optimizers()"
             )
@@ -122,36 +123,41 @@ class Update:
         if isinstance(outputs, torch.Tensor):
             outputs = {"loss": outputs}
         if not self._went_backward:
-            if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), torch.Tensor):
+            if not isinstance(outputs, Mapping) or "loss" not in outputs:
                 raise StepError(
                     f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; it must return "
                     'the loss, or a dict with a "loss", or call self.backward(loss) itself'
                 )
             self.backward(outputs["loss"])
+        elif not isinstance(outputs, Mapping | None):
+            raise StepError(
+                f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; after calling "
+                "self.backward itself it may return the loss, a dict of numbers to log, or nothing"
+            )
         return outputs or {}
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
-        parameters = [p for optimizer in optimizers for p in self._parameters[optimizer]]
         trainer = self._trainer
         trainer.callbacks.on_gradients_ready(trainer)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        if not parameters:
             raise StepError(
                 "no parameter of the optimizer got a gradient: the loss does not depend on the model, or the optimizer "
                 "was given other parameters than the model's"
             )
-        norm = whole(get_total_norm(gradients))
-        self._guard.check(norm)
+        norm = whole(get_total_norm([p.grad for p in parameters]))
+        measured = self._guard.check(norm)
         if self._config.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self._config.max_grad_norm, norm)
-        self.learning_rates = [group["lr"] for optimizer in self._parameters for group in optimizer.param_groups]
+        self.learning_rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         for scheduler in self._schedulers.values():
             if scheduler.optimizer in optimizers:
                 scheduler.step()
-        self._metrics.add({"grad_norm": norm}, 1.0)
+        self._metrics.add({"grad_norm": measured})
         return norm
 
     def last_learning_rates(self) -> dict[str, float]:

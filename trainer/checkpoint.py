@@ -184,6 +184,14 @@ class CheckpointStore:
             what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its fresh one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
 
+    def check(self) -> None:
+        """Writes next to nothing and deletes it, to find out now whether a save would fail. Every rank must call this.
+
+        Raises:
+            CheckpointError: some rank cannot write here.
+        """
+        self._together(f"write to {self._storage.path_of('')}", self._storage.check)
+
     def clean(self) -> None:
         """Removes what killed saves have left. Call it before the first save; the main rank acts."""
         if not self.world.is_main:

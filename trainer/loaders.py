@@ -8,7 +8,7 @@ comes, and says so by a weaker guarantee.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def as_stream(data: Any) -> BatchStream:
         return data
     if isinstance(data, DataLoader) and _is_plain(data):
         return LoaderStream(data)
-    if isinstance(data, Iterable) or callable(data):
+    if not isinstance(data, (str, bytes, Mapping)) and (isinstance(data, Iterable) or callable(data)):
         return IterableStream(data)
     raise ConfigError(
         f"cannot read batches from a {type(data).__name__}: give a torch DataLoader, a Headway stream, any iterable of "

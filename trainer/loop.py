@@ -65,11 +65,14 @@ class Loop:
 
     def run(self, resume: str) -> FitResult:
         """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
+        self._stopped = None
         resumed_from = self._state.restore(resume)
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self._progress.elapsed_s)
-        self.recorder.start(resumed=resumed_from is not None)
         reason = self._reached_limit()
+        if reason is None:
+            self._state.check_storage()
+        self.recorder.start(resumed=resumed_from is not None)
         if reason is None:
             self._trainer.callbacks.on_fit_start(self._trainer)
             if self._evaluations.due(self._progress, ended="steps"):
@@ -97,8 +100,11 @@ class Loop:
                     raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty, or has run out")
                 return self._end_epoch()
         # A stop leaves even a whole epoch open: the resumed run closes it, with the evaluation that belongs to it.
-        if not self._stopped and (self._is_cut_here() or progress.step_in_epoch == self._data.steps_in_epoch(epoch)):
-            return self._end_epoch()
+        if not self._stopped:
+            is_whole = self._is_cut_here() or progress.step_in_epoch == self._data.steps_in_epoch(epoch)
+            # Iterables of unequal lengths end for all ranks where the shortest one does.
+            if self._world.any(is_whole):
+                return self._end_epoch()
         # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
         self._finish()
         self.recorder.flush()
@@ -111,7 +117,7 @@ class Loop:
         self._advance(batch)
         return self.recorder.flush()
 
-    def evaluate(self, stream: BatchStream) -> dict[str, float]:
+    def evaluate(self, stream: BatchStream) -> dict[str, float] | None:
         """Evaluates, with `Trainer.log` going to the evaluation's own metrics."""
         training, self.metrics = self.metrics, MeanMetrics()
         try:
@@ -152,6 +158,7 @@ class Loop:
             return
         if agreed.evaluate or self._evaluations.due(progress, ended="steps"):
             self._evaluate()
+            self._heed()
         if agreed.save or self._checkpoints.due(progress, ended="steps"):
             self._save_unless_saved()
         if self._has_clocks and self._world.is_main:
@@ -179,14 +186,25 @@ class Loop:
         trainer.callbacks.on_epoch_end(trainer, metrics)
         if self._checkpoints.due(progress, ended="epochs"):
             self._save_unless_saved()
+        self._heed()
         return metrics
+
+    def _heed(self) -> None:
+        """Does at once what was asked for during an evaluation or at the end of an epoch, unless the run ends here."""
+        agreed = self._requests.agree_now()
+        if agreed.evaluate:
+            self._evaluate()
+        if agreed.save:
+            self._save_unless_saved()
+        if agreed.stop and self._stopped is None and self._reached_limit() is None:
+            self._stop(agreed.stop)
 
     def _evaluate(self) -> None:
         """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one."""
         if self._validation is None or self._progress.evaluated_step == self._progress.step:
             return
         metrics = self.evaluate(self._validation)
-        if not metrics:
+        if metrics is None:
             # Cut short by a request to stop, which stays asked for.
             self._stop(self._requests.agree().stop or "stopped")
             return
@@ -227,10 +245,13 @@ class Loop:
 
     def _is_cut_here(self) -> bool:
         cut_at: int | None = self._config.steps_per_epoch
-        return self._progress.step_in_epoch == cut_at
+        return cut_at is not None and self._progress.step_in_epoch >= cut_at
 
     def _global_batches(self, epoch: int) -> Generator[GlobalBatch, None, None]:
         """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""
+        if self._is_cut_here():
+            # The attempt before was told to stop at the last update of the epoch, which is closed now.
+            return
         must_agree = self._world.size > 1 and self._data.guarantee != "exact"
         iterator = self._data.epoch(epoch, offset=self._progress.offset)
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,15 +16,24 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -
         return function(nested)
     if isinstance(nested, Mapping):
         mapped = {key: map_tensors(function, value) for key, value in nested.items()}
-        # A Mapping of another kind (Hugging Face's BatchEncoding) stays one where it can be made from a dict.
-        return mapped if type(nested) is dict else type(nested)(mapped)  # type: ignore[call-arg]
+        if type(nested) is dict:
+            return mapped
+        if isinstance(nested, MutableMapping):
+            # A copy, for what a constructor cannot be told: Hugging Face's BatchEncoding, a defaultdict's default.
+            clone = copy.copy(nested)
+            clone.update(mapped)
+            return clone
+        return type(nested)(mapped)  # type: ignore[call-arg]
     if isinstance(nested, tuple) and hasattr(nested, "_fields"):
         return type(nested)(*(map_tensors(function, value) for value in nested))
     if isinstance(nested, (list, tuple)):
         return type(nested)(map_tensors(function, value) for value in nested)
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        changes = {each.name: map_tensors(function, getattr(nested, each.name)) for each in dataclasses.fields(nested)}
-        return dataclasses.replace(nested, **changes)
+        moved = copy.copy(nested)
+        for each in dataclasses.fields(nested):
+            # As a frozen dataclass sets its fields; `dataclasses.replace` refuses those that are not for `__init__`.
+            object.__setattr__(moved, each.name, map_tensors(function, getattr(nested, each.name)))
+        return moved
     return nested
 
 

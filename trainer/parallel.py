@@ -40,9 +40,11 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
         world: the ranks to spread it over.
 
     Raises:
-        ConfigError: the strategy does not fit the number of ranks, or names modules that the model does not have.
+        ConfigError: the strategy does not fit the number of ranks, or names modules that the model does not have; or
+            only a part of the model has values, which materialising the rest would lose.
     """
     check_strategy(config, world)
+    _check_birth(model)
     blocks = _blocks(model, config)
     if config.activation_checkpointing == "full":
         if not blocks:
@@ -237,6 +239,17 @@ def _synchronise(model: nn.Module, world: World) -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(world.broadcast_tensor(tensor.to(world.device, copy=True)))
+
+
+def _check_birth(model: nn.Module) -> None:
+    tensors = dict(_tensors({"model": model}))
+    born = [name.removeprefix("model.") for name, tensor in tensors.items() if not tensor.is_meta]
+    if born and len(born) < len(tensors):
+        raise ConfigError(
+            f"{', '.join(born[:8])}{' and more' if len(born) > 8 else ''} of {type(model).__name__} came with values, "
+            "and the rest is on the meta device, where configure_models runs: set the values in init_weights(), or "
+            'make the whole model with values, under torch.device("cpu")'
+        )
 
 
 def on_meta(model: nn.Module) -> bool:

@@ -34,7 +34,8 @@ class Requests:
     """Collects requests from hooks, signal handlers and other threads, and lets all ranks agree on them.
 
     `agree` never makes the loop wait for another rank: it begins a tiny reduction after one update and reads it after
-    the next, when it has long arrived. So a request takes effect one update after it was made, on every rank at once.
+    the next, when it has long arrived. So a request takes effect one update after it was made, on every rank at once;
+    after an evaluation and at the end of an epoch, where all ranks meet anyway, `agree_now` has it take effect there.
     """
 
     def __init__(self, world: World) -> None:
@@ -53,7 +54,7 @@ class Requests:
 
     def stop(self, reason: str, status: StopStatus) -> None:
         """Asks for an orderly end. Any rank may, from any thread or signal handler; the first reason stays."""
-        self.stop_reason = self.stop_reason or reason
+        self.stop_reason = self.stop_reason or reason or "a request without a reason"
         self._wanted[2] = max(self._wanted[2], 1 + _STATUSES.index(status))
 
     def agree(self) -> Agreed:
@@ -74,9 +75,19 @@ class Requests:
             evaluate=bool(values[0]), save=bool(values[1]), stop=_STATUSES[values[2] - 1] if values[2] else None
         )
 
+    def agree_now(self) -> Agreed:
+        """Returns what was asked for up to this moment, on any rank. Waits for all ranks, which must call this."""
+        earlier, now = self.agree(), self.agree()
+        return Agreed(evaluate=earlier.evaluate or now.evaluate, save=earlier.save or now.save, stop=now.stop)
+
     def close(self) -> None:
         """Waits for what is still under way, so that no collective is left over. Every rank must call this."""
         self._read()
+
+    def forget(self) -> None:
+        """Drops what was asked for: the run that it was meant for has ended."""
+        self._wanted = [0, 0, 0]
+        self.stop_reason = ""
 
     def _read(self) -> list[int]:
         if self._in_flight is None:

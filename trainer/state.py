@@ -74,6 +74,15 @@ class RunState:
         self.last_saved_step = trainer.progress.step
         return checkpoint
 
+    def check_storage(self) -> None:
+        """Finds out before the first step whether a checkpoint can be written. Every rank must call this.
+
+        Raises:
+            CheckpointError: it cannot, and why.
+        """
+        if self._store is not None:
+            self._store.check()
+
     def restore(self, resume: str) -> Checkpoint | None:
         """Loads what `Trainer.fit(resume=...)` asks for, and returns it. Every rank must call this.
 

@@ -50,6 +50,10 @@ class Storage(Protocol):
         """Returns the directory that this rank writes the save `token` to. Every rank asks."""
         ...
 
+    def check(self) -> None:
+        """Writes a file and deletes it again; OSError if that does not work."""
+        ...
+
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         """Brings this rank's staged files to where all ranks' files meet. Every rank calls it."""
         ...
@@ -114,6 +118,11 @@ class _Local:
         staged = self.root / f"{_PARTIAL}{token}"
         staged.mkdir(parents=True, exist_ok=True)
         return staged
+
+    def check(self) -> None:
+        staged = self.stage(f"check-{uuid.uuid4().hex[:8]}")
+        (staged / "empty").touch()
+        shutil.rmtree(staged)
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         for file in files:
@@ -187,6 +196,13 @@ class _Remote:
 
     def stage(self, token: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"headway-{token}-"))
+
+    def check(self) -> None:
+        # Under a name that `leftovers` knows.
+        name = f"{self.root}/step-check-{uuid.uuid4().hex[:8]}"
+        self.fs.makedirs(name, exist_ok=True)
+        self.fs.pipe_file(f"{name}/empty", b"-")
+        self.fs.rm(name, recursive=True)
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)

@@ -21,11 +21,12 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
     """Trains a ready-made model on pairs of inputs and targets, or on batches that the model takes its loss from.
 
     A batch is a pair (inputs, targets); or a dict, which the model gets as keyword arguments. With `loss_fn` a dict
-    must have "labels" or "targets", which it is given with the model's output. Without one the model must return an
-    object or a dict with a `loss`, as those of Hugging Face do.
+    must have "labels" or "targets", which `loss_fn` gets with the model's output, and the model does not. Without one
+    the model gets all of it, and must return an object or a dict with a `loss`, as those of Hugging Face do.
 
     Args:
-        model: with its weights; the main rank's are taken on every rank.
+        model: with its weights; the main rank's are taken on every rank. One that is in evaluation mode as a whole,
+            as Hugging Face's are when they have been loaded, is put in training mode.
         optimizer: one over the model's parameters, or a function that makes one from them. Sharded training (FSDP2)
             replaces the parameters, so it needs the function.
         loss_fn: takes (outputs, targets) and returns the mean over the batch.
@@ -64,6 +65,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
     def configure_models(self) -> None:
         """Takes the model as it was given."""
         self.model = self._given_model
+        if not self.model.training:
+            self.model.train()
 
     def configure_optimizers(self) -> None:
         """Takes the optimizer, or makes it.
@@ -93,6 +96,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
             StepError: the batch has no targets, or the model gives no loss.
         """
         inputs, targets = _split(batch)
+        if self._loss_fn is None and isinstance(batch, Mapping):
+            inputs = batch
         outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
         if self._loss_fn is not None:
             if targets is None:
@@ -111,10 +116,10 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
 
 
 def _split(batch: Any) -> tuple[Any, Any]:
-    """Returns (inputs, targets); a dict without a loss function keeps its labels, which the model wants."""
+    """Returns (inputs, targets), the targets None where there are none."""
     if isinstance(batch, Mapping):
         targets = batch.get("labels", batch.get("targets"))
-        return {key: value for key, value in batch.items() if key != "targets"}, targets
+        return {key: value for key, value in batch.items() if key not in ("labels", "targets")}, targets
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     return batch, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -16,8 +17,9 @@ from .callbacks.base import Callback, CallbackList, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
 from .errors import ConfigError, DataError
-from .loaders import as_stream
+from .loaders import LoadedBatch, as_stream
 from .loop import Loop
+from .nested import batch_size
 from .precision import autocast
 from .progress import Progress
 from .requests import Requests, StopStatus
@@ -228,15 +230,19 @@ class Trainer(Generic[C]):
         return not self._loop.update.is_last_micro_batch
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Replaces `loss.backward()` in a `training_step` that wants to call it itself; weighs the loss."""
-        self._loop.update.backward(loss)
+        """Replaces `loss.backward()` in a `training_step` that wants to call it itself; weighs the loss.
+
+        In an evaluation it does nothing, as `step`, so that a training step serves as a validation step.
+        """
+        if self.training:
+            self._loop.update.backward(loss)
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Replaces `optimizer.step()` in a `training_step` that wants to call it itself.
 
         Returns the norm of the gradient before clipping, or None while gradients are accumulated and nothing was done.
         """
-        return self._loop.update.step(optimizer)
+        return self._loop.update.step(optimizer) if self.training else None
 
     def autocast(self) -> Any:
         """A context in which a forward pass computes in the precision of the config; steps run in one already."""
@@ -276,6 +282,7 @@ class Trainer(Generic[C]):
         """Evaluates on the validation data, or on other data, and returns the metrics. Every rank must call this.
 
         Every row counts once, at every number of ranks. Nothing is logged; works before, after and without `fit`.
+        Returns nothing if a request to stop cuts it short.
 
         Raises:
             DataError: there is no data.
@@ -285,7 +292,10 @@ class Trainer(Generic[C]):
             raise DataError(
                 "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
             )
-        return self._loop.evaluate(self._streams[1] if data is None else self._open(data, training=False))
+        if data is None:
+            return self._loop.evaluate(self._streams[1]) or {}
+        with closing(self._open(data, training=False)) as stream:
+            return self._loop.evaluate(stream) or {}
 
     def save_checkpoint(self) -> Checkpoint:
         """Saves the whole state. Every rank must call this, between two updates.
@@ -335,17 +345,17 @@ class Trainer(Generic[C]):
     def train_step(self, batch: Any) -> dict[str, float]:
         """Makes one update from one batch of this rank and returns its metrics. Every rank must call this."""
         self.setup()
-        return self._loop.train_step(next(self._open([batch], training=True).epoch(self.progress.epoch)))
+        rows = batch_size(batch)
+        return self._loop.train_step(LoadedBatch([batch], [rows], rows if self.world.size == 1 else None))
 
     def setup(self) -> None:
         """Builds models, optimizers and data, once. `fit`, `evaluate` and the others call it. Every rank must."""
         if self._is_set_up:
             return
-        self._is_set_up = True
         self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
         self.callbacks.on_setup_start(self)
         # One seed for all ranks while weights are drawn, each its own afterwards.
-        seed_everything(self.config.seed, rank=0)
+        seed_everything(self.config.seed, rank="common")
         self._build_models()
         self._build_optimizers()
         loaders = self.configure_dataloaders()
@@ -356,6 +366,7 @@ class Trainer(Generic[C]):
         trackers = self._given_trackers if self._given_trackers is not None else self.configure_trackers()
         self._loop.recorder.use(trackers if self.world.is_main else ())
         seed_everything(self.config.seed, rank=self.world.rank)
+        self._is_set_up = True
         self.callbacks.on_setup_end(self)
 
     def _build_models(self) -> None:
@@ -408,14 +419,19 @@ class Trainer(Generic[C]):
 
     def _end(self, error: BaseException | None, status: Status) -> None:
         """Whatever happened. No collective: the other ranks may not be here."""
+        self._requests.forget()
         try:
-            self.callbacks.on_fit_end(self, error)
-        finally:
-            if hasattr(self, "_loop"):
-                self._loop.recorder.finish(status)
-            for stream in self._streams:
-                stream.close()
-            self.world.close()
+            with ExitStack() as last_first:
+                last_first.callback(self.world.close)
+                for stream in self._streams:
+                    last_first.callback(stream.close)
+                if self._is_set_up:
+                    last_first.callback(self._loop.recorder.finish, status)
+                self.callbacks.on_fit_end(self, error)
+        except BaseException as failure:
+            if error is None:
+                raise
+            error.add_note(f"besides, the clean-up failed with {type(failure).__name__}: {failure}")
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import parallel
-from .callbacks.base import Callback, CallbackList, PlainFunction, check_hooks
+from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
 from .errors import ConfigError, DataError
@@ -36,7 +36,7 @@ C = TypeVar("C", bound=TrainerConfig)
 T = TypeVar("T")
 
 
-class Trainer(Generic[C]):
+class Trainer(OwnHooks, Generic[C]):
     """Trains what a subclass describes: the same in one process, under `torchrun` and inside a Ray Train worker.
 
     A subclass says what the model is and what a step does; every method that it may override is under "What users

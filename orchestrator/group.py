@@ -118,7 +118,9 @@ def error_of(error: BaseException, run: Run, since: float) -> BaseException:
     events = [event for event in read_events(run.folder) if event["time"] >= since]
     failure = last_failure(events, {rank: "" for rank in failures})
     if failure is None:
-        return TrainingFailedError(f"training failed: {error}").with_traceback(None)
+        unknown = TrainingFailedError(f"training failed: {type(error).__name__}: {error}")
+        unknown.__cause__ = error
+        return unknown
     failed = TrainingFailedError(
         f"{failure} (attempt {failure.attempt})", rank=failure.rank, attempt=failure.attempt, step=failure.step,
         worker_traceback=failure.traceback,

@@ -24,12 +24,22 @@ def will_be_own() -> bool:
     return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
 
 
-def check_machine(scaling: Scaling) -> None:
-    """Refuses what this machine alone can never give.
+def check_resources(scaling: Scaling) -> None:
+    """Refuses what this machine can never give, if Ray will be ours, or else what the connected Ray does not have.
 
     Raises:
         ConfigError: says what there is and what was asked for.
     """
+    if will_be_own():
+        _check_machine(scaling)
+    elif ray.is_initialized() and scaling.wait is None and (lack := missing(scaling)):
+        raise ConfigError(
+            f"the cluster has {lack} that {scaling.workers} workers want: lower scaling.workers, or say how long to "
+            "wait for more machines, as in scaling.wait=10m"
+        )
+
+
+def _check_machine(scaling: Scaling) -> None:
     cpus = _cpus()
     wanted = scaling.in_total["CPU"]
     if wanted > cpus:
@@ -71,6 +81,7 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[None]:
     if not will_be_own():
         if not ray.is_initialized():
             ray.init(address="auto", log_to_driver=verbose, logging_level=_level(verbose))
+            check_resources(scaling)
         yield
         return
     before = {name: os.environ.get(name) for name in _NO_DASHBOARD}

@@ -41,14 +41,13 @@ def fit(
         TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
     """
     quiet_environment(verbose=verbose)
-    from .local_ray import check_machine, connected, missing, will_be_own
+    from .local_ray import check_resources, connected
     from .supervision import Signals, Supervision
 
     display = display or Display()
     if resume != "auto":
         resume = _existing_checkpoint(resume)
-    if will_be_own():
-        check_machine(experiment.scaling)
+    check_resources(experiment.scaling)
     opened = open_run(experiment, accept_changes=accept_changes)
     if opened.verdict == "finished":
         return _finished(opened.run, display)
@@ -59,11 +58,6 @@ def fit(
             with connected(experiment.scaling, verbose=verbose):
                 # ray.init takes SIGTERM for itself.
                 signals.install()
-                if experiment.scaling.wait is None and (lack := missing(experiment.scaling)):
-                    raise ConfigError(
-                        f"the cluster has {lack} that {experiment.scaling.workers} workers want: lower "
-                        "scaling.workers, or say how long to wait for more machines, as in scaling.wait=10m"
-                    )
                 result = Supervision(experiment, run, signals, display, resume=resume, verbose=verbose).run()
         except KeyboardInterrupt:
             reason = f"{signals.name} before training began"

@@ -1,0 +1,139 @@
+"""Two Ray workers, one killed in the middle of an epoch: the run that ends is the run that would have been (C6).
+
+And the same config in one process, without Ray's workers, has the same losses (I1).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.orchestrator import Experiment, RunResult, Scaling, fit
+from headway.orchestrator.events import Event, read_events
+from headway.orchestrator.storage import Folder
+from headway.trainer import CheckpointConfig, Duration
+from headway.trainer.trackers.jsonl import read_records
+from tests.on_ray import OnRay, OnRayConfig, rows_seen, write_rows
+from tests.tiny import weights
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROWS, BATCH, EPOCHS = 200, 16, 4
+STEPS = EPOCHS * 13
+
+
+def experiment(name: str, storage: Path, data: str, **config: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "data": data,
+        "max_epochs": EPOCHS,
+        "global_batch_size": BATCH,
+        "log_every": Duration(1, "steps"),
+        "evaluate_every": Duration(10, "steps"),
+        "checkpoint": CheckpointConfig(every=Duration(5, "steps")),
+        "dropout": 0.2,
+        **config,
+    }
+    return Experiment(
+        name=name,
+        trainer=OnRay,
+        config=OnRayConfig(**settings),
+        scaling=Scaling(workers=2),
+        storage=str(storage),
+    )
+
+
+def kill_worker_at(step: int, run_dir: str, killed: list[Event]) -> None:
+    """Sends SIGKILL to the worker of rank 1 when the run has logged a step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(record["step"] >= step for record in read_records(f"{run_dir}/metrics.jsonl")):
+            started = next(each for each in read_events(Folder(run_dir)) if each["event"] == "attempt_started")
+            os.kill(started["workers"][1]["pid"], signal.SIGKILL)
+            killed.append(started)
+            return
+        time.sleep(0.02)
+
+
+def trained(experiment: Experiment) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run, loaded into this process from its last checkpoint."""
+    trainer = OnRay(experiment.config, run_dir=experiment.run_dir, trackers=())  # type: ignore[arg-type]
+    assert trainer.fit().status == "completed"
+    return weights(trainer)
+
+
+def metrics(run_dir: str) -> dict[int, dict[str, float]]:
+    """What the run has logged of the training itself; how fast it was differs."""
+    kept = ("train/loss", "validation/loss", "grad_norm", "lr", "epoch")
+    return {
+        record["step"]: {name: record[name] for name in kept if name in record}
+        for record in read_records(f"{run_dir}/metrics.jsonl")
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_rows(tmp_path_factory.mktemp("rows") / "train", ROWS)
+
+
+@pytest.fixture(scope="module")
+def reference(ray_session: None, tmp_path_factory: pytest.TempPathFactory, data: str) -> tuple[Experiment, RunResult]:
+    found = experiment("reference", tmp_path_factory.mktemp("runs"), data)
+    return found, fit(found)
+
+
+def test_the_run_that_lost_a_worker_is_the_run_that_did_not(
+    reference: tuple[Experiment, RunResult], tmp_path: Path, data: str
+) -> None:
+    """C6: bit-equal weights, metrics and order of the samples."""
+    never_killed, undisturbed = reference
+    killed_one = experiment("killed", tmp_path, data, pause_s=0.02)
+    killed: list[Event] = []
+    killer = threading.Thread(target=kill_worker_at, args=(18, killed_one.run_dir, killed))
+    killer.start()
+    result = fit(killed_one)
+    killer.join()
+
+    assert killed
+    assert (result.status, result.steps, result.epochs) == ("completed", STEPS, EPOCHS)
+    assert (undisturbed.status, undisturbed.steps, undisturbed.attempts) == ("completed", STEPS, 1)
+    assert result.attempts == 2
+    events = read_events(Folder(killed_one.run_dir))
+    lost = next(each for each in events if each["event"] == "group_failed")
+    assert (lost["rank"], lost["attempt"], lost["text"]) == (1, 1, "the worker of rank 1 died")
+    restored = next(each for each in events if each["event"] == "restored")
+    assert 15 <= restored["step"] < STEPS
+    assert restored["step"] % 5 == 0
+
+    expected, found = trained(never_killed), trained(killed_one)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert metrics(killed_one.run_dir) == metrics(never_killed.run_dir)
+    for rank in range(2):
+        assert rows_seen(killed_one.run_dir, rank) == rows_seen(never_killed.run_dir, rank)
+
+
+def test_every_row_was_seen_once_in_every_epoch(reference: tuple[Experiment, RunResult]) -> None:
+    found, _ = reference
+    ranks = [rows_seen(found.run_dir, rank) for rank in range(2)]
+    for epoch in range(EPOCHS):
+        steps = range(epoch * 13, (epoch + 1) * 13)
+        assert sorted(row for seen in ranks for step in steps for row in seen.get(step, [])) == list(range(ROWS))
+
+
+def test_one_process_and_two_ray_workers_have_the_same_losses(ray_session: None, tmp_path: Path, data: str) -> None:
+    """I1, as far as there is no job server."""
+    on_ray = experiment("on-ray", tmp_path, data, dropout=0.0, max_epochs=None, max_steps=20)
+    assert fit(on_ray).status == "completed"
+    alone = OnRay(on_ray.config, run_dir=tmp_path / "alone")  # type: ignore[arg-type]
+    assert alone.fit().status == "completed"
+    one, two = metrics(str(tmp_path / "alone")), metrics(on_ray.run_dir)
+    assert one.keys() == two.keys()
+    for step, record in one.items():
+        assert record == pytest.approx(two[step], rel=1e-4, abs=1e-6), step

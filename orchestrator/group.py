@@ -16,7 +16,7 @@ from ray import cloudpickle
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from headway.trainer.errors import ConfigError, HeadwayError
+from headway.trainer.errors import ConfigError
 
 from .errors import TrainingFailedError
 from .events import read_events
@@ -127,7 +127,8 @@ def error_of(error: BaseException, run: Run, since: float) -> BaseException:
     )  # fmt: skip
     raised = failures.get(failure.rank) if failure.rank is not None else None
     raised = raised or getattr(getattr(error, "controller_failure", None), "raised", None)
-    if isinstance(raised, HeadwayError):
+    # By module: headway.datasets has errors of its own, with no base in common.
+    if isinstance(raised, Exception) and type(raised).__module__.startswith("headway."):
         return raised
     failed.__cause__ = raised
     return failed

@@ -1,0 +1,133 @@
+"""The command line: one line on standard error for what the user can act on, and an exit code that says how it ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.orchestrator import Experiment, RunResult
+from headway.orchestrator.cli import _exit_code, main
+from headway.orchestrator.runs import open_run
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "tests.tiny:TinyTrainer", "config.widht=3"], "did you mean config.width?"),
+        (["fit", "no_such.py"], "there is no file no_such.py"),
+        (["fit", "tests.tiny:TinyTrainer", "scaling.workers=4096"], "this machine has"),
+        (["fit", "tests.tiny:TinyTrainer", "storage=/dev/null/runs"], "cannot be written"),
+        (["fit", "tests.tiny:TinyTrainer", "--resume", "/no/such"], "there is nothing to resume from"),
+        (["runs", "--storage", "/no/such", "show", "x"], "there is no run 'x' in /no/such"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    """K2, I5."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("headway: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_command_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "fti")
+    assert code == 2
+    assert "fti" in err
+
+
+def test_an_old_name_is_warned_of_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K2."""
+    file = tmp_path / "old.py"
+    file.write_text(
+        "from dataclasses import dataclass, field\nfrom headway.trainer import Trainer, TrainerConfig\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass C(TrainerConfig):\n"
+        "    rate: float = field(default=1.0, metadata={'deprecated_names': ('lr',)})\n"
+        "class T(Trainer[C]):\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    done = subprocess.run(
+        [sys.executable, "-m", "headway.orchestrator", "fit", str(file), "config.lr=2", "--print-config"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "  rate: 2.0" in done.stdout
+    assert done.stderr == "headway: FutureWarning: config.lr is now called config.rate\n"
+
+
+def test_the_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "fit", "tests.tiny:TinyTrainer", "config.width=3", "--print-config")
+    assert code == 0
+    assert "trainer: tests.tiny:TinyTrainer" in out
+    assert "  width: 3" in out
+
+
+def test_runs_are_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "runs", "--storage", str(tmp_path))[1].replace("\n", "") == f"no runs in {tmp_path}"
+    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
+    open_run(experiment).run.update(status="completed", steps=1234, metrics={"validation/loss": 0.25}, attempts=2)
+    code, out, _ = run(capsys, "runs", "--storage", str(tmp_path))
+    assert code == 0
+    assert ["one", "completed", "1,234", "0.25", "2"] == out.splitlines()[1].split()[:5]
+    code, out, _ = run(capsys, "runs", "--storage", str(tmp_path), "show", "one")
+    assert code == 0
+    for part in ("status     completed", "tests.tiny:TinyTrainer with 1 worker", str(tmp_path / "one"), "  width: 9"):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    ("status", "signal", "code"),
+    [
+        ("completed", None, 0),
+        ("stopped", None, 0),
+        ("time_limit", None, 3),
+        ("interrupted", 2, 130),
+        ("interrupted", 15, 143),
+        ("failed", None, 1),
+    ],
+)
+def test_exit_codes(status: Any, signal: int | None, code: int) -> None:
+    """I2."""
+    assert _exit_code(RunResult(status=status, reason="", run_dir="x", signal=signal)) == code
+
+
+def test_help_waits_for_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys, headway.orchestrator.cli as cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'ray', 'pydantic', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_data_is_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world " * 50)
+    output = str(tmp_path / "tokens")
+    code, out, _ = run(capsys, "data", "prepare", str(tmp_path / "a.txt"), "--output", output, "--row-length", "16")
+    assert code == 0
+    assert "is prepared" in out
+    code, out, _ = run(capsys, "data", "show", output)
+    assert code == 0
+    assert "fingerprint" in out
+    code, _, err = run(capsys, "data", "show", str(tmp_path / "nothing"))
+    assert code == 1
+    assert "nothing" in err

@@ -1,0 +1,173 @@
+"""`fit` on a real Ray: what is refused before anything starts, how failures are told, and how a run is stopped."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headway.datasets.errors import DataError
+from headway.orchestrator import Experiment, Retries, Scaling, StorageError, TrainingFailedError, find_run, fit
+from headway.orchestrator.bridge import request_stop
+from headway.orchestrator.display import Display
+from headway.orchestrator.events import read_events
+from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.storage import Folder
+from headway.trainer import Duration
+from headway.trainer.errors import ConfigError
+from tests.on_ray import OnRay, OnRayConfig, write_rows
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_rows(tmp_path_factory.mktemp("rows") / "train", 64)
+
+
+def experiment(storage: Path, data: str, *, workers: int = 1, retries: int = 3, **config: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "data": data, "max_steps": 10, "global_batch_size": 16, "log_every": Duration(1, "steps"), **config,
+    }  # fmt: skip
+    return Experiment(
+        name="run", trainer=OnRay, config=OnRayConfig(**settings), scaling=Scaling(workers=workers),
+        retries=Retries(max_failures=retries), storage=str(storage),
+    )  # fmt: skip
+
+
+class Screen:
+    """What a person would see where the output is no terminal."""
+
+    def __init__(self) -> None:
+        self._file = io.StringIO()
+        self.display = Display(Console(file=self._file, highlight=False, soft_wrap=True))
+
+    @property
+    def text(self) -> str:
+        return self._file.getvalue()
+
+
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_more_workers_than_the_machine_has_is_said_at_once(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I5: neither Ray nor a folder."""
+    no_ray(monkeypatch)
+    with pytest.raises(ConfigError, match=r"4096 workers with 1 CPU each want 4096 CPUs, and this machine has \d+"):
+        fit(experiment(tmp_path, data, workers=4096))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_storage_that_cannot_be_written_is_said_before_ray_starts(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I5."""
+    no_ray(monkeypatch)
+    with pytest.raises(StorageError, match="/dev/null/runs/run cannot be written"):
+        fit(experiment(Path("/dev/null/runs"), data))
+
+
+def test_a_checkpoint_to_resume_from_must_be_there(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4: before workers start."""
+    no_ray(monkeypatch)
+    with pytest.raises(ConfigError, match=r"there is nothing to resume from: .*no-such"):
+        fit(experiment(tmp_path, data), resume=str(tmp_path / "no-such"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("status", ["completed", "stopped"])
+def test_a_finished_run_is_finished_at_once(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch, status: Any
+) -> None:
+    """A11: no Ray, no step, nothing overwritten."""
+    no_ray(monkeypatch)
+    found = experiment(tmp_path, data)
+    run = open_run(found).run
+    run.update(status=status, steps=10, epochs=2, attempts=1, metrics={"train/loss": 0.5}, reason="max_steps=10 reached")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    screen = Screen()
+    result = fit(found, display=screen.display)
+    assert (result.status, result.steps, result.metrics) == (status, 10, {"train/loss": 0.5})
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert "run is finished" in screen.text
+    assert "config.max_steps=..." in screen.text
+    assert run.run_dir in screen.text
+
+
+@pytest.mark.ray
+def test_more_workers_than_the_cluster_has_is_said_at_once(ray_session: None, tmp_path: Path, data: str) -> None:
+    with pytest.raises(ConfigError, match=r"the cluster has 4 of 50 CPU that 50 workers want"):
+        fit(experiment(tmp_path, data, workers=50))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ray
+def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
+    ray_session: None, tmp_path: Path, data: str
+) -> None:
+    """C7, C8, I7: tried again, since some steps had been made; given up when it came again at the same step."""
+    found, screen = experiment(tmp_path, data, workers=2, fail_at=3), Screen()
+    with pytest.raises(TrainingFailedError, match=r"the worker of rank 1 raised ValueError at step 3: a bad batch") as told:
+        fit(found, display=screen.display)
+    error = told.value
+    assert (error.rank, error.step, error.attempt) == (1, 3, 2)
+    assert isinstance(error.__cause__, ValueError)
+    assert error.worker_traceback.count("in training_step") == 1
+    run = Run(found.run_dir)
+    assert (run.status, run.record.attempts) == ("failed", 2)
+    assert "a bad batch at step 3" in str(run.record.error)
+    assert screen.text.count("; starting the workers again") == 1
+
+
+@pytest.mark.ray
+def test_an_error_of_ours_is_raised_as_it_is_and_not_tried_again(ray_session: None, tmp_path: Path) -> None:
+    found = experiment(tmp_path, str(tmp_path / "no-data"))
+    with pytest.raises(DataError, match="no-data does not exist"):
+        fit(found, display=Screen().display)
+    assert Run(found.run_dir).record.attempts == 1
+
+
+@pytest.mark.ray
+def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
+    ray_session: None, tmp_path: Path, data: str
+) -> None:
+    """I3: and a stopped run has a checkpoint, a record that can be read, and is finished."""
+    found, screen = experiment(tmp_path, data, workers=2, max_steps=100_000, pause_s=0.01, say="hello"), Screen()
+    folder = Folder(found.run_dir)
+
+    def stop() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if folder.exists("events.jsonl") and any(each["event"] == "warning" for each in read_events(folder)):
+                return request_stop(folder, "enough")
+            time.sleep(0.05)
+        return None
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    result = fit(found, display=screen.display)
+    stopper.join()
+    assert (result.status, result.reason) == ("stopped", "enough")
+    assert result.last_checkpoint is not None
+    assert result.last_checkpoint.endswith(f"{result.steps:08d}")
+    for line in ("printed: hello", "said: hello", "UserWarning: warned: hello"):
+        assert screen.text.count(line) == 1
+    assert f"stopped after {result.steps:,} steps: enough" in screen.text
+    assert "\r" not in screen.text
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["status"], record["steps"], record["attempts"]) == ("stopped", result.steps, 1)
+    assert find_run("run", str(tmp_path)).experiment() == found
+    assert fit(found, display=screen.display).status == "stopped"
+    assert Run(found.run_dir).record.attempts == 1

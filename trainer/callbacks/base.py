@@ -116,6 +116,18 @@ PlainFunction: TypeAlias = "Callable[[Trainer[Any], int, Mapping[str, float]], o
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
+def _do_nothing(self: object, *args: object) -> None:
+    """What a trainer's own hook does where no subclass defines it."""
+
+
+class OwnHooks:
+    """Gives a trainer's class every hook, without the argument `trainer`, so that a subclass may call `super()`'s."""
+
+
+for _name_of_hook in HOOKS:
+    setattr(OwnHooks, _name_of_hook, _do_nothing)
+
+
 def check_hooks(cls: type, *, leading: Sequence[str] = ("self", "trainer")) -> None:
     """Refuses a class with a method `on_*` that nothing calls, or that cannot be called as its hook is.
 
@@ -165,7 +177,8 @@ class CallbackList(Callback):
         self.overridden: set[str] = set()
         for hook in HOOKS:
             callees: list[tuple[str, Callable[..., object]]] = []
-            if (own := getattr(trainer, hook, None)) is not None:
+            own = getattr(trainer, hook, None)
+            if own is not None and getattr(own, "__func__", None) is not _do_nothing:
                 callees.append((type(trainer).__qualname__, _without_trainer(own)))
             for callback in self._callbacks:
                 method = getattr(callback, hook)

@@ -25,6 +25,8 @@ from .transforms import Transform
 # Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
 # groups are put together up to this size.
 _TASK_BYTES = 32 * 2**20
+# Jobs of a small dataset come from one epoch after the other without end: however few rows they have, a task is full.
+_TASK_JOBS = 64
 # Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several
 # executions, each started before the last one's end.
 _TASKS_PER_EXECUTION = 64
@@ -81,7 +83,7 @@ def _tasks(jobs: Iterator[Job], rows_per_task: int) -> Iterator[list[Job]]:
     for job in jobs:
         task.append(job)
         rows += sum(stop - start for start, stop in job.ranges)
-        if rows >= rows_per_task:
+        if rows >= rows_per_task or len(task) >= _TASK_JOBS:
             yield task
             task, rows = [], 0
     if task:

@@ -14,9 +14,13 @@ from headway.trainer.errors import ConfigError
 
 from .experiment import Scaling
 
-# Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it would
-# find that of another Ray on the machine, which does not know the run, and would end it.
-_NO_DASHBOARD = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
+_OWN = {
+    # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it would
+    # find that of another Ray on the machine, which does not know the run, and would end it.
+    "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9",
+    # Nobody takes the machine away from under us with notice; the watcher is a process to start.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
 
 
 def will_be_own() -> bool:
@@ -84,8 +88,8 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[None]:
             check_resources(scaling)
         yield
         return
-    before = {name: os.environ.get(name) for name in _NO_DASHBOARD}
-    os.environ.update(_NO_DASHBOARD)
+    before = {name: os.environ.get(name) for name in _OWN}
+    os.environ.update(_OWN)
     try:
         ray.init(
             address="local",

@@ -22,9 +22,6 @@ from headway.datasets.stream import ParquetStream
 from headway.trainer import Trainer, TrainerConfig
 
 
-ENGINE = "threads"
-
-
 def write_rows(folder: Path, rows: int) -> str:
     """Writes numbered rows with a vector and a label each, in small row groups."""
     folder.mkdir(parents=True)
@@ -60,7 +57,7 @@ class OnRay(Trainer[OnRayConfig]):
 
     def configure_dataloaders(self) -> Any:
         data = self.config.data
-        return ParquetStream(data, tail="keep", shards=8, engine=ENGINE), ParquetStream(data, engine=ENGINE)
+        return ParquetStream(data, tail="keep", shards=8), ParquetStream(data)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.training:

@@ -1,6 +1,7 @@
 """Carries out reading jobs ahead of time and hands over their rows in order: on Ray Data, or on threads.
 
-Both give the same rows in the same order. An engine is a generator: closing it ends all that it started.
+Both give the same rows in the same order, one epoch after the other without a gap. An engine is a generator:
+closing it ends all that it started.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
@@ -25,8 +26,6 @@ from .transforms import Transform
 # Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
 # groups are put together up to this size.
 _TASK_BYTES = 32 * 2**20
-# Jobs of a small dataset come from one epoch after the other without end: however few rows they have, a task is full.
-_TASK_JOBS = 64
 # Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several
 # executions, each started before the last one's end.
 _TASKS_PER_EXECUTION = 64
@@ -40,12 +39,12 @@ def connected_to_ray() -> bool:
 
 
 def read_with_threads(
-    jobs: Iterable[Job], *, transforms: Sequence[Transform], readers: int
+    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int
 ) -> Generator[Rows, None, None]:
     """Yields the rows of each job, read a few jobs ahead by threads of this process."""
     pool = ThreadPoolExecutor(max_workers=readers, thread_name_prefix="headway-read")
     waiting: deque[Future[Rows]] = deque()
-    todo = iter(jobs)
+    todo = chain.from_iterable(epochs)
     try:
         while True:
             for job in islice(todo, 2 * readers + 1 - len(waiting)):
@@ -58,10 +57,10 @@ def read_with_threads(
 
 
 def read_with_ray(
-    jobs: Iterable[Job], *, transforms: Sequence[Transform], readers: int, row_bytes: int
+    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int, row_bytes: int
 ) -> Generator[Rows, None, None]:
     """Yields the rows of the jobs in order, read ahead by tasks of Ray Data."""
-    tasks = _tasks(iter(jobs), max(1, _TASK_BYTES // row_bytes))
+    tasks = _tasks(epochs, max(1, _TASK_BYTES // row_bytes))
     current: _Execution | None = None
     following: _Execution | None = None
     try:
@@ -77,17 +76,20 @@ def read_with_ray(
                 each.stop()
 
 
-def _tasks(jobs: Iterator[Job], rows_per_task: int) -> Iterator[list[Job]]:
+def _tasks(epochs: Iterable[Iterable[Job]], rows_per_task: int) -> Iterator[list[Job]]:
     task: list[Job] = []
     rows = 0
-    for job in jobs:
-        task.append(job)
-        rows += sum(stop - start for start, stop in job.ranges)
-        if rows >= rows_per_task or len(task) >= _TASK_JOBS:
+    for jobs in epochs:
+        for job in jobs:
+            task.append(job)
+            rows += sum(stop - start for start, stop in job.ranges)
+            if rows >= rows_per_task:
+                yield task
+                task, rows = [], 0
+        # A task ends with its epoch: those of a small dataset have no end, and would never fill it.
+        if task:
             yield task
             task, rows = [], 0
-    if task:
-        yield task
 
 
 class _Execution:
@@ -159,7 +161,7 @@ def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: i
         dataset = ray.data.from_items(items, override_num_blocks=len(items))
         # No CPU is reserved: training workers may have taken all there are, and the epoch would never begin.
         # `concurrency` bounds what a rank has running.
-        options: dict[str, Any] = {"batch_format": "pyarrow", "num_cpus": 0, "concurrency": readers}
+        options: dict[str, Any] = {"batch_format": "pyarrow", "num_cpus": 0, "concurrency": min(readers, len(items))}
         dataset = dataset.map_batches(_read_task, batch_size=1, **options)
         for each in transforms:
             dataset = dataset.map_batches(_Transformed(each), batch_size=None, **options)

@@ -15,8 +15,8 @@ from headway.trainer.errors import ConfigError
 from .experiment import Scaling
 
 _OWN = {
-    # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it would
-    # find that of another Ray on the machine, which does not know the run, and would end it.
+    # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it
+    # would find that of another Ray on the machine, which does not know the run, and would end it.
     "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9",
     # Nobody takes the machine away from under us with notice; the watcher is a process to start.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",

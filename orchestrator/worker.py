@@ -136,8 +136,13 @@ class _Lines(io.TextIOBase):
 def _captured(events: EventLog) -> Iterator[None]:
     """Turns what is printed and warned of into events, because the worker's own output is not shown."""
 
+    told: set[str] = set()
+
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        events.add("warning", category=category.__name__, text=str(message))
+        # Libraries that change the filters make Python forget what it has warned of.
+        if str(message) not in told:
+            told.add(str(message))
+            events.add("warning", category=category.__name__, text=str(message))
 
     before = warnings.showwarning
     warnings.showwarning = show

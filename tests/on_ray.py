@@ -1,4 +1,4 @@
-"""A trainer for tests on Ray: streams Parquet rows, and writes down in the run's folder which rank saw which rows when."""
+"""A trainer for tests on Ray: streams Parquet rows, and writes down in the run's folder who saw which rows when."""
 
 from __future__ import annotations
 

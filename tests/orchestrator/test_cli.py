@@ -1,4 +1,4 @@
-"""The command line: one line on standard error for what the user can act on, and an exit code that says how it ended."""
+"""The command line: one line on standard error for what the user can act on, and an exit code that tells."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_runs_are_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_pat
     open_run(experiment).run.update(status="completed", steps=1234, metrics={"validation/loss": 0.25}, attempts=2)
     code, out, _ = run(capsys, "runs", "--storage", str(tmp_path))
     assert code == 0
-    assert ["one", "completed", "1,234", "0.25", "2"] == out.splitlines()[1].split()[:5]
+    assert out.splitlines()[1].split()[:5] == ["one", "completed", "1,234", "0.25", "2"]
     code, out, _ = run(capsys, "runs", "--storage", str(tmp_path), "show", "one")
     assert code == 0
     for part in ("status     completed", "tests.tiny:TinyTrainer with 1 worker", str(tmp_path / "one"), "  width: 9"):

@@ -95,7 +95,7 @@ def test_a_finished_run_is_finished_at_once(
     no_ray(monkeypatch)
     found = experiment(tmp_path, data)
     run = open_run(found).run
-    run.update(status=status, steps=10, epochs=2, attempts=1, metrics={"train/loss": 0.5}, reason="max_steps=10 reached")
+    run.update(status=status, steps=10, epochs=2, attempts=1, metrics={"train/loss": 0.5}, reason="max_steps=10")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     screen = Screen()
     result = fit(found, display=screen.display)
@@ -119,7 +119,7 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
 ) -> None:
     """C7, C8, I7: tried again, since some steps had been made; given up when it came again at the same step."""
     found, screen = experiment(tmp_path, data, workers=2, fail_at=3), Screen()
-    with pytest.raises(TrainingFailedError, match=r"the worker of rank 1 raised ValueError at step 3: a bad batch") as told:
+    with pytest.raises(TrainingFailedError, match=r"rank 1 raised ValueError at step 3: a bad batch") as told:
         fit(found, display=screen.display)
     error = told.value
     assert (error.rank, error.step, error.attempt) == (1, 3, 2)

@@ -1,4 +1,4 @@
-"""The same name again: goes on, is refused with the difference, or is finished. And what a dead driver leaves behind."""
+"""The same name again: goes on, is refused with the difference, or is finished. And what a dead driver leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at `headway fit` ends the run within seconds with a checkpoint, and the next start goes on from it (C1, C9, I2)."""
+"""Ctrl-C at `headway fit` ends the run within seconds with a checkpoint, and the next start goes on (C1, C9, I2)."""
 
 from __future__ import annotations
 

@@ -102,13 +102,13 @@ class Recipe:
         """One row to fill a micro-batch with, for a rank that has none of its own."""
         return read(self.job(0, 0, [Slice(0, 0, 1, 0)]), self.transforms)
 
-    def rows(self, jobs: Iterator[Job]) -> Generator[Rows, None, None]:
+    def rows(self, epochs: Iterable[Iterable[Job]]) -> Generator[Rows, None, None]:
         """Carries the jobs out; the rows come in their order."""
         if self.engine == "ray":
             return read_with_ray(
-                jobs, transforms=self.transforms, readers=self.readers, row_bytes=self.source.row_bytes
+                epochs, transforms=self.transforms, readers=self.readers, row_bytes=self.source.row_bytes
             )
-        return read_with_threads(jobs, transforms=self.transforms, readers=self.readers)
+        return read_with_threads(epochs, transforms=self.transforms, readers=self.readers)
 
 
 class Pipeline:
@@ -176,15 +176,14 @@ class Pipeline:
         def epochs() -> Iterable[int]:
             return count(epoch) if feed.training else (epoch,)
 
-        def jobs() -> Iterator[Job]:
-            for each in epochs():
-                for one in recipe.reads(each, offset if each == epoch else 0):
-                    asked.append(one)
-                    yield recipe.job(each, one.fragment, one.slices)
+        def jobs(of: int) -> Iterator[Job]:
+            for one in recipe.reads(of, offset if of == epoch else 0):
+                asked.append(one)
+                yield recipe.job(of, one.fragment, one.slices)
 
         cuda = feed.device.type == "cuda"
         copies = torch.cuda.Stream(feed.device) if cuda else None  # type: ignore[no-untyped-call]
-        with closing(recipe.rows(jobs())) as rows:
+        with closing(recipe.rows(map(jobs, epochs()))) as rows:
             shelves = Shelves(asked, rows, recipe.spare)
             for each in epochs():
                 batches = recipe.plan(each).batches(

@@ -1,0 +1,355 @@
+"""Real Parquet files through both engines: what ranks get, in which order, and what they cannot get."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from headway.datasets.errors import DataError
+from headway.datasets.stream import ParquetStream
+from headway.trainer.streams import Feed, is_stream
+
+from .conftest import feed_of, write
+
+
+def opened(
+    path: Any, *, rank: int = 0, world_size: int = 1, feed: dict[str, Any] | None = None, **options: Any
+) -> ParquetStream:
+    stream = ParquetStream(path, **{"engine": "threads", **options})
+    stream.open(feed_of(rank, world_size, **(feed or {})))
+    return stream
+
+
+def ids(batch: Any) -> list[int]:
+    """The rows that count."""
+    return [
+        row
+        for columns, samples in zip(batch.micro_batches, batch.num_samples, strict=True)
+        for row in columns["id"][:samples].tolist()
+    ]
+
+
+def steps(path: Any, *, world_size: int = 1, epoch: int = 0, offset: int = 0, **options: Any) -> list[list[int]]:
+    """The rows of each global batch, rank after rank."""
+    ranks = []
+    for rank in range(world_size):
+        stream = opened(path, rank=rank, world_size=world_size, **options)
+        ranks.append(list(stream.epoch(epoch, offset=offset)))
+        stream.close()
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all(len({len(batch.micro_batches) for batch in step}) == 1 for step in zip(*ranks, strict=True))
+    return [[row for batch in step for row in ids(batch)] for step in zip(*ranks, strict=True)]
+
+
+def test_it_keeps_the_trainers_contract(folder: Path) -> None:
+    assert is_stream(ParquetStream(folder))
+    assert {"rank", "world_size", "global_batch_size", "micro_batch_size", "seed", "device", "training"} <= set(
+        inspect.signature(Feed).parameters
+    )
+
+
+def test_batches_are_tensors_of_the_rows(folder: Path, engine: str) -> None:
+    stream = opened(folder, engine=engine)
+    batch = next(iter(stream.epoch(0)))
+    (columns,) = batch.micro_batches
+    assert columns["tokens"].dtype == torch.int32
+    assert columns["tokens"].shape == (8, 4)
+    assert torch.equal(columns["tokens"], columns["id"][:, None].int() + torch.arange(4, dtype=torch.int32))
+    assert (batch.num_samples, batch.global_num_samples) == ((8,), 8)
+    stream.close()
+
+
+@pytest.mark.parametrize(("tail", "count"), [("drop", 12), ("keep", 13)])
+def test_103_rows_4_ranks_batches_of_8_E1(folder: Path, engine: str, tail: str, count: int) -> None:
+    batches = steps(folder, world_size=4, engine=engine, tail=tail)
+    assert [len(batch) for batch in batches] == [8] * 12 + [7] * (count - 12)
+    rows = [row for batch in batches for row in batch]
+    assert len(set(rows)) == len(rows)
+    assert opened(folder, tail=tail).steps_in_epoch(0) == count
+    assert opened(folder, tail=tail).samples_in_epoch(0) == len(rows)
+
+
+def test_dropped_rows_are_reported_once_E1(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="headway.datasets")
+    opened(folder, rank=0, world_size=2)
+    opened(folder, rank=1, world_size=2)
+    assert caplog.messages == ["103 rows make 12 batches of 8; 7 are left out, others each epoch"]
+
+
+def test_interrupted_twice_every_row_is_seen_once_A3(folder: Path, engine: str) -> None:
+    whole = steps(folder, engine=engine, tail="keep")
+    seen = []
+    for begin, end in ((0, 3), (3, 7), (7, None)):
+        stream = opened(folder, engine=engine, tail="keep")
+        for batch in stream.epoch(0, offset=begin * 8):
+            seen.append(ids(batch))
+            if len(seen) == end:
+                break
+        stream.close()
+    assert seen == whole
+    assert sorted(row for batch in seen for row in batch) == list(range(103))
+
+
+def test_4_ranks_then_2_then_3_see_the_rest_once_in_the_same_batches_A4(folder: Path) -> None:
+    whole = steps(folder, tail="keep")
+    resized = [
+        *steps(folder, world_size=4, tail="keep")[:5],
+        *steps(folder, world_size=2, tail="keep", offset=40)[:4],
+        *steps(folder, world_size=3, tail="keep", offset=72),
+    ]
+    assert resized == whole
+
+
+def test_another_global_batch_size_in_the_middle_of_an_epoch_A4(folder: Path) -> None:
+    before = steps(folder, tail="keep", shards=8)[:5]
+    after = steps(folder, tail="keep", shards=8, offset=40, feed={"global_batch_size": 16})
+    assert sorted(row for batch in before + after for row in batch) == list(range(103))
+    assert [len(batch) for batch in after] == [16, 16, 16, 15]
+
+
+def test_epochs_differ_and_repeat_on_any_world_size_E4(folder: Path) -> None:
+    first, second = steps(folder), steps(folder, epoch=1)
+    assert first != second
+    assert steps(folder, world_size=3, epoch=1) == second
+    assert steps(folder, feed={"seed": 1}) != first
+
+
+@pytest.mark.ray
+def test_engines_agree_to_the_bit(folder: Path, ray_session: None) -> None:
+    assert steps(folder, engine="ray", tail="keep") == steps(folder, engine="threads", tail="keep")
+
+
+@pytest.mark.ray
+def test_auto_takes_ray_where_it_is_up(folder: Path, ray_session: None) -> None:
+    stream = opened(folder, engine="auto")
+    next(iter(stream.epoch(0)))
+    assert "headway-ray-data" in {thread.name for thread in threading.enumerate()}
+    stream.close()
+
+
+def test_evaluation_of_10_rows_on_4_ranks_counts_each_once_E7(tmp_path: Path, engine: str) -> None:
+    path = write(tmp_path / "ten.parquet", range(10))
+    for micro_batch_size in (None, 1, 2, 3):
+        feed = {"training": False, "global_batch_size": 32, "micro_batch_size": micro_batch_size}
+        assert sorted(steps(path, world_size=4, feed=feed, engine=engine)[0]) == list(range(10))
+
+
+def test_a_rank_without_rows_repeats_one_that_does_not_count_E7(tmp_path: Path) -> None:
+    path = write(tmp_path / "three.parquet", range(3))
+    for rank in range(8):
+        stream = opened(path, rank=rank, world_size=8, feed={"training": False})
+        (batch,) = stream.epoch(0)
+        (columns,) = batch.micro_batches
+        assert columns["tokens"].shape == (1, 4)
+        assert batch.global_num_samples == 3
+    assert sorted(steps(path, world_size=8, feed={"training": False})[0]) == [0, 1, 2]
+
+
+def test_evaluation_never_shuffles_and_can_be_repeated(folder: Path) -> None:
+    stream = opened(folder, feed={"training": False}, shuffle=True, tail="drop")
+    runs = [[row for batch in stream.epoch(epoch) for row in ids(batch)] for epoch in (0, 0, 1)]
+    assert runs[0] == runs[1] == runs[2]
+    assert sorted(runs[0]) == list(range(103))
+    assert (
+        opened(folder, feed={"training": False, "global_batch_size": None, "micro_batch_size": 4}).steps_in_epoch(0)
+        == 26
+    )
+
+
+def test_micro_batches_cut_a_rank_s_rows_A4(folder: Path) -> None:
+    stream = opened(folder, feed={"micro_batch_size": 3})
+    batch = next(iter(stream.epoch(0)))
+    assert batch.num_samples == (2, 3, 3)
+    assert [len(columns["id"]) for columns in batch.micro_batches] == [2, 3, 3]
+    stream.close()
+
+
+def test_epochs_follow_one_another_without_a_gap(folder: Path, engine: str) -> None:
+    """When an epoch ends, the next one's first batches are made, whether or not anyone asks."""
+    stream = opened(folder, engine=engine, feed={"global_batch_size": 32})
+    epochs = [[ids(batch) for batch in stream.epoch(epoch)] for epoch in range(3)]
+    assert epochs == [steps(folder, epoch=epoch, feed={"global_batch_size": 32}) for epoch in range(3)]
+    pipeline = stream._pipeline
+    assert pipeline is not None
+    deadline = time.monotonic() + 20
+    while pipeline._ready.empty() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not pipeline._ready.empty()
+    assert [ids(batch) for batch in stream.epoch(7)] == steps(folder, epoch=7, feed={"global_batch_size": 32})
+    stream.close()
+
+
+def test_closing_ends_every_thread_C14(folder: Path, engine: str) -> None:
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("headway")}
+    stream = opened(folder, engine=engine)
+    batches = stream.epoch(0)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("headway")} == before
+    next(stream.epoch(0, offset=16))
+    stream.close()
+    stream.close()
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("headway")} == before
+
+
+@pytest.mark.ray
+def test_closing_leaves_no_execution_in_ray_data_C14(folder: Path, ray_session: None) -> None:
+    stream = opened(folder, engine="ray")
+    next(stream.epoch(0))
+    stream.close()
+    deadline = time.monotonic() + 10
+    while (running := _executors()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not running
+
+
+def _executors() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("StreamingExecutor-")]
+
+
+def test_resuming_reads_nothing_of_what_was_consumed_A14(tmp_path: Path) -> None:
+    """At 99 % of 50,000 rows as many row groups are read before the first batch as at the start, or fewer."""
+    write(tmp_path / "many.parquet", range(50_000), group=50)
+    first_reads = []
+    for offset in (0, 49_504):
+        stream = opened(tmp_path / "many.parquet", feed={"global_batch_size": 32})
+        assert stream._opened is not None
+        reads = list(stream._opened.reads(0, offset))
+        first_reads.append(sum(read.slices[0].first_need < offset + 32 for read in reads))
+        assert len(ids(next(stream.epoch(0, offset=offset)))) == 32
+        stream.close()
+    assert first_reads[1] <= first_reads[0]
+
+
+def test_transforms_run_in_order_and_keep_the_rows(folder: Path, engine: str) -> None:
+    def shift(rows: dict[str, np.ndarray]) -> dict[str, Any]:
+        return {**rows, "label": rows["tokens"][:, 1:] + 1}
+
+    def image(rows: dict[str, np.ndarray]) -> dict[str, Any]:
+        return {"id": rows["id"], "image": np.zeros((len(rows["id"]), 3, 2, 2), np.float32), "label": rows["label"] * 2}
+
+    stream = opened(folder, engine=engine, transforms=[shift, image])
+    columns = next(iter(stream.epoch(0))).micro_batches[0]
+    assert columns["image"].shape == (8, 3, 2, 2)
+    assert torch.equal(columns["label"][:, 0], (columns["id"].int() + 2) * 2)
+    assert set(columns) == {"id", "image", "label"}
+    stream.close()
+
+
+def test_a_transform_that_changes_the_number_of_rows_is_refused(folder: Path, engine: str) -> None:
+    stream = opened(folder, engine=engine, transforms=[_half])
+    with pytest.raises(DataError, match="the transform _half got .* rows and returned .* one row in, one row out"):
+        next(iter(stream.epoch(0)))
+    stream.close()
+
+
+def _half(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: column[::2] for name, column in rows.items()}
+
+
+def test_an_error_in_a_transform_comes_out_as_it_was_raised_C8(folder: Path, engine: str) -> None:
+    stream = opened(folder, engine=engine, transforms=[_broken])
+    with pytest.raises(ZeroDivisionError, match="in the user's code"):
+        next(iter(stream.epoch(0)))
+    stream.close()
+
+
+def _broken(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    raise ZeroDivisionError("in the user's code")
+
+
+def test_text_and_ragged_lists_stay_lists(tmp_path: Path, engine: str) -> None:
+    ragged = [list(range(i % 3 + 1)) for i in range(40)]
+    path = write(tmp_path / "mixed.parquet", range(40), group=1, text=[f"row {i}" for i in range(40)], ragged=ragged)
+    stream = opened(path, engine=engine)
+    for batch in stream.epoch(0):
+        columns = batch.micro_batches[0]
+        assert columns["text"] == [f"row {i}" for i in columns["id"].tolist()]
+        assert [each.tolist() for each in columns["ragged"]] == [ragged[i] for i in columns["id"].tolist()]
+    stream.close()
+
+
+def test_lists_of_one_length_become_a_tensor(tmp_path: Path, engine: str) -> None:
+    path = write(tmp_path / "lists.parquet", range(40), plain=pa.array([[i, i] for i in range(40)]))
+    columns = next(iter(opened(path, engine=engine).epoch(0))).micro_batches[0]
+    assert torch.equal(columns["plain"], columns["id"][:, None].expand(8, 2))
+
+
+def test_a_relative_path_means_the_same_in_another_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    stream = pickle.loads(pickle.dumps(ParquetStream("data", engine="threads")))
+    monkeypatch.chdir("/")
+    stream.open(feed_of())
+    assert len(list(stream.epoch(0))) == 12
+    stream.close()
+
+
+def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
+    fingerprint = opened(folder).fingerprint
+    assert opened(folder, rank=1, world_size=2).fingerprint == fingerprint
+    assert opened(folder, shuffle=False).fingerprint != fingerprint
+    assert opened(folder, shards=4).fingerprint == fingerprint.replace("8 shards", "4 shards")
+    write(folder / "b.parquet", range(41, 81))
+    assert opened(folder).fingerprint != fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "feed", "message"),
+    [
+        ({}, {"global_batch_size": None}, "set config.global_batch_size"),
+        ({}, {"global_batch_size": 128}, "103 rows, less than one global batch of 128.*smaller global_batch_size"),
+        ({"shards": 3}, {}, "global_batch_size 8 is not a multiple of the 3 logical shards.*nearest: 6 or 9"),
+        ({"columns": ["token"]}, {}, "no column 'token'; did you mean 'tokens'"),
+        ({}, {"world_size": 9}, "9 ranks cannot share 8 logical shards"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_row_is_read_E5(
+    folder: Path, options: dict[str, Any], feed: dict[str, Any], message: str
+) -> None:
+    stream = ParquetStream(folder, engine="threads", **options)
+    with pytest.raises(DataError, match=message):
+        stream.open(feed_of(**feed))
+
+
+@pytest.mark.parametrize("options", [{"tail": "pad"}, {"engine": "spark"}, {"readers": 0}])
+def test_options_that_do_not_exist_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=next(iter(options))):
+        ParquetStream("data", **options)
+
+
+def test_data_rewritten_under_a_run_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", range(64))
+    stream = opened(path)
+    write(path, range(60))
+    with pytest.raises(DataError, match="was rewritten|cannot read row group"):
+        list(stream.epoch(0))
+    stream.close()
+
+
+def test_nulls_in_numbers_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", range(16), score=pa.array([1.0, None] * 8))
+    stream = opened(path)
+    with pytest.raises(DataError, match="column 'score' has 8 nulls among 16 values"):
+        next(iter(stream.epoch(0)))
+    stream.close()
+
+
+def test_an_offset_outside_the_epoch_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match="offset 104 is not a place in an epoch of 103 rows"):
+        next(iter(opened(folder).epoch(0, offset=104)))
+    assert list(opened(folder).epoch(0, offset=96)) == []
+
+
+def test_an_epoch_that_is_read_twice_is_the_same(folder: Path) -> None:
+    stream = opened(folder)
+    assert [ids(batch) for batch in stream.epoch(2)] == [ids(batch) for batch in stream.epoch(2)]
+    stream.close()

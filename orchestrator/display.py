@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.text import Text
 
 from headway.trainer.callbacks.progress_bar import Pace, progress_line
 
@@ -30,7 +31,8 @@ class Display:
 
     def line(self, text: str, style: str | None = None) -> None:
         """Shows one line that stays."""
-        self._console.print(text, style=style, markup=False, highlight=False)
+        # A style given to `print` would colour the bar below as well.
+        self._console.print(Text(text, style=style or ""), soft_wrap=True)
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Shows a record of the metrics: on a terminal in the bar, elsewhere as a line."""

@@ -135,7 +135,6 @@ class _Lines(io.TextIOBase):
 @contextlib.contextmanager
 def _captured(events: EventLog) -> Iterator[None]:
     """Turns what is printed and warned of into events, because the worker's own output is not shown."""
-
     told: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

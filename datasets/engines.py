@@ -11,8 +11,9 @@ import pickle
 import queue
 import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from .collate import Rows
-from .reading import Job, chunks, read, read_table, transform
+from .reading import Job, as_table, chunks, read, read_table, transform
 from .transforms import Transform
 
 # Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
@@ -30,6 +31,7 @@ _TASK_BYTES = 32 * 2**20
 # executions, each started before the last one's end.
 _TASKS_PER_EXECUTION = 64
 _LEAD = 4
+_ERROR = "headway: what went wrong"
 
 
 def connected_to_ray() -> bool:
@@ -130,11 +132,13 @@ class _Execution:
         end: BaseException | None = None
         try:
             for table in tables:
+                if _ERROR in table.column_names:
+                    raise pickle.loads(table.column(_ERROR)[0].as_py())
                 self._put(table)
                 if self._stopped.is_set():
                     break
         except BaseException as error:
-            end = _cause(error)
+            end = error
         finally:
             tables.close()  # shuts the execution down, also in the middle
         self._put(end)
@@ -178,7 +182,7 @@ def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: i
 
 def _read_task(items: pa.Table) -> pa.Table:
     (task,) = items.column("jobs").to_pylist()
-    return read_table(pickle.loads(task))
+    return _or_error(lambda: read_table(pickle.loads(task)))
 
 
 class _Transformed:
@@ -189,15 +193,20 @@ class _Transformed:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        from .collate import to_table
+        if _ERROR in table.column_names:
+            return table
+        return _or_error(lambda: as_table(transform(rows, [self._function]) for rows in chunks(table)))
 
-        return pa.concat_tables([to_table(transform(rows, [self._function])) for rows in chunks(table)])
 
-
-def _cause(error: BaseException) -> BaseException:
-    """Returns what went wrong inside a task as it was raised there, not as Ray wraps it."""
-    import ray.exceptions
-
-    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
-        error = error.cause
-    return error
+def _or_error(make: Callable[[], pa.Table]) -> pa.Table:
+    """Returns what went wrong as a table: Ray Data would log it at length, wrap it, and lose what it was."""
+    try:
+        return make()
+    except Exception as error:
+        error.add_note("In a reading task:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = pickle.dumps(RuntimeError("".join(traceback.format_exception(error))))
+        return pa.table({_ERROR: [pickled]})

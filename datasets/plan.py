@@ -92,8 +92,9 @@ def row_order(rows: int, *, seed: int, epoch: int, fragment: int, shuffle: bool)
 def default_shards(global_batch_size: int) -> int:
     """Returns the divisor of the global batch size that is nearest to 32, by ratio.
 
-    32 is more ranks than most runs ever have and draws each batch from 32 places of the data. As many row groups are open
-    at a time, over all ranks, and each shard's end makes one of them be read twice: more shards mix better and cost more. It depends on nothing that changes with the machine.
+    32 is more ranks than most runs ever have, and draws each batch from 32 places of the data. As many row groups are
+    open at a time, over all ranks, and each shard's end lets one be read twice: more shards mix better and cost more.
+    It depends on nothing that changes with the machine.
     """
     small = [d for d in range(1, math.isqrt(global_batch_size) + 1) if global_batch_size % d == 0]
     divisors = {*small, *(global_batch_size // d for d in small)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -73,14 +73,18 @@ def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:
 
 
 def read_table(jobs: Sequence[Job]) -> pa.Table:
-    """Returns the rows of several jobs as one table, each job's rows in a chunk of their own."""
-    tables = [to_table(read(job)) for job in jobs]
+    """Returns the rows of several jobs as one table."""
+    return as_table(read(job) for job in jobs)
+
+
+def as_table(pieces: Iterable[Rows]) -> pa.Table:
+    """Returns rows as one table, each piece in a chunk of its own."""
+    tables = [to_table(rows) for rows in pieces]
     names = tables[0].column_names
-    for name in names:
+    for index, name in enumerate(names):
         kinds = {table.schema.field(name).type for table in tables}
         # Lists that happen to be of one length in one row group, and of another in the next.
         if len(kinds) > 1 and (kind := next((each for each in kinds if pa.types.is_list(each)), None)):
-            index = names.index(name)
             tables = [table.set_column(index, name, table.column(name).cast(kind)) for table in tables]
     return pa.concat_tables(tables, promote_options="permissive")
 

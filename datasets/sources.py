@@ -161,7 +161,7 @@ def _find(path: str) -> list[tuple[str, Any]]:
     full: Callable[[str], str] = fs.unstrip_protocol if "://" in path else str
     try:
         if fs.isfile(inner):
-            return [(path, fs)]
+            return [(full(inner), fs)]
         if fs.isdir(inner):
             return [(full(each), fs) for each in _parquet_in(fs, inner, path)]
         if any(mark in inner for mark in "*?["):
@@ -264,9 +264,8 @@ def _row_bytes(schema: pa.Schema, footers: Sequence[pq.FileMetaData], rows: int)
     if None not in (widths := [_width_bytes(field.type) for field in schema]):
         return max(1, sum(width for width in widths if width is not None))
     # Without a fixed width, what the pages take uncompressed is the best guess there is.
-    return max(
-        1, sum(footer.row_group(g).total_byte_size for footer in footers for g in range(footer.num_row_groups)) // rows
-    )
+    total = sum(int(footer.row_group(g).total_byte_size) for footer in footers for g in range(footer.num_row_groups))
+    return max(1, total // rows)
 
 
 def _width_bytes(kind: pa.DataType) -> int | None:

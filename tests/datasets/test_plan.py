@@ -30,7 +30,7 @@ def rank_batches(
     micro_batch_size: int | None = None,
     offset: int = 0,
 ) -> list[tuple[list[Row], tuple[int, ...], int]]:
-    """What one rank gets: the rows (fragment, row of the fragment) of each batch, its micro-batches' sizes, the total."""
+    """What one rank gets of each batch: its rows (fragment, row), its micro-batches' sizes, the rows of all ranks."""
     shelves: dict[int, deque[Row]] = defaultdict(deque)
     need_before = -1
     for read in plan.reads(rank=rank, world_size=world_size, offset=offset):
@@ -205,9 +205,9 @@ def test_the_order_is_a_promise() -> None:
 
 @pytest.mark.parametrize(
     ("global_batch_size", "shards"),
-    [(1, 1), (8, 8), (64, 64), (256, 64), (96, 48), (100, 50), (1009, 1009), (202, 101), (512, 64), (1000, 50)],
+    [(1, 1), (8, 8), (64, 32), (256, 32), (96, 32), (100, 25), (1009, 1009), (202, 101), (512, 32), (1000, 40)],
 )
-def test_default_shards_is_the_divisor_nearest_to_64(global_batch_size: int, shards: int) -> None:
+def test_default_shards_is_the_divisor_nearest_to_32(global_batch_size: int, shards: int) -> None:
     assert default_shards(global_batch_size) == shards
     check_shards(shards, global_batch_size=global_batch_size, world_size=1)
 
@@ -215,7 +215,7 @@ def test_default_shards_is_the_divisor_nearest_to_64(global_batch_size: int, sha
 @pytest.mark.parametrize(
     ("shards", "global_batch_size", "world_size", "message"),
     [
-        (8, 100, 1, "global_batch_size 100 is not a multiple of the 8 logical shards.*nearest: 96 or 104.*50 are used"),
+        (8, 100, 1, "global_batch_size 100 is not a multiple of the 8 logical shards.*nearest: 96 or 104.*25 are used"),
         (8, 5, 1, "nearest: 8;"),
         (4, 8, 5, "5 ranks cannot share 4 logical shards.*at most 4 workers"),
         (0, 8, 1, "shards is a whole number from 1, not 0"),

@@ -131,7 +131,8 @@ def test_engines_agree_to_the_bit(folder: Path, ray_session: None) -> None:
 @pytest.mark.ray
 def test_auto_takes_ray_where_it_is_up(folder: Path, ray_session: None) -> None:
     stream = opened(folder, engine="auto")
-    next(iter(stream.epoch(0)))
+    batches = stream.epoch(0)
+    next(batches)
     assert "headway-ray-data" in {thread.name for thread in threading.enumerate()}
     stream.close()
 

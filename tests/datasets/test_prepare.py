@@ -1,0 +1,220 @@
+"""Text to rows of tokens: complete, deterministic, interrupted anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from headway.datasets.collate import to_rows
+from headway.datasets.errors import DataError
+from headway.datasets.prepare import PrepareProgress, find_files, prepare_text, split_files
+from headway.datasets.sources import read_source
+from headway.datasets.tokenizers import ByteTokenizer
+
+TEXTS = {"a.txt": "hello", "b/c.txt": "wörld " * 40, "b/d.txt": "", "e.txt": "the end\n" * 30, "f.txt": "x" * 333}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    for name, text in TEXTS.items():
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(text)
+    return tmp_path / "texts"
+
+
+OPTIONS: dict[str, Any] = {"row_length": 10, "rows_per_group": 4, "rows_per_file": 10}
+
+
+def tokens_of(folder: Path) -> list[int]:
+    files = sorted(folder.glob("*.parquet"))
+    return [int(token) for file in files for token in to_rows(pq.read_table(file))["tokens"].reshape(-1)]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def everything() -> list[int]:
+    tokenizer = ByteTokenizer()
+    return [int(token) for name in sorted(TEXTS) for token in tokenizer(TEXTS[name])]
+
+
+def test_rows_are_the_documents_end_to_end(texts: Path, tmp_path: Path) -> None:
+    whole = everything()
+    made = prepare_text(texts, tmp_path / "out", **OPTIONS)
+    assert tokens_of(made.path) == whole[: len(whole) // 10 * 10]
+    assert (made.rows, made.tokens, made.already_done) == (len(whole) // 10, len(whole) // 10 * 10, False)
+    source = read_source(made.path)
+    assert source.rows == made.rows
+    assert source.fragment_rows.tolist()[:4] == [4, 4, 2, 4]
+    assert len(source.files) == made.files == -(-made.rows // 10)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_tail_can_be_padded(texts: Path, tmp_path: Path) -> None:
+    whole = everything()
+    assert len(whole) % 10
+    made = prepare_text(texts, tmp_path / "out", tail="pad", pad=257, **OPTIONS)
+    assert tokens_of(made.path) == whole + [257] * (-len(whole) % 10)
+
+
+def test_the_same_input_gives_the_same_bytes(texts: Path, tmp_path: Path) -> None:
+    assert bytes_of(prepare_text(texts, tmp_path / "one", **OPTIONS).path) == bytes_of(
+        prepare_text([texts / "b", texts / "*.txt"], tmp_path / "two", **OPTIONS).path
+    )
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def _failing(after: int) -> Callable[[str], Any]:
+    calls = 0
+
+    def bytes_but_not_for_ever(text: str) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise _Interrupted
+        return ByteTokenizer()(text)
+
+    return bytes_but_not_for_ever
+
+
+def test_interrupted_anywhere_it_goes_on_and_ends_with_the_same_bytes(texts: Path, tmp_path: Path) -> None:
+    reference = bytes_of(prepare_text(texts, tmp_path / "whole", tokenizer=_failing(99), **OPTIONS).path)
+    for after in range(len(TEXTS)):
+        out = tmp_path / f"out-{after}"
+        with pytest.raises(_Interrupted):
+            prepare_text(texts, out, tokenizer=_failing(after), **OPTIONS)
+        assert not out.exists(), "a folder that is there is whole"
+        finished = {
+            file.name: file.stat().st_mtime_ns for file in out.with_name(out.name + ".partial").glob("*.parquet")
+        }
+        prepare_text(texts, out, tokenizer=_failing(99), **OPTIONS)
+        assert bytes_of(out) == reference
+        assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished, (
+            "finished files are not made again"
+        )
+
+
+def test_finished_it_says_so_at_once(texts: Path, tmp_path: Path) -> None:
+    made = prepare_text(texts, tmp_path / "out", **OPTIONS)
+    before = {file: file.stat().st_mtime_ns for file in made.path.iterdir()}
+    again = prepare_text(texts, tmp_path / "out", **OPTIONS)
+    assert again.already_done
+    assert (again.rows, again.tokens, again.files) == (made.rows, made.tokens, made.files)
+    assert {file: file.stat().st_mtime_ns for file in made.path.iterdir()} == before
+    assert "was prepared before" in str(again)
+    assert "is prepared: " in str(made)
+
+
+def test_other_options_in_the_same_folder_show_the_difference(texts: Path, tmp_path: Path) -> None:
+    prepare_text(texts, tmp_path / "out", **OPTIONS)
+    with pytest.raises(DataError, match="row_length was 10 and is 12. Delete it"):
+        prepare_text(texts, tmp_path / "out", **{**OPTIONS, "row_length": 12})
+    with pytest.raises(DataError, match="tail was 'drop' and is 'pad'; pad was None and is 0"):
+        prepare_text(texts, tmp_path / "out", **OPTIONS, tail="pad")
+    (texts / "new.txt").write_text("more")
+    with pytest.raises(DataError, match="inputs was '5 files, .* and is '6 files"):
+        prepare_text(texts, tmp_path / "out", **OPTIONS)
+
+
+def test_other_options_after_an_interruption_are_refused(texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(_Interrupted):
+        prepare_text(texts, tmp_path / "out", tokenizer=_failing(3), **OPTIONS)
+    with pytest.raises(DataError, match=r"out\.partial was made from something else: row_length was 10 and is 12"):
+        prepare_text(texts, tmp_path / "out", tokenizer=_failing(99), **{**OPTIONS, "row_length": 12})
+
+
+def test_a_folder_of_somebody_else_is_left_alone(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataError, match="was not made by `prepare`.*Choose another output folder"):
+        prepare_text(texts, tmp_path / "out", **OPTIONS)
+
+
+def test_any_function_is_a_tokenizer(texts: Path, tmp_path: Path) -> None:
+    def lengths(text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    made = prepare_text(texts, tmp_path / "out", row_length=5, tokenizer=lengths)
+    assert tokens_of(made.path)[:5] == [5, 5, 5, 5, 5]
+    assert "lengths" in json.loads((made.path / "prepared.json").read_text())["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (lambda text: [[1]], r"returned int64 of shape \(1, 1\)"),
+        (lambda text: [0.5], "a flat sequence of whole numbers"),
+        (lambda text: [-1], "returned tokens from -1 to -1"),
+        (lambda text: [2**31], "stored as int32"),
+    ],
+)
+def test_a_tokenizer_that_returns_something_else_is_named(
+    texts: Path, tmp_path: Path, tokenizer: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare_text(texts, tmp_path / "out", tokenizer=tokenizer, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"row_length": 0}, "whole numbers from 1, not 0"),
+        ({"tail": "keep"}, "tail is 'drop' or 'pad', not 'keep'"),
+        ({"row_length": 10**6}, "hold fewer tokens than one row of 1000000; use a smaller row_length, or tail='pad'"),
+    ],
+)
+def test_options_that_make_no_sense(texts: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare_text(texts, tmp_path / "out", **{**OPTIONS, **options})
+
+
+def test_input_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no file and no folder, and as a pattern it matches no file"):
+        prepare_text(tmp_path / "nothing", tmp_path / "out", row_length=4)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="is an empty folder"):
+        find_files(tmp_path / "empty")
+    with pytest.raises(DataError, match="no input was given"):
+        find_files([])
+
+
+def test_progress_is_shown(texts: Path, tmp_path: Path) -> None:
+    shown: list[PrepareProgress] = []
+    made = prepare_text(texts, tmp_path / "out", progress=shown.append, **OPTIONS)
+    assert (shown[-1].files_done, shown[-1].files, shown[-1].rows) == (5, 5, made.rows)
+    assert "5 of 5 files" in str(shown[-1])
+
+
+def test_held_out_files_are_chosen_by_name(tmp_path: Path) -> None:
+    for index in range(200):
+        (tmp_path / f"{index}.txt").write_text("x")
+    train, held_out = split_files(tmp_path, held_out=0.1)
+    assert sorted(train + held_out) == find_files(tmp_path)
+    assert 10 <= len(held_out) <= 30
+    assert (train, held_out) == split_files(tmp_path / "*.txt", held_out=0.1)
+    assert held_out != split_files(tmp_path, held_out=0.1, seed=1)[1]
+    train[0].unlink()
+    assert split_files(tmp_path, held_out=0.1)[1] == held_out
+    assert len(split_files(tmp_path, held_out=1e-9)[1]) == 1
+    with pytest.raises(DataError, match="between 0 and 1, not 1"):
+        split_files(tmp_path, held_out=1)
+    with pytest.raises(DataError, match="a split takes at least two"):
+        split_files(tmp_path / "7.txt")
+
+
+def test_bytes_and_back() -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer("naïve ✓")
+    assert tokens.dtype == np.int32
+    assert (tokens[0], tokens[-1], tokens.max() < tokenizer.vocab_size) == (256, 257, True)
+    assert tokenizer.decode(tokens) == "naïve ✓"
+    assert tokenizer.decode([255, 65]) == "\N{REPLACEMENT CHARACTER}A"

@@ -1,0 +1,169 @@
+"""Finding Parquet files, and what is said when there is something wrong with them."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headway.datasets.errors import DataError
+from headway.datasets.show import describe
+from headway.datasets.sources import read_source
+
+from .conftest import write
+from .test_stream import steps
+
+
+def test_a_folder_is_searched_to_its_bottom_in_the_order_of_names(folder: Path) -> None:
+    write(folder / "_temporary" / "x.parquet", range(5))
+    write(folder / ".hidden.parquet", range(5))
+    (folder / "notes.txt").write_text("not data")
+    source = read_source(folder)
+    assert [file.name for file in source.files] == ["a.parquet", "b.parquet", "deep/c.parquet"]
+    assert source.rows == 103
+    assert source.fragment_rows.tolist() == [16, 16, 8, 16, 16, 8, 16, 7]
+    assert source.fragment_files.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert source.fragment_groups.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert source.columns == ["id", "tokens"]
+    assert source.row_bytes == 8 + 4 * 4
+
+
+def test_a_file_a_glob_and_a_list_are_the_same_data(folder: Path) -> None:
+    assert read_source(folder / "a.parquet").rows == 40
+    assert read_source(str(folder / "*.parquet")).rows == 80
+    listed = read_source([folder / "deep" / "c.parquet", folder / "a.parquet", str(folder / "b.parquet")])
+    assert (
+        listed.fingerprint == read_source(folder).fingerprint == read_source(str(folder / "**/*.parquet")).fingerprint
+    )
+
+
+def test_a_uri_is_read_through_fsspec_B12(folder: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    root = f"/{uuid.uuid4().hex}"
+    memory.put(str(folder), root, recursive=True)
+    try:
+        source = read_source(f"memory:/{root}")
+        assert source.rows == 103
+        assert source.files[0].path == f"memory://{root}/a.parquet"
+        assert len(steps(f"memory:/{root}")) == 12
+        assert source.fingerprint == read_source(folder).fingerprint
+        assert read_source(f"memory:/{root}/*.parquet").rows == 80
+        assert read_source(f"memory:/{root}/a.parquet").rows == 40
+        assert describe(f"memory:/{root}").first_row == {"id": 0, "tokens": [0, 1, 2, 3]}
+        with pytest.raises(DataError, match="does not exist; did you mean 'a.parquet'"):
+            read_source(f"memory:/{root}/aa.parquet")
+    finally:
+        memory.rm(root, recursive=True)
+
+
+def test_only_the_footers_are_read(folder: Path) -> None:
+    """Rows that cannot be read do not matter before they are wanted."""
+    path = folder / "a.parquet"
+    path.write_bytes(b"PAR1" + bytes(100) + path.read_bytes()[104:])
+    assert read_source(folder).rows == 103
+
+
+def test_the_fingerprint_stays_when_the_data_moves_and_changes_with_it_A13(folder: Path, tmp_path: Path) -> None:
+    before = read_source(folder).fingerprint
+    assert len(before) == 16
+    assert read_source(shutil.copytree(folder, tmp_path / "moved")).fingerprint == before
+    assert read_source(folder, columns=["tokens"]).fingerprint == before
+    (folder / "a.parquet").rename(folder / "aa.parquet")
+    renamed = read_source(folder).fingerprint
+    (folder / "aa.parquet").unlink()
+    assert len({before, renamed, read_source(folder).fingerprint}) == 3
+
+
+def test_other_values_of_the_same_size_and_range_change_the_fingerprint_A13(tmp_path: Path) -> None:
+    """Uncompressed, with equal extremes: footers are alike, the middle of the file is not."""
+    prints = set()
+    for seed in range(2):
+        values = np.random.default_rng(seed).integers(1, 99, 50_000)
+        values[:2] = 0, 99
+        path = tmp_path / "same.parquet"
+        pq.write_table(pa.table({"x": values}), path, compression="none", use_dictionary=False)
+        prints.add((read_source(path).fingerprint, path.stat().st_size))
+    assert len({size for _, size in prints}) == 1
+    assert len(prints) == 2
+
+
+def test_a_missing_path_names_its_neighbours(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"dat does not exist; did you mean 'data'\? There is: data"):
+        read_source(folder.parent / "dat")
+    with pytest.raises(DataError, match="no file matches .*nothing"):
+        read_source(folder / "nothing*.parquet")
+
+
+def test_an_empty_folder_says_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no file that ends in .parquet.*there is: nothing"):
+        read_source(tmp_path)
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    with pytest.raises(DataError, match=r"there is: rows\.csv\. `headway data prepare`"):
+        read_source(tmp_path)
+
+
+def test_no_rows_at_all(tmp_path: Path) -> None:
+    write(tmp_path / "empty.parquet", range(0))
+    with pytest.raises(DataError, match="holds 1 Parquet file and not one row"):
+        read_source(tmp_path)
+    write(tmp_path / "full.parquet", range(3))
+    assert read_source(tmp_path).rows == 3
+
+
+def test_a_column_that_is_not_there_E5(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"no column 'tokns'; did you mean 'tokens'\? There is: id, tokens"):
+        read_source(folder, columns=["tokns"])
+    with pytest.raises(DataError, match="columns is a list of names"):
+        read_source(folder, columns="tokens")
+
+
+def test_schemas_that_differ_are_named(folder: Path) -> None:
+    pq.write_table(pa.table({"id": ["x"], "text": ["y"]}), folder / "d.parquet")
+    with pytest.raises(
+        DataError, match=r"schemas of .*a\.parquet and .*d\.parquet differ: 'id' is int64 in the first and str"
+    ):
+        read_source(folder)
+    write(folder / "d.parquet", range(3), extra=np.arange(3))
+    with pytest.raises(DataError, match="'extra' is missing in the first and int64 in the second"):
+        read_source(folder)
+    assert read_source(folder, columns=["id", "tokens"]).rows == 106
+
+
+@pytest.mark.parametrize("content", [b"", b"not Parquet at all, but long enough to be", b"PAR1" + bytes(40) + b"PAR1"])
+def test_what_is_no_parquet_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"bad\.parquet is not a .*Parquet file"):
+        read_source(tmp_path)
+
+
+def test_a_file_that_was_cut_off_is_named(folder: Path) -> None:
+    path = folder / "a.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"a\.parquet is not a Parquet file"):
+        read_source(folder)
+
+
+def test_a_file_named_twice_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.parquet is in the dataset twice"):
+        read_source([folder, folder / "a.parquet"])
+
+
+def test_an_unknown_protocol_is_refused() -> None:
+    with pytest.raises(DataError, match="cannot read nosuch://bucket/data"):
+        read_source("nosuch://bucket/data")
+
+
+def test_describe_shows_a_dataset_at_a_glance(folder: Path) -> None:
+    shown = describe(folder)
+    assert (shown.rows, shown.files, shown.fragments) == (103, 3, 8)
+    assert shown.columns == {"id": "int64", "tokens": "fixed_size_list<element: int32>[4]"}
+    assert shown.first_row == {"id": 0, "tokens": [0, 1, 2, 3]}
+    text = str(shown)
+    for part in ("103", "8 row groups in 3 files", shown.fingerprint, "[0, 1, 2, 3]"):
+        assert part in text

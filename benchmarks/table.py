@@ -1,4 +1,4 @@
-"""One line of the table that `make bench` prints, and how it is measured: pairs, interleaved, of which the median counts."""
+"""The table that `make bench` prints, and how its lines are measured: interleaved pairs, of which the median counts."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def median_ratio(measured: Sequence[tuple[float, float]]) -> float:
 def show(rows: Sequence[Row]) -> str:
     """The table as text."""
     header = ("what", "ours", "theirs", "ratio", "target", "")
-    lines = [header, *((row.name, row.ours, row.theirs, f"{row.ratio:.3f}", row.target, "ok" if row.ok else "MISSED") for row in rows)]
+    lines = [header]
+    for row in rows:
+        lines.append((row.name, row.ours, row.theirs, f"{row.ratio:.3f}", row.target, "ok" if row.ok else "MISSED"))
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)

@@ -47,8 +47,9 @@ def evaluate(
                     outputs = {"loss": outputs}
                 if not isinstance(outputs, Mapping):
                     raise StepError(
-                        f"validation_step of {type(trainer).__name__} returned a {type(outputs).__name__}; it must "
-                        "return the loss, or a dict of numbers"
+                        f"validation_step of {type(trainer).__name__} returned "
+                        f"{'nothing' if outputs is None else f'a {type(outputs).__name__}'}; it must return the "
+                        "loss, or a dict of numbers, which may be empty"
                     )
                 if num_samples:
                     metrics.add(

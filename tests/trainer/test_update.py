@@ -1,0 +1,517 @@
+"""One update: its gradient is that of the whole batch, however it is cut; it is measured, guarded and clipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from headway.trainer import Callback, CheckpointConfig, NonFiniteError, ParallelConfig, StepError, Trainer, World
+from headway.trainer.parallel import whole
+from tests.distributed import run_on_ranks
+from tests.tiny import Deep, Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
+
+ALONE = World.alone("cpu")
+NOTHING_BETWEEN = CheckpointConfig(every=None)
+
+
+def _config(**changes: Any) -> TinyConfig:
+    settings = {"max_steps": 1, "shuffle": False, "evaluate_every": None, "log_every": "1 steps", **changes}
+    return TinyConfig(**settings)
+
+
+class Gradients(Callback):
+    """Keeps the weights before the first update, and the gradients of every update as they are before clipping."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, torch.Tensor] = {}
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def on_fit_start(self, trainer: Trainer[Any]) -> None:
+        self.before = weights(trainer)
+
+    def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
+        parameters = trainer.unwrap(trainer.models["model"]).named_parameters()
+        self.gradients.append({name: whole(p.grad).clone() for name, p in parameters if p.grad is not None})
+
+
+# ---- Token weights -------------------------------------------------------------------------------------------------
+
+
+def _labels(batch: Any) -> torch.Tensor:
+    """Three tokens a row, of which row i has a label for i % 4: none at all in every fourth row."""
+    has_label = torch.arange(3) < (batch["id"] % 4)[:, None]
+    return torch.where(has_label, batch["y"][:, None], -100)
+
+
+def _token_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    labels = _labels(batch)
+    logits = model(batch["x"])[:, None, :].expand(-1, 3, -1)
+    return F.cross_entropy(logits.reshape(-1, 3), labels.reshape(-1))
+
+
+class TokenTrainer(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": _token_loss(self.model, batch)}
+
+    def loss_weight(self, batch: Any) -> torch.Tensor:
+        return (_labels(batch) != -100).sum()
+
+
+class CountingTrainer(TokenTrainer):
+    """Gives its weights as whole numbers of Python."""
+
+    def loss_weight(self, batch: Any) -> int:  # type: ignore[override]
+        return int(super().loss_weight(batch))
+
+
+def _first_gradient(world: World, trainer_class: type[TinyTrainer], **changes: Any) -> dict[str, Any]:
+    spy, losses = Gradients(), Losses()
+    settings = {"global_batch_size": 14, "drop_last": False, **changes}
+    trainer = trainer_class(_config(**settings), world=world, callbacks=[spy, losses])
+    trainer.fit()
+    return {
+        "before": spy.before,
+        "gradient": spy.gradients[0],
+        "loss": losses.records[1]["train/loss"],
+        "norm": losses.records[1]["grad_norm"],
+    }
+
+
+def _of_plain_torch(before: dict[str, torch.Tensor]) -> dict[str, Any]:
+    model = Deep(9, 0.0)
+    model.load_state_dict({name.removeprefix("model."): value for name, value in before.items()})
+    rows = Rows(103)
+    batch = {"id": torch.arange(14), "x": rows.x[:14], "y": rows.y[:14]}
+    loss = _token_loss(model, batch)
+    loss.backward()
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.cat([value.flatten() for value in gradient.values()]).norm().item()
+    return {"gradient": gradient, "loss": loss.item(), "norm": norm}
+
+
+def _assert_is_of_whole_batch(result: dict[str, Any]) -> None:
+    wanted = _of_plain_torch(result["before"])
+    for name, value in wanted["gradient"].items():
+        torch.testing.assert_close(result["gradient"][name], value, atol=1e-6, rtol=1e-5)
+    assert result["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+    assert result["norm"] == pytest.approx(wanted["norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("trainer_class", [TokenTrainer, CountingTrainer])
+@pytest.mark.parametrize("micro_batch_size", [14, 3, 1])
+def test_token_weights_give_the_gradient_of_the_whole_batch_D1(
+    trainer_class: type[TinyTrainer], micro_batch_size: int
+) -> None:
+    """With micro-batches of one row, every fourth has no token at all, and NaN as its mean loss: it counts nothing."""
+    _assert_is_of_whole_batch(_first_gradient(ALONE, trainer_class, micro_batch_size=micro_batch_size))
+
+
+def _token_weights_on_ranks(world: World) -> list[dict[str, Any]]:
+    return [
+        _first_gradient(world, trainer_class, micro_batch_size=size, parallel=ParallelConfig(strategy=strategy))
+        for trainer_class, strategy, size in (
+            (TokenTrainer, "ddp", 3),
+            (CountingTrainer, "ddp", 1),
+            (TokenTrainer, "fsdp", 3),
+            (TokenTrainer, "fsdp", 7),
+        )
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_token_weights_on_ranks_give_the_gradient_of_the_whole_batch_D1_D5(world_size: int) -> None:
+    for rank in run_on_ranks(_token_weights_on_ranks, world_size):
+        for result in rank:
+            _assert_is_of_whole_batch(result)
+
+
+# ---- Once per update -----------------------------------------------------------------------------------------------
+
+
+class _CountReduceScatters(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _count_synchronisations(world: World) -> dict[str, Any]:
+    counts: dict[str, Any] = {}
+    settings = {"max_steps": 3, "global_batch_size": 16}
+
+    class CountBuckets(Callback):
+        buckets = 0
+
+        def on_setup_end(self, trainer: Trainer[Any]) -> None:
+            def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
+                self.buckets += 1
+                return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+            trainer.models["model"].register_comm_hook(None, count)  # type: ignore[operator]
+
+    for micro_batch_size in (8, 2):
+        spy = CountBuckets()
+        config = _config(**settings, micro_batch_size=micro_batch_size)
+        TinyTrainer(config, world=world, callbacks=[spy]).fit()
+        counts[f"ddp/{micro_batch_size}"] = spy.buckets
+        config = _config(**settings, micro_batch_size=micro_batch_size, parallel=ParallelConfig(strategy="fsdp"))
+        trainer = TinyTrainer(config, world=world)
+        with _CountReduceScatters() as mode:
+            trainer.fit()
+        counts[f"fsdp/{micro_batch_size}"] = mode.count
+    return counts
+
+
+def test_gradients_meet_once_per_update_D3() -> None:
+    """Three updates of one or of four micro-batches: as many all-reduces of DDP's one bucket, and reduce-scatters."""
+    counts = run_on_ranks(_count_synchronisations, 2)[0]
+    assert counts["ddp/8"] == counts["ddp/2"] == 3
+    # FSDP2 has the two blocks and the rest of the model as its groups.
+    assert counts["fsdp/8"] == counts["fsdp/2"] == 3 * 3
+
+
+# ---- The norm ------------------------------------------------------------------------------------------------------
+
+
+class SgdTrainer(TinyTrainer):
+    """Moves the weights by the very gradient."""
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+
+def _norms(world: World, strategy: str) -> dict[str, float]:
+    norms = {}
+    for limit in (None, 0.05):
+        spy, losses = Gradients(), Losses()
+        config = _config(
+            max_grad_norm=limit,
+            global_batch_size=16,
+            parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+        )
+        trainer = SgdTrainer(config, world=world, callbacks=[spy, losses])
+        trainer.fit()
+        after = weights(trainer)
+        moved = torch.cat([(after[name] - value).flatten() for name, value in spy.before.items()]).norm()
+        true = torch.cat([value.flatten() for value in spy.gradients[0].values()]).norm()
+        norms |= {f"logged/{limit}": losses.records[1]["grad_norm"], f"true/{limit}": true.item()}
+        norms[f"moved/{limit}"] = moved.item()
+    return norms
+
+
+def _norms_of_both(world: World) -> list[dict[str, float]]:
+    return [_norms(world, "ddp"), _norms(world, "fsdp")]
+
+
+def test_the_norm_is_global_and_from_before_clipping_D5() -> None:
+    alone = _norms(ALONE, "ddp")
+    assert alone["logged/None"] == pytest.approx(alone["true/None"], rel=1e-5)
+    assert alone["moved/None"] == pytest.approx(alone["true/None"], rel=1e-4)
+    assert alone["logged/0.05"] == alone["logged/None"] > 0.05
+    assert alone["moved/0.05"] == pytest.approx(0.05, rel=1e-3)
+    for rank in run_on_ranks(_norms_of_both, 2):
+        for strategy in rank:
+            assert strategy == pytest.approx(alone, rel=1e-4)
+
+
+# ---- Not finite ----------------------------------------------------------------------------------------------------
+
+
+class Explodes(TinyTrainer):
+    """Gets NaN as its third loss, on the last rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        if self.training and self.global_step == 2 and self.world.rank == self.world.size - 1:
+            outputs["loss"] = outputs["loss"] * float("nan")
+        return outputs
+
+
+class Remembers(Callback):
+    """Keeps the weights and the moments after each update, and the error at the end."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[dict[str, torch.Tensor], Any]] = []
+        self.errors: list[BaseException | None] = []
+
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        self.states.append((weights(trainer), trainer.global_step))
+
+    def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
+        self.errors.append(error)
+
+
+def _explode(world: World, folder: str, strategy: str = "ddp", **changes: Any) -> dict[str, Any]:
+    spy = Remembers()
+    config = _config(
+        max_steps=6,
+        global_batch_size=16,
+        micro_batch_size=4,
+        parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+        checkpoint=CheckpointConfig(every=2),  # type: ignore[arg-type]
+        **changes,
+    )
+    trainer = Explodes(config, run_dir=folder, world=world, callbacks=[spy])
+    with pytest.raises(NonFiniteError) as raised:
+        trainer.fit()
+    before, after = spy.states[-1][0], weights(trainer)
+    return {
+        "message": str(raised.value),
+        "step": trainer.global_step,
+        "unchanged": all(torch.equal(after[name], value) for name, value in before.items()),
+        "told": spy.errors == [raised.value],
+        "saved": sorted(path.name for path in Path(folder, "checkpoints").iterdir()),
+    }
+
+
+def _assert_refused(result: dict[str, Any]) -> None:
+    assert "gradient of step 3 is nan" in result["message"]
+    assert result["step"] == 2
+    assert result["unchanged"]
+    assert result["told"]
+    assert result["saved"] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_loss_that_is_not_finite_ends_the_run_D8(tmp_path: Path, max_grad_norm: float | None) -> None:
+    result = _explode(ALONE, str(tmp_path), max_grad_norm=max_grad_norm)
+    _assert_refused(result)
+    assert "rank 0: model.first.weight, model.first.bias, model.blocks.0.0.weight" in result["message"]
+    assert result["message"].count("model.") == 8
+    assert "and more" not in result["message"]
+
+
+def _explode_on_ranks(world: World, folder: str) -> list[dict[str, Any]]:
+    return [_explode(world, f"{folder}/{strategy}", strategy) for strategy in ("ddp", "fsdp")]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_D8(tmp_path: Path) -> None:
+    for rank in run_on_ranks(_explode_on_ranks, 2, str(tmp_path)):
+        for result in rank:
+            _assert_refused(result)
+            assert "rank 1: model." in result["message"]
+
+
+def test_one_gradient_that_is_not_finite_is_named_D8() -> None:
+    class OneGradient(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            if batch_idx == 0:
+                self.model.last.bias.register_hook(lambda gradient: gradient * float("inf"))
+            return outputs
+
+    with pytest.raises(NonFiniteError, match=r"step 1 is (inf|nan) \(rank 0: model\.last\.bias\)"):
+        OneGradient(_config(), world=ALONE).fit()
+
+
+def test_a_gradient_of_zero_is_legal_D11() -> None:
+    class NoSignal(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": super().training_step(batch, batch_idx)["loss"] * 0.0}
+
+    losses = Losses()
+    for limit in (None, 1.0):
+        trainer = NoSignal(_config(max_grad_norm=limit), world=ALONE, callbacks=[losses])
+        assert trainer.fit().status == "completed"
+        assert losses.records[1]["grad_norm"] == 0.0
+        assert all(value.isfinite().all() for value in weights(trainer).values())
+
+
+def test_parameters_that_are_frozen_or_unused_stay_as_they_are_D11() -> None:
+    class Partly(TinyTrainer):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.model.unused = nn.Linear(2, 2)
+            self.model.first.requires_grad_(False)
+
+    spy = Gradients()
+    trainer = Partly(_config(max_steps=2), world=ALONE, callbacks=[spy])
+    trainer.fit()
+    moved = {name for name, value in weights(trainer).items() if not torch.equal(value, spy.before[name])}
+    assert moved == {name for name in spy.before if "first" not in name and "unused" not in name}
+
+
+# ---- Steps that do it themselves -----------------------------------------------------------------------------------
+
+
+class CallsBackward(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        self.backward(outputs["loss"])
+        return {"accuracy": outputs["accuracy"], "loss": outputs["loss"].item()}
+
+
+class CallsStep(TinyTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.norms: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.backward(super().training_step(batch, batch_idx)["loss"])
+        norm = self.step(self.optimizer)
+        if self.training:
+            self.norms.append(norm)
+        return {}
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 4])
+def test_a_step_may_do_what_the_loop_would(micro_batch_size: int) -> None:
+    results = {}
+    for trainer_class in (TinyTrainer, CallsBackward, CallsStep):
+        config = _config(max_steps=4, global_batch_size=16, micro_batch_size=micro_batch_size, max_grad_norm=0.5)
+        trainer = trainer_class(config, world=ALONE)
+        assert trainer.fit().steps == 4
+        results[trainer_class] = weights(trainer), trainer.scheduler.last_epoch
+    reference, moved = results.pop(TinyTrainer)
+    for after, scheduled in results.values():
+        assert scheduled == moved == 4
+        assert all(torch.equal(after[name], value) for name, value in reference.items())
+    accumulated = 16 // micro_batch_size
+    assert [norm is not None for norm in trainer.norms] == ([False] * (accumulated - 1) + [True]) * 4  # type: ignore[attr-defined]
+
+
+class Gan(Trainer[TinyConfig]):
+    """Two models with an optimizer each; the critic learns in every update, the generator in every `pace`-th."""
+
+    pace = 1
+
+    def configure_models(self) -> None:
+        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> None:
+        self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=0.02)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.01)
+
+    def configure_dataloaders(self) -> Any:
+        return DataLoader(Rows(64), batch_size=16, shuffle=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        fake = self.generator(torch.randn_like(batch["x"]))
+        critic_loss = F.softplus(-self.critic(batch["x"])).mean() + F.softplus(self.critic(fake.detach())).mean()
+        self.backward(critic_loss)
+        self.step(self.critic_optimizer)
+        outputs = {"critic": critic_loss}
+        if self.global_step % self.pace == 0:
+            outputs["generator"] = F.softplus(-self.critic(fake)).mean()
+            self.backward(outputs["generator"])
+            self.step(self.generator_optimizer)
+        return outputs
+
+
+def test_two_optimizers_train_as_in_a_loop_written_by_hand_G8() -> None:
+    trainer = Gan(_config(max_steps=8), world=ALONE)
+    trainer.fit()
+
+    by_hand = Gan(_config(max_steps=8), world=ALONE)
+    by_hand.setup()
+    generator, critic = by_hand.generator, by_hand.critic
+    batches = [batch for epoch in range(2) for batch in by_hand._streams[0].epoch(epoch)]
+    for batch in (micro_batch for each in batches for micro_batch in each.micro_batches):
+        fake = generator(torch.randn_like(batch["x"]))
+        by_hand.critic_optimizer.zero_grad()
+        (F.softplus(-critic(batch["x"])).mean() + F.softplus(critic(fake.detach())).mean()).backward()
+        by_hand.critic_optimizer.step()
+        by_hand.generator_optimizer.zero_grad()
+        F.softplus(-critic(fake)).mean().backward()
+        by_hand.generator_optimizer.step()
+    for name, value in weights(by_hand).items():
+        assert torch.equal(weights(trainer)[name], value), name
+
+
+class SlowGenerator(Gan):
+    pace = 3
+
+
+def test_an_optimizer_that_a_manual_step_leaves_out_does_not_move_G8() -> None:
+    states: list[dict[str, torch.Tensor]] = []
+
+    class Keep(Callback):
+        def on_step_end(self, trainer: Trainer[Any]) -> None:
+            states.append(weights(trainer))
+
+    SlowGenerator(_config(max_steps=6), world=ALONE, callbacks=[Keep()]).fit()
+    for name in states[0]:
+        moves = [not torch.equal(states[i][name], states[i - 1][name]) for i in range(1, 6)]
+        assert moves == ([False, False, True, False, False] if "generator" in name else [True] * 5), name
+
+
+def _fit_gan(world: World, folder: str, stop_at: int | None) -> Gan:
+    config = _config(max_steps=7, global_batch_size=16, micro_batch_size=4, max_grad_norm=1.0)
+    trainer = Gan(config, run_dir=folder, world=world, callbacks=[] if stop_at is None else [StopAt(stop_at)])
+    trainer.fit()
+    return trainer
+
+
+def _gan_on_ranks(world: World, folder: str) -> bool:
+    reference = _fit_gan(world, f"{folder}/reference", None)
+    _fit_gan(world, f"{folder}/interrupted", 3)
+    resumed = _fit_gan(world, f"{folder}/interrupted", None)
+    assert reference.global_step == resumed.global_step == 7
+    for name in ("generator_optimizer", "critic_optimizer"):
+        mine, theirs = (each.optimizers[name].state_dict()["state"] for each in (resumed, reference))
+        assert all(torch.equal(mine[i]["exp_avg"], theirs[i]["exp_avg"]) for i in theirs)
+    return all(torch.equal(weights(resumed)[name], value) for name, value in weights(reference).items())
+
+
+def test_two_optimizers_resume_exactly_under_accumulation_G8(tmp_path: Path) -> None:
+    assert _gan_on_ranks(ALONE, str(tmp_path))
+
+
+def test_two_optimizers_resume_exactly_on_two_ranks_G8(tmp_path: Path) -> None:
+    assert run_on_ranks(_gan_on_ranks, 2, str(tmp_path)) == [True, True]
+
+
+# ---- Steps that nothing can be learned from ------------------------------------------------------------------------
+
+
+def _returning(value: Any) -> type[TinyTrainer]:
+    class Returns(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return value(self, batch) if callable(value) else value
+
+    return Returns
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "returned nothing; it must return the loss"),
+        ({}, "returned a dict with nothing in it"),
+        ({"accuracy": 0.5}, "returned a dict with 'accuracy'; it must return the loss"),
+        ("done", "returned a str"),
+        (0.5, "returned a float"),
+        ({"loss": 0.5}, "the loss is a float; it must be a tensor"),
+        (lambda self, batch: self.model(batch["x"]), r"the loss has shape \[8, 3\]; reduce it"),
+        (lambda self, batch: self.model(batch["x"]).mean().detach(), "the loss has no gradient"),
+        (lambda self, batch: torch.tensor(1.0), "the loss has no gradient"),
+        (lambda self, batch: nn.Parameter(torch.ones(())) * 2, "no parameter of the optimizer got a gradient"),
+        (lambda self, batch: (self.backward(self.model(batch["x"]).mean()), 1), "after calling self.backward"),
+        (lambda self, batch: {"loss": self.model(batch["x"]).mean(), "x": batch["x"]}, "as 'train/x'"),
+        (lambda self, batch: self.backward(0.5), "the loss is a float"),
+    ],
+)
+def test_a_step_that_nothing_can_be_learned_from_is_refused(value: Any, message: str) -> None:
+    trainer = _returning(value)(_config(), world=ALONE)
+    with pytest.raises(StepError, match=message):
+        trainer.fit()
+    assert trainer.global_step == 0
+
+
+def test_an_optimizer_that_nobody_knows_is_refused() -> None:
+    class Stranger(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.backward(super().training_step(batch, batch_idx)["loss"])
+            self.step(torch.optim.SGD(self.model.parameters()))
+
+    with pytest.raises(StepError, match="no attribute of the trainer"):
+        Stranger(_config(), world=ALONE).fit()

@@ -73,6 +73,7 @@ class LoaderStream:
         self._shuffle = not isinstance(loader.sampler, SequentialSampler) and getattr(loader.sampler, "shuffle", True)
         self._indices = _Indices()
         self._reader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -114,13 +115,14 @@ class LoaderStream:
         rows = [rows for micro_batches, _, _ in plan for rows in micro_batches]
         # Worker processes outlive an epoch, so the epoch travels with each row.
         self._indices.batches = [[(epoch, row) for row in each] for each in rows] if self._loader.num_workers else rows
-        batches = iter(self._read())
+        self._batches = batches = iter(self._read())
         for micro_batches, num_samples, total in plan:
             yield LoadedBatch([next(batches) for _ in micro_batches], num_samples, total)
 
     def close(self) -> None:
-        """Drops the loader, whose worker processes end with it."""
-        self._reader = None
+        """Ends the worker processes."""
+        _end_workers(self._batches)
+        self._batches = self._reader = None
 
     def _global_rows(self, epoch: int, offset: int) -> Iterator[list[int]]:
         rows = len(self._dataset)
@@ -181,6 +183,7 @@ class IterableStream:
         self._make: Callable[[], Iterable[Any]] = data if not isinstance(data, Iterable) else lambda: data
         self._data = data
         self._once = isinstance(data, Iterator)
+        self._batches: Iterator[Any] | None = None
         self._num_batches: int | None = len(data) if isinstance(data, Sized) and not _unsized(data) else None  # type: ignore[unreachable]
 
     @property
@@ -224,7 +227,8 @@ class IterableStream:
         if set_epoch is not None:
             set_epoch(epoch)
         window: list[Any] = []
-        for batch in self._make():
+        self._batches = batches = iter(self._make())
+        for batch in batches:
             window.append(batch)
             if len(window) == self._window:
                 yield self._group(window)
@@ -233,7 +237,10 @@ class IterableStream:
             yield self._group(window)
 
     def close(self) -> None:
-        """Nothing of ours to end."""
+        """Ends the worker processes of a loader, unless they are to outlive its epochs: then they are their owner's."""
+        if not getattr(self._data, "persistent_workers", False):
+            _end_workers(self._batches)
+        self._batches = None
 
     @property
     def _window(self) -> int:
@@ -273,6 +280,15 @@ class _SeededRows(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+
+def _end_workers(batches: Iterator[Any] | None) -> None:
+    """Ends the worker processes behind an iterator of a DataLoader, if there are any.
+
+    They would end with the iterator itself, but the traceback of an error in a row keeps it alive.
+    """
+    if (shut_down := getattr(batches, "_shutdown_workers", None)) is not None:
+        shut_down()
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

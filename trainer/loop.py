@@ -80,10 +80,11 @@ class Loop:
                 self._evaluate()
         while reason is None:
             self.train_epoch()
-            reason = self._requests.stop_reason if self._stopped else self._reached_limit()
+            reason = self._why_it_ends()
         self._finish()
         self._requests.close()
-        return self._state.result(self._stopped or "completed", reason, resumed_from)
+        # Asked again: a stop may have cut the last evaluation short.
+        return self._state.result(self._stopped or "completed", self._why_it_ends() or reason, resumed_from)
 
     def train_epoch(self) -> dict[str, float]:
         """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
@@ -234,6 +235,9 @@ class Loop:
             self._evaluate()
         if self._config.checkpoint.at_end:
             self._save_unless_saved()
+
+    def _why_it_ends(self) -> str | None:
+        return self._requests.stop_reason if self._stopped else self._reached_limit()
 
     def _reached_limit(self) -> str | None:
         progress, config = self._progress, self._config

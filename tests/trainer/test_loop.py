@@ -1,0 +1,648 @@
+"""The loop: hooks in their order, requests, limits, every ending, and its pieces called alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.data import DataLoader, Dataset
+
+from headway.trainer import Callback, CheckpointConfig, ConfigError, DataError, ParallelConfig, Trainer, World
+from headway.trainer.callbacks.base import HOOKS
+from headway.trainer.parallel import unwrap
+from tests.distributed import run_on_ranks
+from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
+
+ALONE = World.alone("cpu")
+
+Notes = list[str]
+
+
+def _noting(hook: str) -> Callable[..., None]:
+    def note(self: Any, trainer: Any, *args: Any) -> None:
+        self.notes.append(hook.removeprefix("on_"))
+        self.arguments.setdefault(hook, []).append(args)
+
+    return note
+
+
+class _Notebook(Callback):
+    def __init__(self) -> None:
+        self.notes: Notes = []
+        self.arguments: dict[str, list[Any]] = {}
+
+    def runs(self) -> str:
+        """What was called, a line for what belongs together."""
+        return " ".join(self.notes)
+
+
+Spy: type[_Notebook] = type("Spy", (_Notebook,), {hook: _noting(hook) for hook in HOOKS})
+
+
+def _config(**changes: Any) -> TinyConfig:
+    """Two updates of 16 rows in an epoch."""
+    settings = {
+        "num_rows": 32,
+        "batch_size": 16,
+        "global_batch_size": 16,
+        "log_every": "100 steps",
+        "evaluate_every": None,
+        **changes,
+    }
+    return TinyConfig(**{"max_epochs": 1, "checkpoint": CheckpointConfig(every=None, at_end=False), **settings})
+
+
+class OneBatchToValidate(TinyTrainer):
+    def configure_dataloaders(self) -> Any:
+        return super().configure_dataloaders()[0], DataLoader(Rows(10), batch_size=10)
+
+
+SETUP = "setup_start models_configured setup_end"
+STEP = "step_start batch_start batch_end gradients_ready step_end"
+EVALUATION = "evaluation_start evaluation_batch_start evaluation_batch_end evaluation_end log"
+
+
+def _order(*parts: str) -> str:
+    return " ".join(parts)
+
+
+# ---- The order of hooks --------------------------------------------------------------------------------------------
+
+
+def _notes_of(
+    trainer_class: type[TinyTrainer], config: TinyConfig, run_dir: Path | None = None, *more: Any
+) -> _Notebook:
+    spy = Spy()
+    trainer_class(config, run_dir=run_dir, world=ALONE, callbacks=[spy, *more]).fit()
+    return spy
+
+
+def test_order_of_a_plain_run_G1(tmp_path: Path) -> None:
+    config = _config(max_epochs=2, evaluate_every="1 epochs", checkpoint=CheckpointConfig())
+    spy = _notes_of(OneBatchToValidate, config, tmp_path)
+    epoch = _order("epoch_start", STEP, STEP, "log", EVALUATION, "epoch_end", "checkpoint_saved")
+    assert spy.runs() == _order(SETUP, "fit_start", epoch, epoch, "fit_end")
+    assert [arguments[1] for arguments in spy.arguments["on_batch_start"]] == [0, 1, 2, 3]
+    assert spy.arguments["on_fit_end"] == [(None,)]
+    assert [each[0]["epoch"] for each in spy.arguments["on_epoch_end"]] == [1, 2]
+    assert {"train/loss", "validation/loss"} <= set(spy.arguments["on_epoch_end"][0][0])
+
+
+def test_order_under_accumulation_G1_G4() -> None:
+    spy = _notes_of(TinyTrainer, _config(micro_batch_size=4))
+    batches = " ".join(["batch_start batch_end"] * 4)
+    step = f"step_start {batches} gradients_ready step_end"
+    evaluation = EVALUATION.replace(
+        "evaluation_batch_start evaluation_batch_end", " ".join(["evaluation_batch_start evaluation_batch_end"] * 4)
+    )
+    assert spy.runs() == _order(SETUP, "fit_start epoch_start", step, step, "log epoch_end", evaluation, "fit_end")
+    assert [arguments[2] for arguments in spy.arguments["on_batch_end"]] == list(range(8))
+    assert [arguments[2] for arguments in spy.arguments["on_evaluation_batch_end"]] == [0, 1, 2, 3]
+
+
+def test_order_of_evaluating_logging_and_saving_every_update_G1(tmp_path: Path) -> None:
+    config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1))  # type: ignore[arg-type]
+    update = _order(STEP, "log", EVALUATION, "checkpoint_saved")
+    spy = _notes_of(OneBatchToValidate, config, tmp_path)
+    assert spy.runs() == _order(SETUP, "fit_start epoch_start", update, update, "epoch_end fit_end")
+
+
+def test_order_of_a_stop_and_of_a_resume_G1_G5(tmp_path: Path) -> None:
+    config = _config(evaluate_every="1 epochs", checkpoint=CheckpointConfig())
+    spy = _notes_of(OneBatchToValidate, config, tmp_path, StopAt(1))
+    stop = _order("stop_requested", "checkpoint_saved", "log", "epoch_end")
+    assert spy.runs() == _order(SETUP, "fit_start epoch_start", STEP, stop, "fit_end")
+    assert spy.arguments["on_stop_requested"] == [("step 1",)]
+    spy = _notes_of(OneBatchToValidate, config, tmp_path)
+    rest = _order("epoch_start", STEP, "log", EVALUATION, "epoch_end checkpoint_saved")
+    assert spy.runs() == _order(SETUP, "restored fit_start", rest, "fit_end")
+    spy = _notes_of(OneBatchToValidate, config, tmp_path)
+    assert spy.runs() == _order(SETUP, "restored fit_end")
+
+
+def test_order_of_an_error_G1() -> None:
+    class Fails(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                raise LookupError("no such row")
+            return super().training_step(batch, batch_idx)
+
+    spy = Spy()
+    with pytest.raises(LookupError) as raised:
+        Fails(_config(), world=ALONE, callbacks=[spy]).fit()
+    assert spy.runs() == _order(SETUP, "fit_start epoch_start", STEP, "step_start batch_start fit_end")
+    assert spy.arguments["on_fit_end"] == [(raised.value,)]
+
+
+def test_functions_objects_and_own_hooks_work_together_G3_G7() -> None:
+    calls: list[Any] = []
+
+    class Watches(Callback):
+        def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+            calls.append(("object", trainer.current_epoch, metrics["step"]))
+
+    class Own(TinyTrainer):
+        def on_epoch_end(self, metrics: Mapping[str, float]) -> None:
+            super().on_epoch_end(metrics)  # type: ignore[misc]
+            calls.append(("own", self.current_epoch, metrics["step"]))
+
+        def configure_callbacks(self) -> Any:
+            return [Watches()]
+
+    Own(
+        _config(),
+        world=ALONE,
+        callbacks=[Watches(), lambda trainer, epoch, metrics: calls.append(("function", epoch, metrics["step"]))],
+    ).fit()
+    assert calls == [("own", 1, 2), ("object", 1, 2), ("object", 1, 2), ("function", 1, 2)]
+
+
+# ---- Every ending --------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+def _raises(hook: str, error: BaseException) -> Callback:
+    def fail(self: Any, trainer: Any, *args: Any) -> None:
+        raise error
+
+    return type("Fails", (Callback,), {hook: fail})()
+
+
+@pytest.mark.parametrize(
+    "hook", [each for each in HOOKS if each not in ("on_step_skipped", "on_log_images", "on_fit_end")]
+)
+def test_the_end_comes_once_wherever_a_run_fails_G5_C8(tmp_path: Path, hook: str) -> None:
+    """An error leaves as it was raised; all it gets are notes."""
+    config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1))  # type: ignore[arg-type]
+    callbacks = [StopAt(1)] if hook == "on_stop_requested" else []
+    if hook == "on_restored":
+        TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[StopAt(1)]).fit()
+    error, spy = Boom(hook), Spy()
+    trainer = TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[spy, _raises(hook, error), *callbacks])
+    with pytest.raises(Boom) as raised:
+        trainer.fit()
+    assert raised.value is error
+    assert error.args == (hook,)
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    assert error.__notes__ == [f"raised by Fails.{hook}"]
+    assert spy.arguments["on_fit_end"] == [(error,)]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(3), Boom("no")], ids=lambda error: type(error).__name__
+)
+@pytest.mark.parametrize("method", ["configure_models", "configure_dataloaders", "training_step", "validation_step"])
+def test_what_user_code_raises_leaves_unchanged_C8_G5(error: BaseException, method: str) -> None:
+    def fail(self: Any, *args: Any) -> Any:
+        raise error
+
+    spy = Spy()
+    with pytest.raises(type(error)) as raised:
+        type("Fails", (TinyTrainer,), {method: fail})(_config(), world=ALONE, callbacks=[spy]).fit()
+    assert raised.value is error
+    assert spy.arguments["on_fit_end"] == [(error,)]
+
+
+def test_clean_up_never_hides_an_error_C8() -> None:
+    closed: list[str] = []
+
+    class Stream:
+        guarantee, fingerprint = "epoch", None
+
+        def open(self, feed: Any) -> None:
+            pass
+
+        def samples_in_epoch(self, epoch: int) -> None:
+            return None
+
+        def steps_in_epoch(self, epoch: int) -> None:
+            return None
+
+        def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[Any]:
+            raise Boom("no such file")
+
+        def close(self) -> None:
+            closed.append("stream")
+            raise OSError("cannot close either")
+
+    class Reads(TinyTrainer):
+        def configure_dataloaders(self) -> Any:
+            return Stream(), Stream()
+
+    spy, error = Spy(), None
+    with pytest.raises(Boom, match="no such file") as raised:
+        Reads(_config(global_batch_size=None), world=ALONE, callbacks=[spy]).fit()
+    error = raised.value
+    assert closed == ["stream", "stream"]
+    assert error.__notes__ == ["besides, the clean-up failed with OSError: cannot close either"]
+
+
+def test_a_fit_may_be_called_again() -> None:
+    """Also on the same trainer, without a run directory: it goes on from where it stands in memory."""
+    spy = Spy()
+    trainer = TinyTrainer(_config(max_epochs=3), world=ALONE, callbacks=[StopAt(3), spy])
+    assert trainer.fit().status == "interrupted"
+    assert set(trainer.evaluate()) == {"validation/loss", "validation/accuracy"}
+    result = trainer.fit()
+    assert (result.status, result.steps, result.epochs) == ("completed", 6, 3)
+    assert trainer.fit().reason == "max_epochs=3 reached"
+    assert len(spy.arguments["on_fit_end"]) == 3
+    assert spy.notes.count("setup_start") == 1
+
+
+def test_a_setup_that_failed_may_be_tried_again() -> None:
+    class Second(TinyTrainer):
+        tries = 0
+
+        def configure_optimizers(self) -> None:
+            self.tries += 1
+            if self.tries == 1:
+                raise Boom("the first time")
+            super().configure_optimizers()
+
+    trainer = Second(_config(), world=ALONE)
+    with pytest.raises(Boom):
+        trainer.fit()
+    assert trainer.fit().status == "completed"
+
+
+# ---- Stops and limits ----------------------------------------------------------------------------------------------
+
+
+def test_a_stop_at_the_end_of_an_epoch_stops_there() -> None:
+    """Where all ranks meet anyway, no further update is made, and no epoch ends twice."""
+    ends: list[int] = []
+
+    def stop(trainer: Trainer[Any], epoch: int, metrics: Any) -> None:
+        ends.append(epoch)
+        trainer.request_stop("enough")
+
+    result = TinyTrainer(_config(max_epochs=4), world=ALONE, callbacks=[stop]).fit()
+    assert (result.status, result.reason, result.steps, result.epochs) == ("stopped", "enough", 2, 1)
+    assert ends == [1]
+    assert len(result.history) == 1
+
+
+def test_a_stop_in_an_evaluation_stops_there() -> None:
+    class Impatient(Callback):
+        def on_evaluation_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+            trainer.request_stop("")
+
+    trainer = TinyTrainer(_config(max_epochs=4, evaluate_every=3), world=ALONE, callbacks=[Impatient()])
+    result = trainer.fit()
+    assert (result.status, result.steps, result.reason) == ("stopped", 3, "a request without a reason")
+
+
+def test_a_limit_that_is_reached_anyway_is_no_stop() -> None:
+    class Late(Callback):
+        def on_epoch_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+            trainer.request_stop("late")
+
+    config = _config(evaluate_every="1 epochs")
+    assert TinyTrainer(config, world=ALONE, callbacks=[Late()]).fit().status == "completed"
+    # Where the last evaluation has yet to come, it does not: that is a stop, and a resume makes up for it.
+    result = TinyTrainer(_config(), world=ALONE, callbacks=[Late()]).fit()
+    assert (result.status, result.reason, result.epochs) == ("stopped", "late", 1)
+
+
+def test_a_save_asked_for_in_an_evaluation_is_of_that_update(tmp_path: Path) -> None:
+    class KeepBest(Callback):
+        def on_evaluation_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+            trainer.request_save()
+
+    result = TinyTrainer(_config(evaluate_every=1), run_dir=tmp_path, world=ALONE, callbacks=[KeepBest()]).fit()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    assert result.best_checkpoint is not None
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 3])
+@pytest.mark.parametrize("stop_at", [1, 2, 3])
+def test_an_epoch_that_was_whole_at_a_stop_is_closed_by_the_resume(
+    tmp_path: Path, steps_per_epoch: int | None, stop_at: int
+) -> None:
+    config = _config(
+        max_epochs=3, steps_per_epoch=steps_per_epoch, evaluate_every="1 epochs", checkpoint=CheckpointConfig()
+    )
+    reference = TinyTrainer(config, world=ALONE)
+    wanted = reference.fit()
+    ended: list[int] = []
+    trainer = TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[StopAt(stop_at)])
+    trainer.fit()
+    resumed = TinyTrainer(
+        config, run_dir=tmp_path, world=ALONE, callbacks=[lambda trainer, epoch, metrics: ended.append(epoch)]
+    )
+    result = resumed.fit()
+    assert (result.steps, result.epochs) == (wanted.steps, wanted.epochs) == (3 * min(steps_per_epoch or 2, 2), 3)
+    assert trainer.seen + resumed.seen == reference.seen
+    names = ("epoch", "step", "train/loss", "validation/loss")
+    assert [{name: row[name] for name in names} for row in result.history] == [
+        {name: row[name] for name in names} for row in wanted.history
+    ]
+    assert ended == list(range(trainer.current_epoch + 1, 4))
+
+
+def test_the_history_holds_whole_epochs_only() -> None:
+    seen: list[Mapping[str, float]] = []
+    trainer = TinyTrainer(
+        _config(max_epochs=None, max_steps=5, evaluate_every=None),
+        world=ALONE,
+        callbacks=[lambda trainer, epoch, metrics: seen.append(metrics)],
+    )
+    result = trainer.fit()
+    assert [(row["epoch"], row["step"]) for row in result.history] == [(1, 2), (2, 4)]
+    assert len(seen) == 3
+    assert set(seen[-1]) == {"train/loss", "train/accuracy", "validation/loss", "validation/accuracy"}
+    assert (result.steps, result.epochs, trainer.progress.step_in_epoch) == (5, 2, 1)
+
+
+def test_no_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="set max_epochs or max_steps"):
+        TinyTrainer(_config(max_epochs=None), world=ALONE).fit()
+
+
+def test_logged_means_cover_all_updates_since_the_last_record_F1() -> None:
+    """Five updates, a record every two: the last one is of one update; all weigh by rows."""
+    each, pairs = Losses(), Losses()
+    for spy, every in ((each, 1), (pairs, 2)):
+        TinyTrainer(_config(max_epochs=None, max_steps=5, log_every=every), world=ALONE, callbacks=[spy]).fit()
+    losses = each.of("train/loss")
+    wanted = {2: (losses[1] + losses[2]) / 2, 4: (losses[3] + losses[4]) / 2, 5: losses[5]}
+    assert pairs.of("train/loss") == pytest.approx(wanted, rel=1e-6)
+
+
+def test_own_numbers_are_logged_with_their_weights() -> None:
+    class Logs(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("twice", 2.0 * batch_idx, weight=1 + batch_idx)
+            self.log("tensor", torch.tensor(1.5))
+            return {**super().training_step(batch, batch_idx), "nested": {"inside": 1}}
+
+    losses = Losses()
+    Logs(_config(), world=ALONE, callbacks=[losses]).fit()
+    record = losses.records[2]
+    assert record["train/twice"] == pytest.approx((0 * 1 + 2 * 2) / 3)
+    assert record["train/nested/inside"] == 1.0
+    assert record["validation/tensor"] == record["train/tensor"] == 1.5
+    # Every validation batch logs once, at the same weights.
+    assert record["validation/twice"] == pytest.approx((0 + 2 * 2 + 4 * 3 + 6 * 4) / 10)
+
+
+# ---- Requests on several ranks ------------------------------------------------------------------------------------
+
+
+class AsksOnOneRank(Callback):
+    """The last rank asks for something at one update; all note when it happens."""
+
+    def __init__(self, request: str, at: int) -> None:
+        self.request, self.at = request, at
+        self.happened: list[int] = []
+
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        if trainer.global_step == self.at and trainer.world.rank == trainer.world.size - 1:
+            arguments = ("one rank asks",) if self.request == "request_stop" else ()
+            getattr(trainer, self.request)(*arguments)
+
+    def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
+        self._note("request_stop", trainer)
+
+    def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
+        self._note("request_save", trainer)
+
+    def on_evaluation_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+        self._note("request_evaluation", trainer)
+
+    def _note(self, request: str, trainer: Trainer[Any]) -> None:
+        if request == self.request and trainer.global_step < 8:
+            self.happened.append(trainer.global_step)
+
+
+class StopsInEvaluation(Callback):
+    """The last rank asks for a stop while the second batch is evaluated."""
+
+    def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.world.rank == trainer.world.size - 1:
+            trainer.request_stop("in the evaluation", status="interrupted")
+
+
+def _requests_on_ranks(world: World, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    config = _config(max_epochs=None, max_steps=8, checkpoint=CheckpointConfig(every=None))
+    for request in ("request_stop", "request_save", "request_evaluation"):
+        spy = AsksOnOneRank(request, at=3)
+        result = TinyTrainer(config, run_dir=f"{folder}/{request}", world=world, callbacks=[spy]).fit()
+        found[request] = spy.happened, result.status, result.reason, result.steps
+
+    def stop(trainer: Trainer[Any], epoch: int, metrics: Any) -> None:
+        if trainer.world.rank == 1:
+            trainer.request_stop("enough")
+
+    result = TinyTrainer(config, world=world, callbacks=[stop]).fit()
+    found["epoch end"] = result.status, result.reason, result.steps, result.epochs
+    long = TinyConfig(**{**vars(config), "evaluate_every": 2})
+    cut = LongValidation(long, run_dir=f"{folder}/cut", world=world, callbacks=[StopsInEvaluation(), spy := Spy()])
+    result = cut.fit()
+    found["evaluation"] = result.status, result.reason, result.steps, spy.notes.count("evaluation_batch_end")
+    found["metrics"] = [name for name in result.metrics if name.startswith("validation/")]
+    found["again"] = LongValidation(long, run_dir=f"{folder}/cut", world=world).fit().steps
+    found["unwrapped"] = type(cut.unwrap(cut.model)).__name__, type(cut.model).__name__
+    return found
+
+
+class LongValidation(TinyTrainer):
+    def configure_dataloaders(self) -> Any:
+        return super().configure_dataloaders()[0], DataLoader(Rows(64), batch_size=1)
+
+
+def test_what_one_rank_asks_for_happens_on_all_at_the_same_update_G6(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_requests_on_ranks, 2, str(tmp_path))
+    assert first == second
+    assert first["request_stop"] == ([4], "stopped", "one rank asks", 4)
+    assert first["request_save"] == ([4], "completed", "max_steps=8 reached", 8)
+    assert first["request_evaluation"] == ([4], "completed", "max_steps=8 reached", 8)
+    assert first["epoch end"] == ("stopped", "enough", 2, 1)
+    status, reason, steps, evaluated = first["evaluation"]
+    assert (status, reason, steps) == ("interrupted", "in the evaluation", 2)
+    assert 2 <= evaluated <= 4, "a stop ends an evaluation of 32 batches early"
+    assert first["metrics"] == []
+    assert first["again"] == 8
+    assert first["unwrapped"] == ("Deep", "DistributedDataParallel")
+
+
+# ---- Alone ---------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_of_the_loop_work_without_fit_G9(tmp_path: Path) -> None:
+    spy = Spy()
+    trainer = TinyTrainer(_config(), run_dir=tmp_path, world=ALONE, callbacks=[spy])
+    before = trainer.evaluate()
+    batch = torch.utils.data.default_collate([Rows(32)[row] for row in range(5)])
+    metrics = trainer.train_step(batch)
+    assert metrics["train/loss"] > 0
+    assert metrics["grad_norm"] > 0
+    assert (trainer.global_step, trainer.progress.samples, trainer.local_batches) == (1, 5, 1)
+    after = trainer.evaluate()
+    assert after != before
+    assert trainer.evaluate(DataLoader(Rows(10), batch_size=4)) == pytest.approx(after)
+    assert trainer.evaluate([batch])["validation/loss"] > 0
+    epoch = trainer.train_epoch()
+    assert epoch["epoch"] == trainer.current_epoch == 1
+    assert trainer.train_epoch()["epoch"] == 2
+    assert trainer.save_checkpoint().step == trainer.global_step
+    assert "fit_end" not in spy.notes
+    assert spy.notes.count("setup_start") == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"global_batch_size": 16, "micro_batch_size": 4}, {"batch_size": 4, "gradient_accumulation_steps": 4}]
+)
+def test_a_train_step_takes_any_batch_G9(options: dict[str, Any]) -> None:
+    trainer = TinyTrainer(_config(**{"global_batch_size": None, **options}), world=ALONE)
+    batch = torch.utils.data.default_collate([Rows(32)[row] for row in range(3)])
+    assert trainer.train_step(batch)["train/loss"] > 0
+    assert trainer.global_step == 1
+
+
+def test_evaluating_without_data_is_refused() -> None:
+    class NoValidation(TinyTrainer):
+        def configure_dataloaders(self) -> Any:
+            return super().configure_dataloaders()[0]
+
+    trainer = NoValidation(_config(), world=ALONE)
+    with pytest.raises(DataError, match="no validation data"):
+        trainer.evaluate()
+    assert trainer.fit().status == "completed"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of torch's own, when its compiler is imported.
+def test_unwrap_finds_the_module_that_the_user_wrote_G10() -> None:
+    module = nn.Linear(2, 2)
+    for wrapped in (
+        module,
+        torch.compile(module),
+        checkpoint_wrapper(module),
+        torch.compile(checkpoint_wrapper(module)),
+        checkpoint_wrapper(torch.compile(module)),  # type: ignore[arg-type]
+    ):
+        assert unwrap(wrapped) is module  # type: ignore[arg-type]
+
+
+# ---- Threads, processes, clocks ------------------------------------------------------------------------------------
+
+
+def test_fit_runs_in_a_thread_and_is_stopped_from_another_C3() -> None:
+    trainer = TinyTrainer(_config(max_epochs=None, max_steps=10**9), world=ALONE, callbacks=[])
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(trainer.fit()))
+    thread.start()
+    while trainer.global_step < 2:
+        time.sleep(0.001)
+    trainer.request_stop("from outside", status="time_limit")
+    thread.join(timeout=30)
+    assert (results[0].status, results[0].reason) == ("time_limit", "from outside")
+
+
+class BadRow(Dataset[Any]):
+    """Fails in row 20, in the worker process."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, row: int) -> Any:
+        if row == 20:
+            raise LookupError("row 20 is broken")
+        return Rows(32)[row]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("ending", ["success", "stop", "step", "row"])
+def test_worker_processes_end_with_the_run_C14(ending: str, persistent: bool) -> None:
+    class WithWorkers(TinyTrainer):
+        def configure_dataloaders(self) -> Any:
+            rows = BadRow() if ending == "row" else Rows(32)
+            return DataLoader(rows, batch_size=4, num_workers=1, persistent_workers=persistent), None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert multiprocessing.active_children()
+            if ending == "step" and batch_idx == 1:
+                raise Boom("in the step")
+            return super().training_step(batch, batch_idx)
+
+    callbacks = [StopAt(1)] if ending == "stop" else []
+    trainer = WithWorkers(_config(max_epochs=2, global_batch_size=8), world=ALONE, callbacks=callbacks)
+    if ending in ("step", "row"):
+        with pytest.raises(Boom if ending == "step" else LookupError) as raised:
+            trainer.fit()
+        assert raised.value.__traceback__ is not None, "what the traceback holds must not keep them alive"
+    else:
+        trainer.fit()
+    deadline = time.monotonic() + 5
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not multiprocessing.active_children()
+
+
+class SlowSteps(Callback):
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        time.sleep(0.05)
+
+
+def test_evaluating_and_saving_by_the_clock_goes_on_after_a_resume(tmp_path: Path) -> None:
+    config = _config(
+        max_epochs=None,
+        max_steps=24,
+        evaluate_every="0.35s",
+        checkpoint=CheckpointConfig(every="0.35s", keep_last="all"),  # type: ignore[arg-type]
+    )
+    spies = []
+    for stop in ([StopAt(12)], []):
+        spies.append(spy := Spy())
+        trainer = TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[spy, SlowSteps(), *stop])
+        result = trainer.fit()
+    assert result.steps == 24
+    for spy, at_end in zip(spies, (0, 1), strict=True):
+        # 0.6 s of updates: once by the clock (twice where the machine is slow), and at the end of the run.
+        assert 1 <= spy.notes.count("evaluation_end") - at_end <= 4
+        assert 1 <= spy.notes.count("checkpoint_saved") - 1 <= 4
+    # The clock starts anew with the resume: nothing is due at its first updates.
+    first = spies[1].notes.index("evaluation_end")
+    assert spies[1].notes[:first].count("step_end") >= 3
+    assert trainer.progress.elapsed_s > 1.1
+
+
+Strategy = Literal["ddp", "fsdp"]
+
+
+def _clock_on_ranks(world: World, strategy: Strategy) -> list[int]:
+    steps: list[int] = []
+
+    class Note(Callback):
+        def on_evaluation_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+            steps.append(trainer.global_step)
+
+    class Skewed(SlowSteps):
+        def on_step_start(self, trainer: Trainer[Any]) -> None:
+            time.sleep(0.02 * trainer.world.rank)
+
+    config = _config(max_epochs=None, max_steps=20, evaluate_every="0.3s", parallel=ParallelConfig(strategy=strategy))
+    trainer = TinyTrainer(config, world=world, callbacks=[Note(), Skewed()])
+    trainer.fit()
+    assert len(weights(trainer)) == 8
+    return steps
+
+
+def test_the_clock_of_the_main_rank_decides() -> None:
+    first, second = run_on_ranks(_clock_on_ranks, 2, "fsdp")
+    assert first == second
+    assert len(first) >= 2

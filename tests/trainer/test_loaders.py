@@ -1,0 +1,419 @@
+"""Whatever people bring as data becomes a stream: a DataLoader an exact one, any iterable one that says what it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+)
+
+from headway.trainer import CheckpointConfig, ConfigError, DataError, World
+from headway.trainer.loaders import IterableStream, LoaderStream, as_stream
+from headway.trainer.streams import Feed, GlobalBatch
+from tests.distributed import run_on_ranks
+from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer
+
+ALONE = World.alone("cpu")
+
+
+class Numbers(Dataset[int]):
+    """Row i is i; counts how often it is read."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.reads = num_rows, 0
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> int:
+        self.reads += 1
+        return row
+
+
+def _feed(rank: int = 0, world_size: int = 1, **changes: Any) -> Feed:
+    settings = {"global_batch_size": None, "micro_batch_size": None, "accumulation": 1, "seed": 3, "training": True}
+    return Feed(rank=rank, world_size=world_size, device=torch.device("cpu"), **{**settings, **changes})
+
+
+def _open(data: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> Any:
+    stream = as_stream(data)
+    stream.open(_feed(rank, world_size, **changes))
+    return stream
+
+
+def _counting(batch: GlobalBatch) -> list[int]:
+    """The rows of a rank that count."""
+    pairs = zip(batch.micro_batches, batch.num_samples, strict=True)
+    return [int(row) for micro_batch, num_samples in pairs if num_samples for row in micro_batch]
+
+
+def _epoch(
+    loader: Callable[[], Any], world_size: int, epoch: int = 0, offset: int = 0, **changes: Any
+) -> list[list[int]]:
+    """The rows of every global batch, in order, put together from all ranks."""
+    ranks = [
+        list(_open(loader(), rank, world_size, **changes).epoch(epoch, offset=offset)) for rank in range(world_size)
+    ]
+    batches = []
+    for parts in zip(*ranks, strict=True):
+        assert len({len(part.micro_batches) for part in parts}) == 1, "equally many forward passes on every rank"
+        rows = [row for part in parts for row in _counting(part)]
+        assert {part.global_num_samples for part in parts} == {len(rows)}
+        assert sum(sum(part.num_samples) for part in parts) == len(rows)
+        batches.append(rows)
+    return batches
+
+
+# ---- A DataLoader over rows ----------------------------------------------------------------------------------------
+
+
+def _shuffled(drop_last: bool = False) -> DataLoader[Any]:
+    return DataLoader(Numbers(103), batch_size=4, shuffle=True, drop_last=drop_last)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16])
+def test_the_same_global_batches_at_every_number_of_ranks_E1_E4(world_size: int, micro_batch_size: int | None) -> None:
+    settings = {"global_batch_size": 8, "micro_batch_size": micro_batch_size}
+    for drop_last, steps in ((False, 13), (True, 12)):
+        batches = _epoch(lambda: _shuffled(drop_last), world_size, **settings)  # noqa: B023
+        assert batches == _epoch(lambda: _shuffled(drop_last), 1, **settings)  # noqa: B023
+        assert [len(batch) for batch in batches] == [8] * 12 + [7] * (not drop_last)
+        assert len(batches) == steps
+        rows = [row for batch in batches for row in batch]
+        assert len(set(rows)) == len(rows) == (96 if drop_last else 103)
+
+
+def test_micro_batches_are_no_larger_than_asked_for() -> None:
+    for rank in range(3):
+        stream = _open(_shuffled(), rank, 3, global_batch_size=32, micro_batch_size=4)
+        sizes = [[len(each) for each in batch.micro_batches] for batch in stream.epoch(0)]
+        assert all(len(each) == 3 and max(each) <= 4 for each in sizes[:-1])
+        assert len(sizes) == stream.steps_in_epoch(0) == 4
+
+
+def test_a_loader_that_says_nothing_brings_its_own_batch_size() -> None:
+    stream = _open(_shuffled(), 0, 2, accumulation=3)
+    first = next(iter(stream.epoch(0)))
+    assert [len(each) for each in first.micro_batches] == [4, 4, 4]
+    assert (first.global_num_samples, stream.steps_in_epoch(0), stream.samples_in_epoch(0)) == (24, 5, 103)
+
+
+def test_orders_are_those_of_seed_and_epoch_E4() -> None:
+    orders = {
+        (seed, epoch): tuple(itertools.chain(*_epoch(_shuffled, 1, epoch, seed=seed)))
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len(set(orders.values())) == 4
+    torch.manual_seed(5)
+    assert orders[0, 1] == tuple(itertools.chain(*_epoch(_shuffled, 3, 1, seed=0)))
+
+
+@pytest.mark.parametrize("offset", [0, 8, 96, 103])
+def test_any_place_in_an_epoch_is_found_without_reading_what_was_before_A14(offset: int) -> None:
+    whole = _epoch(_shuffled, 2, 1, global_batch_size=8)
+    assert _epoch(_shuffled, 3, 1, offset, global_batch_size=8) == whole[offset // 8 + bool(offset % 8) :]
+    data = Numbers(103)
+    list(_open(DataLoader(data, batch_size=8, shuffle=True)).epoch(1, offset=offset))
+    assert data.reads == 103 - offset
+
+
+def test_what_is_not_shuffled_stays_in_order() -> None:
+    rows = list(range(50))
+    plain = lambda: DataLoader(Numbers(50), batch_size=8)  # noqa: E731
+    assert list(itertools.chain(*_epoch(plain, 3, epoch=2))) == rows
+    # An evaluation reads every row once in its order, whatever training would do.
+    shuffled = lambda: DataLoader(Numbers(50), batch_size=8, shuffle=True, drop_last=True)  # noqa: E731
+    assert list(itertools.chain(*_epoch(shuffled, 3, training=False, global_batch_size=999, accumulation=4))) == rows
+    assert _open(shuffled(), training=False, accumulation=4).steps_in_epoch(0) == 7
+
+
+def test_a_distributed_sampler_is_replaced() -> None:
+    """Rank 1 of 2 brings its half, as for a loop of its own; here it gets its share of everything."""
+
+    def loader(shuffle: bool = True) -> DataLoader[Any]:
+        data = Numbers(20)
+        return DataLoader(data, batch_size=5, sampler=DistributedSampler(data, 2, 1, shuffle=shuffle))
+
+    assert as_stream(loader()).guarantee == "exact"
+    assert sorted(itertools.chain(*_epoch(loader, 2))) == list(range(20))
+    assert list(itertools.chain(*_epoch(lambda: loader(shuffle=False), 2))) == list(range(20))
+    assert list(itertools.chain(*_epoch(loader, 2))) != list(range(20))
+
+
+class Backwards(Sampler[int]):
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_rows - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Backwards(20),
+        WeightedRandomSampler([1.0] * 20, 20),
+        RandomSampler(range(20), replacement=True),
+        RandomSampler(range(20), num_samples=7),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_of_ones_own_is_kept(sampler: Any) -> None:
+    stream = _open(DataLoader(Numbers(20), batch_size=5, sampler=sampler))
+    assert stream.guarantee == "epoch"
+    rows = list(itertools.chain(*(_counting(batch) for batch in stream.epoch(4))))
+    assert len(rows) == len(sampler)
+    if isinstance(sampler, Backwards):
+        assert rows == list(range(19, -1, -1))
+        assert sampler.epochs == [4]
+
+
+def test_rows_draw_the_same_in_any_worker_process() -> None:
+    def draws(num_workers: int, rank: int, world_size: int, offset: int) -> dict[int, Any]:
+        loader = DataLoader(Draws(24), batch_size=4, shuffle=True, num_workers=num_workers)
+        batches = list(_open(loader, rank, world_size, global_batch_size=8).epoch(1, offset=offset))
+        rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.tolist()]
+        return {int(row[0]): row for row in rows}
+
+    reference = draws(1, 0, 1, 0)
+    assert len({tuple(row[1:]) for row in reference.values()}) == 24
+    for changed in (draws(2, 0, 1, 0), draws(1, 1, 2, 8)):
+        assert changed == {row: reference[row] for row in changed}
+
+
+class Draws(Dataset[torch.Tensor]):
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.tensor([row, torch.rand(()).item(), random.random(), np.random.random()], dtype=torch.float64)
+
+
+# ---- Iterables -----------------------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+class Short(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def _batches(num_batches: int, rows: int = 4) -> list[dict[str, torch.Tensor]]:
+    data = Rows(num_batches * rows)
+    return [
+        torch.utils.data.default_collate([data[row] for row in range(start, start + rows)])
+        for start in range(0, num_batches * rows, rows)
+    ]
+
+
+def test_iterables_say_what_they_guarantee() -> None:
+    for data, guarantee in (
+        ([1, 2], "epoch"),
+        (lambda: iter([1]), "epoch"),
+        (DataLoader(Short(), batch_size=4), "epoch"),
+        (DataLoader(Numbers(8), batch_size=None), "epoch"),
+        (iter([1, 2]), "none"),
+        ((number for number in (1, 2)), "none"),
+        (DataLoader(Numbers(8)), "exact"),
+        (DataLoader(Subset(Numbers(8), [1, 2]), shuffle=True), "exact"),
+    ):
+        stream = as_stream(data)
+        assert stream.guarantee == guarantee
+        assert isinstance(stream, LoaderStream if guarantee == "exact" else IterableStream)
+        assert as_stream(stream) is stream
+
+
+def test_several_batches_of_an_iterable_make_an_update() -> None:
+    stream = _open([[number] for number in range(5)], accumulation=2)
+    assert [batch.micro_batches for batch in stream.epoch(0)] == [[[0], [1]], [[2], [3]], [[4]]]
+    assert stream.steps_in_epoch(0) == 3
+    evaluation = _open([[1], [2]], accumulation=2, training=False)
+    assert [batch.micro_batches for batch in evaluation.epoch(0)] == [[[1]], [[2]]]
+    assert _open(iter([1])).steps_in_epoch(0) is None
+    assert _open(DataLoader(Short(), batch_size=4)).steps_in_epoch(0) is None
+
+
+class Brings(TinyTrainer):
+    """Trains on what it is given."""
+
+    def __init__(self, data: Any, config: TinyConfig, **options: Any) -> None:
+        super().__init__(config, **{"world": ALONE, **options})
+        self.data = data
+
+    def configure_dataloaders(self) -> Any:
+        return self.data
+
+
+def _config(**changes: Any) -> TinyConfig:
+    return TinyConfig(**{"evaluate_every": None, "checkpoint": CheckpointConfig(), **changes})
+
+
+def _collated(dataset: Any) -> DataLoader[Any]:
+    rows = Rows(400)
+    return DataLoader(
+        dataset, batch_size=4, collate_fn=lambda ids: torch.utils.data.default_collate([rows[i] for i in ids])
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "config", "steps", "epochs"),
+    [
+        (lambda: _batches(3), {"max_epochs": 2}, 6, 2),
+        (lambda: lambda: iter(_batches(3)), {"max_epochs": 2}, 6, 2),
+        (lambda: _collated(Short()), {"max_epochs": 2}, 6, 2),
+        (lambda: _batches(3), {"max_steps": 7}, 7, 2),
+        (lambda: _batches(5), {"max_epochs": 2, "gradient_accumulation_steps": 2}, 6, 2),
+        (lambda: _batches(5), {"max_epochs": 2, "steps_per_epoch": 3}, 6, 2),
+        (lambda: itertools.cycle(_batches(3)), {"max_steps": 7}, 7, 0),
+        (lambda: itertools.cycle(_batches(3)), {"max_epochs": 2, "steps_per_epoch": 4}, 8, 2),
+        (lambda: _collated(Endless()), {"max_epochs": 2, "steps_per_epoch": 4}, 8, 2),
+        (lambda: iter(_batches(7)), {"max_steps": 7}, 7, 0),
+        (lambda: DataLoader(Rows(20), batch_size=8), {"max_steps": 7}, 7, 2),
+    ],
+)
+def test_steps_and_epochs_of_what_people_bring_E2_E3(
+    data: Any, config: dict[str, Any], steps: int, epochs: int
+) -> None:
+    trainer = Brings(data(), _config(**config))
+    result = trainer.fit()
+    assert (result.status, result.steps, result.epochs) == ("completed", steps, epochs)
+    assert len(result.history) == epochs
+
+
+def test_an_iterator_goes_on_where_the_last_epoch_left_it() -> None:
+    trainer = Brings(iter(_batches(6)), _config(max_epochs=2, steps_per_epoch=3))
+    trainer.fit()
+    assert [row for _, rows in trainer.seen for row in rows] == list(range(24))
+
+
+def test_a_new_epoch_has_a_new_order_E2() -> None:
+    trainer = Brings(DataLoader(Rows(16), batch_size=8, shuffle=True), _config(max_steps=4))
+    trainer.fit()
+    orders = [[row for step, rows in trainer.seen if step // 2 == epoch for row in rows] for epoch in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(16))
+    assert orders[0] != orders[1]
+
+
+def test_an_iterator_without_an_end_needs_one_E3() -> None:
+    with pytest.raises(ConfigError, match=r"max_epochs=2 counts epochs.*set steps_per_epoch, or max_steps"):
+        Brings(itertools.cycle(_batches(2)), _config(max_epochs=2)).fit()
+
+
+def test_an_iterator_that_runs_out_is_an_error() -> None:
+    trainer = Brings(iter(_batches(3)), _config(max_steps=7))
+    with pytest.raises(DataError, match="epoch 2 has no batches: the training data is empty, or has run out"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(Numbers(0), sampler=Backwards(0)), "training data, a DataLoader, has no batches"),
+        (DataLoader(Numbers(0)), "the Numbers of the training loader has no rows"),
+        ([], "the training data, a list, has no batches"),
+        (lambda: iter([]), "epoch 1 has no batches"),
+        (DataLoader(Rows(5), batch_size=8, drop_last=True), "has 5 rows, less than one global batch of 8"),
+        ((_batches(1), []), "the validation data, a list, has no batches"),
+        ((_batches(1), DataLoader(Numbers(0))), "the Numbers of the validation loader has no rows"),
+        ((_batches(1), lambda: iter([])), "the validation data has no batches"),
+    ],
+)
+def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero_E5(data: Any, message: str) -> None:
+    trainer = Brings(data, _config(max_epochs=1))
+    with pytest.raises(DataError, match=message):
+        trainer.fit()
+    assert "validation/loss" not in trainer.history.latest
+
+
+@pytest.mark.parametrize("data", [None, 5, "data/train", b"", Path("data"), {"train": []}, Rows(8)], ids=repr)
+def test_what_is_no_data_is_refused(data: Any) -> None:
+    with pytest.raises(ConfigError, match=f"cannot read batches from a {type(data).__name__}: give a torch DataLoader"):
+        Brings(data, _config(max_epochs=1)).fit()
+
+
+def test_an_iterable_cannot_be_cut_to_size() -> None:
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size=8 needs data that can be cut.*gradient_accumulation_steps"
+    ):
+        Brings(_batches(3), _config(max_epochs=1, global_batch_size=8)).fit()
+    # But it can be evaluated.
+    trainer = Brings((DataLoader(Rows(8), batch_size=4), _batches(3)), _config(max_epochs=1, global_batch_size=8))
+    assert trainer.fit().metrics["validation/loss"] > 0
+
+
+def test_a_resume_begins_the_epoch_of_an_iterable_again_and_says_so_A17(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(20), batch_size=5, sampler=Backwards(20))
+    config = _config(max_epochs=2)
+    Brings(loader, config, run_dir=tmp_path, callbacks=[StopAt(6)]).fit()
+    trainer = Brings(loader, config, run_dir=tmp_path)
+    with pytest.warns(UserWarning, match=r"guarantees 'epoch', not 'exact': epoch 2 begins again.*first 2 steps"):
+        result = trainer.fit()
+    assert [row for _, rows in trainer.seen for row in rows] == list(range(19, -1, -1))
+    assert (result.steps, result.epochs) == (10, 2)
+    manifest = (tmp_path / "checkpoints" / "step-00000010" / "manifest.json").read_text()
+    assert '"guarantee": "epoch"' in manifest
+
+
+# ---- On ranks ------------------------------------------------------------------------------------------------------
+
+
+def _uneven(world: World, num_batches: list[int], config: dict[str, Any]) -> dict[str, Any]:
+    trainer = Brings(_batches(num_batches[world.rank], rows=2 + world.rank), _config(**config), world=world)
+    result = trainer.fit()
+    assert result.status == "completed"
+    return {"steps": result.steps, "epochs": result.epochs, "losses": [row["train/loss"] for row in result.history]}
+
+
+def _uneven_on_ranks(world: World) -> list[Any]:
+    found: list[Any] = [
+        _uneven(world, num_batches, config)
+        for num_batches, config in (
+            ([4, 3], {"max_epochs": 2}),
+            ([3, 5], {"max_epochs": 2, "gradient_accumulation_steps": 2}),
+            ([4, 3], {"max_steps": 3}),
+            ([3, 4], {"max_steps": 6}),
+        )
+    ]
+    with pytest.raises(DataError, match="no batches") as raised:
+        Brings(lambda: iter(_batches(3) if world.rank else []), _config(max_epochs=1), world=world).fit()
+    return [*found, str(raised.value)]
+
+
+def test_iterables_of_unequal_lengths_end_together() -> None:
+    """No rank waits for one that has run out, and all agree on steps and epochs."""
+    first, second = run_on_ranks(_uneven_on_ranks, 2)
+    assert first[-1] == second[-1]
+    for one, other, (steps, epochs) in zip(first, second, [(6, 2), (2, 2), (3, 1), (6, 2)], strict=False):
+        assert (one["steps"], one["epochs"]) == (other["steps"], other["epochs"]) == (steps, epochs)
+        assert len(one["losses"]) == epochs

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from headway.trainer.errors import CheckpointError, ConfigError
+from headway.trainer.world import World
 
 from .display import Display
 from .experiment import Experiment
@@ -41,13 +44,15 @@ def fit(
         TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
     """
     quiet_environment(verbose=verbose)
-    from .local_ray import check_resources, connected
+    from .local_ray import check_resources, connected, will_be_own
     from .supervision import Signals, Supervision
 
     display = display or Display()
     if resume != "auto":
         resume = _existing_checkpoint(resume)
     check_resources(experiment.scaling)
+    if will_be_own():
+        _check_training(experiment)
     opened = open_run(experiment, accept_changes=accept_changes)
     if opened.verdict == "finished":
         return _finished(opened.run, display)
@@ -68,6 +73,21 @@ def fit(
             raise
     _close(run, result, display)
     return result
+
+
+def _check_training(experiment: Experiment) -> None:
+    """Refuses a wrong config and bad data before Ray is started, where the workers will be on this machine.
+
+    Raises:
+        HeadwayError: what the trainer, or its data, has against it.
+    """
+    first = World(rank=0, size=experiment.scaling.workers, local_rank=0, device=torch.device("cpu"))
+    try:
+        experiment.trainer(experiment.config, world=first).check()
+    except Exception as error:
+        # An error of the user's own code is the worker's to tell: there it has its place and its traceback.
+        if type(error).__module__.startswith("headway."):
+            raise
 
 
 def _existing_checkpoint(path: str) -> str:

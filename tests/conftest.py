@@ -14,8 +14,9 @@ os.environ.update(
     RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0",
     RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    # Or the watchers of one Ray ask the dashboard of another one on this machine, and end its runs.
+    RAY_API_SERVER_ADDRESS="http://127.0.0.1:9",
 )
-
 
 # The models of the tests are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)

@@ -69,7 +69,7 @@ class Trainer(OwnHooks, Generic[C]):
         run_dir: the run's directory, a path or fsspec URI: `checkpoints/` and `metrics.jsonl` go there, and `fit` goes
             on from what is there. None writes nothing and always begins anew.
         callbacks: called after those of `configure_callbacks`; functions `(trainer, epoch, metrics)` are welcome.
-        trackers: instead of those of `configure_trackers`.
+        trackers: instead of those of `configure_trackers`; one that writes `metrics.jsonl` is always there besides.
         world: the ranks to train on; by default what `torchrun` set up, or this process alone.
         attempt: which life of the run this is, for its records.
         printer: where `print` goes on the main rank.
@@ -190,8 +190,8 @@ class Trainer(OwnHooks, Generic[C]):
         return ()
 
     def configure_trackers(self) -> Sequence[Tracker]:
-        """Returns the trackers; by default one JSON line per record in the run directory."""
-        return () if self.run_dir is None else (JsonlTracker(),)
+        """Returns trackers besides the one that is always there: one JSON line per record in the run directory."""
+        return ()
 
     # ---- What users call -------------------------------------------------------------------------------------------
 
@@ -325,8 +325,7 @@ class Trainer(OwnHooks, Generic[C]):
         status: Status = "failed"
         try:
             with stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
-                if self.config.max_epochs is None and self.config.max_steps is None:
-                    raise ConfigError("the config does not say when to stop: set max_epochs or max_steps")
+                self._check_config()
                 self.setup()
                 result = self._loop.run(resume)
             status = result.status
@@ -348,6 +347,19 @@ class Trainer(OwnHooks, Generic[C]):
         rows = batch_size(batch)
         return self._loop.train_step(LoadedBatch([batch], [rows], rows if self.world.size == 1 else None))
 
+    def check(self) -> None:
+        """Refuses what is wrong with the config or the data; builds no model and reads no row. Any process may call it.
+
+        Raises:
+            ConfigError, DataError: what is wrong.
+        """
+        self._check_config()
+        try:
+            self._open_data()
+        finally:
+            for stream in self._streams:
+                stream.close()
+
     def setup(self) -> None:
         """Builds models, optimizers and data, once. `fit`, `evaluate` and the others call it. Every rank must."""
         if self._is_set_up:
@@ -358,20 +370,30 @@ class Trainer(OwnHooks, Generic[C]):
         seed_everything(self.config.seed, rank="common")
         self._build_models()
         self._build_optimizers()
-        loaders = self.configure_dataloaders()
-        train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
-        self._streams = [self._open(train, training=True)]
-        self._streams += [] if validation is None else [self._open(validation, training=False)]
+        self._open_data()
         self._loop = Loop(self, self._requests, *self._streams)
         trackers = self._given_trackers if self._given_trackers is not None else self.configure_trackers()
+        if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
+            # Who follows the run from outside reads this file.
+            trackers = [JsonlTracker(), *trackers]
         self._loop.recorder.use(trackers if self.world.is_main else ())
         seed_everything(self.config.seed, rank=self.world.rank)
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
 
+    def _check_config(self) -> None:
+        if self.config.max_epochs is None and self.config.max_steps is None:
+            raise ConfigError("the config does not say when to stop: set max_epochs or max_steps")
+        parallel.check_strategy(self.config.parallel, self.world)
+
+    def _open_data(self) -> None:
+        loaders = self.configure_dataloaders()
+        train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
+        self._streams = [self._open(train, training=True)]
+        self._streams += [] if validation is None else [self._open(validation, training=False)]
+
     def _build_models(self) -> None:
         config, world = self.config, self.world
-        parallel.check_strategy(config.parallel, world)
         with torch.device("meta"):
             self.configure_models()
         self.models = {name: each for name, each in self._attributes(nn.Module).items() if _has_state(each)}

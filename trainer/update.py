@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .errors import StepError
 from .metrics import MeanMetrics
@@ -49,7 +50,8 @@ class Update:
         self._config = trainer.config
         self._world = trainer.world
         self._models = trainer.models
-        self._schedulers = trainer.schedulers if trainer.scheduler_interval == "step" else {}
+        by_step = trainer.schedulers.values() if trainer.scheduler_interval == "step" else ()
+        self._schedulers = [each for each in by_step if not isinstance(each, ReduceLROnPlateau)]
         self._optimizers = list(trainer.optimizers.values())
         self._group_names = _group_names(trainer.optimizers)
         self._weighs_itself = trainer.weighs_itself
@@ -154,7 +156,7 @@ class Update:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for scheduler in self._schedulers.values():
+        for scheduler in self._schedulers:
             if scheduler.optimizer in optimizers:
                 scheduler.step()
         self._metrics.add({"grad_norm": measured})

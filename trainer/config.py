@@ -42,7 +42,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, Strategy)
         _one_of("activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing)
-        object.__setattr__(self, "shard_modules", tuple(self.shard_modules))
+        modules: Any = self.shard_modules
+        if isinstance(modules, str):
+            raise ConfigError(f"shard_modules is a list of class names, not {modules!r}")
+        object.__setattr__(self, "shard_modules", tuple(modules))
         _positive("shard_size", self.shard_size)
         if (self.strategy == "hsdp") != (self.shard_size is not None):
             raise ConfigError(
@@ -68,7 +71,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _parse_durations(self, "every")
         if self.keep_last != "all":
-            _positive("keep_last", self.keep_last)
+            _positive("keep_last", self.keep_last, optional=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +111,24 @@ class TrainerConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
+        if self.log_every is None:
+            raise ConfigError("log_every counts steps or epochs; it cannot be left out")
         _parse_durations(self, "log_every", "evaluate_every")
         _one_of("precision", self.precision, Precision)
         for name in ("max_epochs", "max_steps", "steps_per_epoch", "global_batch_size", "micro_batch_size"):
             _positive(name, getattr(self, name))
-        _positive("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        _positive("gradient_accumulation_steps", self.gradient_accumulation_steps, optional=False)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is above zero, not {self.max_grad_norm}; leave it out to clip nothing")
         if self.log_every.unit == "seconds":
             raise ConfigError(
                 f"log_every counts steps or epochs, not {self.log_every}: ranks would flush at other steps"
             )
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed lies from 0 to 2**63 - 1, not at {self.seed}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is a whole number from 0 to 2**63 - 1, not {self.seed!r}")
+        for name, section in (("parallel", ParallelConfig), ("checkpoint", CheckpointConfig)):
+            if not isinstance(getattr(self, name), section):
+                raise ConfigError(f"{name} is a {section.__name__}, not {getattr(self, name)!r}")
         if (
             self.gradient_accumulation_steps > 1
             and self.micro_batch_size is not None
@@ -132,8 +140,10 @@ class TrainerConfig:
             )
 
 
-def _positive(name: str, value: Any) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+def _positive(name: str, value: Any, *, optional: bool = True) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
 
 

@@ -1,0 +1,87 @@
+"""Configs refuse nonsense when they are made, and say what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from headway.trainer import CheckpointConfig, ConfigError, Duration, ParallelConfig, Trainer, TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyConfig(TrainerConfig):
+    learning_rate: float = 1e-3
+    max_steps: int | None = 100
+
+
+def test_a_subclass_adds_fields_and_changes_defaults() -> None:
+    config = MyConfig(learning_rate=0.5, log_every="10 steps", evaluate_every="90m")  # type: ignore[arg-type]
+    assert (config.learning_rate, config.max_steps, config.seed) == (0.5, 100, 0)
+    assert config.log_every == Duration(10, "steps")
+    assert config.evaluate_every == Duration(5400, "seconds")
+    assert CheckpointConfig(every=5).every == Duration(5, "steps")  # type: ignore[arg-type]
+    assert MyConfig(evaluate_every=None).evaluate_every is None
+    assert ParallelConfig(shard_modules=["Block"]).shard_modules == ("Block",)  # type: ignore[arg-type]
+
+
+def test_a_config_is_frozen_pickles_and_compares() -> None:
+    config = MyConfig(evaluate_every="2 epochs", parallel=ParallelConfig(strategy="fsdp"))  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config == dataclasses.replace(config, seed=0)
+    assert config != dataclasses.replace(config, learning_rate=2.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (TrainerConfig, {"max_epochs": 0}, "max_epochs is a whole number from 1, not 0"),
+        (TrainerConfig, {"max_steps": 1.5}, "max_steps is a whole number from 1, not 1.5"),
+        (TrainerConfig, {"max_steps": True}, "max_steps is a whole number from 1, not True"),
+        (TrainerConfig, {"steps_per_epoch": -1}, "steps_per_epoch is a whole number"),
+        (TrainerConfig, {"global_batch_size": "8"}, "global_batch_size is a whole number from 1, not '8'"),
+        (TrainerConfig, {"micro_batch_size": 0}, "micro_batch_size is a whole number"),
+        (TrainerConfig, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is a whole number"),
+        (TrainerConfig, {"gradient_accumulation_steps": None}, "gradient_accumulation_steps is a whole number"),
+        (TrainerConfig, {"max_grad_norm": 0}, "max_grad_norm is above zero, not 0; leave it out"),
+        (TrainerConfig, {"max_grad_norm": float("nan")}, "max_grad_norm is above zero, not nan"),
+        (TrainerConfig, {"precision": "fp16"}, "precision is one of fp32, bf16, not 'fp16'"),
+        (TrainerConfig, {"log_every": "30s"}, "log_every counts steps or epochs, not 30s"),
+        (TrainerConfig, {"log_every": None}, "log_every"),
+        (TrainerConfig, {"evaluate_every": "2 months"}, "'2 months' is not a duration"),
+        (TrainerConfig, {"evaluate_every": 0}, "a duration is above zero"),
+        (TrainerConfig, {"seed": -1}, "seed is a whole number from 0"),
+        (TrainerConfig, {"seed": 1.5}, "seed"),
+        (TrainerConfig, {"seed": None}, "seed"),
+        (
+            TrainerConfig,
+            {"gradient_accumulation_steps": 2, "global_batch_size": 8, "micro_batch_size": 4},
+            "accumulation follows from global_batch_size and micro_batch_size",
+        ),
+        (TrainerConfig, {"parallel": "ddp"}, "parallel is a ParallelConfig, not 'ddp'"),
+        (TrainerConfig, {"checkpoint": None}, "checkpoint is a CheckpointConfig, not None"),
+        (ParallelConfig, {"strategy": "deepspeed"}, "strategy is one of none, ddp, fsdp, hsdp, not 'deepspeed'"),
+        (ParallelConfig, {"activation_checkpointing": "some"}, "activation_checkpointing is one of none, full"),
+        (ParallelConfig, {"strategy": "hsdp"}, "shard_size belongs to strategy 'hsdp', which needs it"),
+        (ParallelConfig, {"shard_size": 2}, "strategy='ddp' with shard_size=2"),
+        (ParallelConfig, {"strategy": "hsdp", "shard_size": 0}, "shard_size is a whole number from 1"),
+        (ParallelConfig, {"shard_modules": "Block"}, r"shard_modules is a list of class names, not 'Block'"),
+        (CheckpointConfig, {"keep_last": 0}, "keep_last is a whole number from 1"),
+        (CheckpointConfig, {"keep_last": "some"}, "keep_last is a whole number from 1"),
+        (CheckpointConfig, {"keep_last": None}, "keep_last is a whole number from 1"),
+        (CheckpointConfig, {"every": "often"}, "'often' is not a duration"),
+    ],
+)
+def test_nonsense_is_refused(section: type[Any], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        section(**values)
+
+
+@pytest.mark.parametrize("config", [None, {"max_steps": 1}, MyConfig])
+def test_a_trainer_needs_a_config(config: Any) -> None:
+    with pytest.raises(ConfigError, match="Trainer needs a TrainerConfig"):
+        Trainer(config)

@@ -1,0 +1,72 @@
+"""What is asked of a run is agreed by all ranks, once, and loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.trainer import World
+from headway.trainer.requests import Agreed, Requests
+from tests.distributed import run_on_ranks
+
+
+def test_alone_a_request_holds_at_once_and_a_stop_stays() -> None:
+    requests = Requests(World.alone("cpu"))
+    assert requests.agree() == requests.agree_now() == Agreed()
+    requests.evaluate()
+    requests.save()
+    assert requests.agree() == Agreed(evaluate=True, save=True)
+    assert requests.agree() == Agreed()
+    requests.stop("first", "stopped")
+    requests.stop("second", "interrupted")
+    assert requests.stop_reason == "first"
+    # The graver status: a run that a signal also wants to end is to go on later.
+    assert requests.agree() == requests.agree() == requests.agree_now() == Agreed(stop="interrupted")
+    requests.forget()
+    assert requests.agree() == Agreed()
+    assert requests.stop_reason == ""
+
+
+@pytest.mark.parametrize("status", ["stopped", "time_limit", "interrupted"])
+def test_a_stop_has_a_reason(status: str) -> None:
+    requests = Requests(World.alone("cpu"))
+    requests.stop("", status)  # type: ignore[arg-type]
+    assert requests.stop_reason == "a request without a reason"
+    assert requests.agree().stop == status
+
+
+def _agree(world: World) -> list[Agreed]:
+    requests = Requests(world)
+    agreed = []
+    for update in range(6):
+        if update == 1 and world.rank == 1:
+            requests.save()
+        if update == 3 and world.rank == 0:
+            requests.stop("enough", "time_limit")
+        agreed.append(requests.agree())
+    if world.rank == 1:
+        requests.evaluate()
+    agreed.append(requests.agree_now())
+    requests.close()
+    requests.close()
+    requests.forget()
+    agreed.append(requests.agree_now())
+    requests.close()
+    return agreed
+
+
+def test_on_ranks_a_request_holds_one_update_later_on_all() -> None:
+    first, second = run_on_ranks(_agree, 2)
+    assert first == second
+    stop = Agreed(stop="time_limit")
+    nothing = Agreed()
+    wanted = [
+        nothing,
+        nothing,
+        Agreed(save=True),
+        nothing,
+        stop,
+        stop,
+        Agreed(evaluate=True, stop="time_limit"),
+        nothing,
+    ]
+    assert first == wanted

@@ -40,18 +40,13 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
         world: the ranks to spread it over.
 
     Raises:
-        ConfigError: the strategy does not fit the number of ranks, or names modules that the model does not have; or
-            only a part of the model has values, which materialising the rest would lose.
+        ConfigError: the strategy does not fit the number of ranks; or only a part of the model has values, which
+            materialising the rest would lose.
     """
     check_strategy(config, world)
     _check_birth(model)
     blocks = _blocks(model, config)
     if config.activation_checkpointing == "full":
-        if not blocks:
-            raise ConfigError(
-                f"activation checkpointing needs blocks to checkpoint, and {type(model).__name__} has no ModuleList: "
-                "name their classes in config.parallel.shard_modules"
-            )
         for parent, name, block in blocks:
             parent.register_module(name, checkpoint_wrapper(block))
     blocks = [(parent, name, parent.get_submodule(name)) for parent, name, _ in blocks]
@@ -133,6 +128,26 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
         )
 
 
+def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> None:
+    """Refuses a config whose blocks are in none of the models.
+
+    Raises:
+        ConfigError: with what there is.
+    """
+    blocks = [block for model in models.values() for _, _, block in _blocks(model, config)]
+    if missing := set(config.shard_modules) - {type(block).__name__ for block in blocks}:
+        inside = {type(each).__name__ for model in models.values() for each in model.modules() if each is not model}
+        raise ConfigError(
+            f"config.parallel.shard_modules names {', '.join(sorted(missing))}, and there is none inside "
+            f"{', '.join(models)}; there is {', '.join(sorted(inside)) or 'nothing'}"
+        )
+    if config.activation_checkpointing == "full" and not blocks:
+        raise ConfigError(
+            f"activation checkpointing needs blocks to checkpoint, and there is no ModuleList in {', '.join(models)}: "
+            "name the blocks' classes in config.parallel.shard_modules"
+        )
+
+
 def without_gradient_sync(models: Mapping[str, nn.Module]) -> AbstractContextManager[object]:
     """Keeps the gradients of a pass on this rank: for all micro-batches of an update but the last."""
     stack = ExitStack()
@@ -206,12 +221,6 @@ def _blocks(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, s
         for name, child in parent.named_children():
             if type(child).__name__ in wanted or (not wanted and in_list):
                 found.append((parent, name, child))
-    if missing := wanted - {type(child).__name__ for _, _, child in found}:
-        present = sorted({type(module).__name__ for module in model.modules()})
-        raise ConfigError(
-            f"config.parallel.shard_modules names {', '.join(sorted(missing))}, and {type(model).__name__} has none; "
-            f"it has {', '.join(present)}"
-        )
     return found
 
 

@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
+from .errors import ConfigError
 from .manifest import MANIFEST, FileSum
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
@@ -167,7 +168,10 @@ class _Remote:
         from fsspec.core import url_to_fs
 
         self.uri = root.rstrip("/")
-        fs, path = url_to_fs(self.uri)
+        try:
+            fs, path = url_to_fs(self.uri)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{self.uri} is no place that fsspec can reach: {error}") from error
         self.fs: Any = fs
         self.root = str(path).rstrip("/")
 

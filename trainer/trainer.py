@@ -402,6 +402,7 @@ class Trainer(OwnHooks, Generic[C]):
                 f"configure_models() of {type(self).__name__} set no module as an attribute: self.model = ..."
             )
         self.callbacks.on_models_configured(self)
+        parallel.check_modules(self.models, config.parallel)
         self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
         for model in self.models.values():
             parallel.shard(model, config.parallel, precision=config.precision, world=world)

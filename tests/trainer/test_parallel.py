@@ -1,0 +1,254 @@
+"""From the meta device to many ranks: the same weights everywhere, nothing forgotten, what does not fit refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from headway.trainer import Callback, ConfigError, ParallelConfig, World
+from headway.trainer.parallel import check_strategy, local, unwrap
+from tests.distributed import run_on_ranks
+from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
+
+ALONE = World.alone("cpu")
+
+
+def _config(**parallel: Any) -> TinyConfig:
+    return TinyConfig(max_steps=1, parallel=ParallelConfig(**parallel))
+
+
+def _model(make: Any) -> type[TinyTrainer]:
+    class Makes(TinyTrainer):
+        def configure_models(self) -> None:
+            self.model = make()
+
+    return Makes
+
+
+def _of(size: int) -> World:
+    """A rank of a world that is not there: for what is decided before anybody meets."""
+    return World(rank=0, size=size, local_rank=0, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "size", "message"),
+    [
+        ({"strategy": "none"}, 2, "strategy 'none' trains in one process, and there are 2 ranks: take 'ddp' or 'fsdp'"),
+        ({"strategy": "hsdp", "shard_size": 2}, 3, "shard_size=2 does not divide 3 ranks evenly"),
+        ({"strategy": "hsdp", "shard_size": 4}, 2, "shard_size=4 does not divide 2 ranks evenly"),
+        ({"strategy": "hsdp", "shard_size": 2}, 4, None),
+        ({"strategy": "hsdp", "shard_size": 2}, 1, None),
+        ({"strategy": "none"}, 1, None),
+        ({"strategy": "fsdp"}, 3, None),
+    ],
+)
+def test_a_strategy_must_fit_the_ranks(parallel: dict[str, Any], size: int, message: str | None) -> None:
+    if message is None:
+        check_strategy(ParallelConfig(**parallel), _of(size))
+        return
+    configured: list[str] = []
+
+    class Watches(Callback):
+        def on_models_configured(self, trainer: Any) -> None:
+            configured.append("too late")
+
+    with pytest.raises(ConfigError, match=message):
+        TinyTrainer(_config(**parallel), world=_of(size), callbacks=[Watches()]).fit()
+    assert configured == []
+
+
+@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp"])
+def test_one_rank_trains_the_plain_model(strategy: str) -> None:
+    trainer = TinyTrainer(_config(strategy=strategy), world=ALONE)
+    trainer.fit()
+    assert type(trainer.model) is Deep
+    assert {type(parameter) for parameter in trainer.model.parameters()} == {nn.Parameter}
+
+
+# ---- Born on meta --------------------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """Owns a parameter, a buffer of floats and one of whole numbers, and fills none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+class FilledScale(Scale):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.mean.zero_()
+        self.count.zero_()
+
+
+def _with(module: Any) -> Any:
+    return lambda: nn.Sequential(nn.Linear(6, 3), module())
+
+
+def test_what_nobody_fills_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^model\.1\.weight, model\.1\.mean, model\.1\.count got no value: models are"
+    ):
+        _model(_with(Scale))(_config(), world=ALONE).setup()
+
+
+def test_what_is_filled_is_not() -> None:
+    trainer = _model(_with(FilledScale))(_config(), world=ALONE)
+    trainer.setup()
+    assert torch.equal(trainer.model[1].weight, torch.ones(3))
+    for standard in (
+        lambda: nn.BatchNorm1d(3),
+        lambda: nn.LayerNorm(3),
+        lambda: nn.LSTM(3, 3),
+        lambda: nn.Embedding(3, 3),
+    ):
+        _model(_with(standard))(_config(), world=ALONE).setup()
+
+
+def test_a_trainer_may_fill_it_itself() -> None:
+    class Fills(_model(_with(Scale))):  # type: ignore[misc]
+        def init_weights(self) -> None:
+            super().init_weights()
+            nn.init.constant_(self.model[1].weight, 2.0)
+            self.model[1].mean.zero_()
+            self.model[1].count.fill_(7)
+
+    trainer = Fills(_config(), world=ALONE)
+    trainer.setup()
+    assert (trainer.model[1].weight.sum(), trainer.model[1].count) == (6, 7)
+    assert trainer.model[0].weight.isfinite().all()
+
+
+def test_a_model_that_has_values_in_part_is_refused() -> None:
+    def make() -> nn.Module:
+        model = Deep(4, 0.0)
+        with torch.device("cpu"):
+            model.first = nn.Linear(6, 4)
+        return model
+
+    with pytest.raises(
+        ConfigError, match=r"first\.weight, first\.bias of Deep came with values, and the rest is on the"
+    ):
+        _model(make)(_config(), world=ALONE).setup()
+
+
+def test_a_model_that_has_its_values_keeps_them() -> None:
+    before: list[torch.Tensor] = []
+
+    def make() -> nn.Module:
+        with torch.device("cpu"):
+            model = Deep(4, 0.0)
+        before.extend(parameter.detach().clone() for parameter in model.parameters())
+        return model
+
+    trainer = _model(make)(_config(), world=ALONE)
+    trainer.setup()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("methods", "error", "message"),
+    [
+        ({"configure_models": lambda self: None}, ConfigError, r"configure_models\(\) of Wrong set no module"),
+        (
+            {"configure_optimizers": lambda self: None},
+            ConfigError,
+            r"configure_optimizers\(\) of Wrong set no optimizer",
+        ),
+        (
+            {"configure_models": lambda self: setattr(self, "loss", nn.CrossEntropyLoss())},
+            ConfigError,
+            "set no module as an attribute",
+        ),
+    ],
+)
+def test_a_trainer_without_model_or_optimizer_is_refused(methods: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        type("Wrong", (TinyTrainer,), methods)(_config(), world=ALONE).fit()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            {"shard_modules": ("Block",)},
+            "names Block, and there is none inside model; there is Dropout, GELU, Linear",
+        ),
+        ({"activation_checkpointing": "full", "shard_modules": ("Block", "Linear")}, "names Block"),
+    ],
+)
+def test_modules_that_are_not_there_are_named(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TinyTrainer(_config(**parallel), world=ALONE).setup()
+
+
+def test_activation_checkpointing_needs_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"needs blocks to checkpoint, and there is no ModuleList in model: name"):
+        _model(lambda: nn.Linear(6, 3))(_config(activation_checkpointing="full"), world=ALONE).setup()
+
+
+# ---- On ranks ------------------------------------------------------------------------------------------------------
+
+
+class TwoModels(TinyTrainer):
+    """One to train and one that is frozen, which no strategy can train."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+
+
+def _setup_on_ranks(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, parallel in {
+        "ddp": {"strategy": "ddp"},
+        "fsdp": {"strategy": "fsdp"},
+        "linear": {"strategy": "fsdp", "shard_modules": ("Linear",)},
+        "hsdp": {"strategy": "hsdp", "shard_size": 2},
+        "checkpointed": {"strategy": "fsdp", "activation_checkpointing": "full"},
+    }.items():
+        if name == "hsdp" and world.size % 2:
+            continue
+        trainer = TwoModels(_config(**parallel), world=world)
+        trainer.setup()
+        model = trainer.model
+        assert isinstance(model, DistributedDataParallel if name == "ddp" else FSDPModule)
+        assert not isinstance(trainer.teacher, DistributedDataParallel)
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        found[name] = {
+            "weights": {
+                key.replace("_checkpoint_wrapped_module.", ""): value for key, value in weights(trainer).items()
+            },
+            "held": sum(local(parameter).numel() for parameter in unwrap(model).parameters()),
+            "groups": len(sharded),
+            "dtensors": all(isinstance(parameter, DTensor) for parameter in unwrap(model).parameters()),
+        }
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_strategy_begins_with_the_same_weights(world_size: int) -> None:
+    alone = TwoModels(_config(), world=ALONE)
+    alone.setup()
+    reference, total = weights(alone), sum(parameter.numel() for parameter in alone.model.parameters())
+    ranks = run_on_ranks(_setup_on_ranks, world_size)
+    groups = {"ddp": 0, "fsdp": 3, "linear": 5, "hsdp": 3, "checkpointed": 3}
+    for name in ranks[0]:
+        for rank in ranks:
+            assert rank[name]["weights"].keys() == reference.keys()
+            for key, value in reference.items():
+                assert torch.equal(rank[name]["weights"][key], value), (name, key)
+            assert rank[name]["groups"] == groups[name]
+            assert rank[name]["dtensors"] == (name != "ddp")
+        held = [rank[name]["held"] for rank in ranks]
+        assert sum(held) == total * (world_size if name == "ddp" else 1)

@@ -26,9 +26,9 @@ from .transforms import Transform
 
 # Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
 # groups are put together up to this size.
-_TASK_BYTES = 32 * 2**20
+_TASK_BYTES = 16 * 2**20
 # Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several
-# executions, each started before the last one's end.
+# executions, each started this many tasks before the last one's end.
 _TASKS_PER_EXECUTION = 64
 _LEAD = 4
 _ERROR = "headway: what went wrong"
@@ -41,36 +41,42 @@ def connected_to_ray() -> bool:
 
 
 def read_with_threads(
-    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int
+    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int, ahead_rows: int
 ) -> Generator[Rows, None, None]:
-    """Yields the rows of each job, read a few jobs ahead by threads of this process."""
+    """Yields the rows of each job, read ahead by threads of this process."""
     pool = ThreadPoolExecutor(max_workers=readers, thread_name_prefix="headway-read")
-    waiting: deque[Future[Rows]] = deque()
+    waiting: deque[tuple[Future[Rows], int]] = deque()
     todo = chain.from_iterable(epochs)
+    rows = 0
     try:
         while True:
-            for job in islice(todo, 2 * readers + 1 - len(waiting)):
-                waiting.append(pool.submit(read, job, transforms))
+            while (rows < ahead_rows or len(waiting) <= readers) and (job := next(todo, None)):
+                waiting.append((pool.submit(read, job, transforms), job.rows))
+                rows += job.rows
             if not waiting:
                 return
-            yield waiting.popleft().result()
+            future, length = waiting.popleft()
+            rows -= length
+            yield future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def read_with_ray(
-    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int, row_bytes: int
+    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int, ahead_rows: int, row_bytes: int
 ) -> Generator[Rows, None, None]:
     """Yields the rows of the jobs in order, read ahead by tasks of Ray Data."""
-    tasks = _tasks(epochs, max(1, _TASK_BYTES // row_bytes))
+    rows_per_task = max(1, _TASK_BYTES // row_bytes)
+    tasks = _tasks(epochs, rows_per_task)
+    ahead = 1 + ahead_rows // rows_per_task
     current: _Execution | None = None
     following: _Execution | None = None
     try:
-        while current or (current := _Execution.start(tasks, transforms, readers)):
-            for table in current:
-                if following is None and current.left <= _LEAD:
-                    following = _Execution.start(tasks, transforms, readers)
-                yield from chunks(table)
+        while current or (current := _Execution.start(tasks, transforms, readers, ahead)):
+            for pieces in current:
+                if following is None and current.left <= ahead + _LEAD:
+                    following = _Execution.start(tasks, transforms, readers, ahead)
+                yield from pieces
             current, following = following, None
     finally:
         for each in (current, following):
@@ -84,7 +90,7 @@ def _tasks(epochs: Iterable[Iterable[Job]], rows_per_task: int) -> Iterator[list
     for jobs in epochs:
         for job in jobs:
             task.append(job)
-            rows += sum(stop - start for start, stop in job.ranges)
+            rows += job.rows
             if rows >= rows_per_task:
                 yield task
                 task, rows = [], 0
@@ -97,44 +103,47 @@ def _tasks(epochs: Iterable[Iterable[Job]], rows_per_task: int) -> Iterator[list
 class _Execution:
     """One execution of Ray Data, drained by a thread of its own so that it runs before anyone asks for its rows."""
 
-    def __init__(self, tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> None:
+    def __init__(self, tasks: list[list[Job]], transforms: Sequence[Transform], readers: int, ahead: int) -> None:
         self.left = len(tasks)
-        self._tables: queue.Queue[pa.Table | BaseException | None] = queue.Queue(maxsize=1)
+        self._blocks: queue.Queue[list[Rows] | BaseException | None] = queue.Queue(maxsize=ahead)
         self._stopped = threading.Event()
         self._dataset = _dataset(tasks, transforms, readers)
         self._thread = threading.Thread(target=self._drain, name="headway-ray-data", daemon=True)
         self._thread.start()
 
     @classmethod
-    def start(cls, tasks: Iterator[list[Job]], transforms: Sequence[Transform], readers: int) -> _Execution | None:
+    def start(
+        cls, tasks: Iterator[list[Job]], transforms: Sequence[Transform], readers: int, ahead: int
+    ) -> _Execution | None:
         """Starts to read the next tasks; None if there are no more."""
         some = list(islice(tasks, _TASKS_PER_EXECUTION))
-        return cls(some, transforms, readers) if some else None
+        return cls(some, transforms, readers, ahead) if some else None
 
-    def __iter__(self) -> Iterator[pa.Table]:
-        while (table := self._tables.get()) is not None:
-            if isinstance(table, BaseException):
-                raise table
+    def __iter__(self) -> Iterator[list[Rows]]:
+        while (block := self._blocks.get()) is not None:
+            if isinstance(block, BaseException):
+                raise block
             self.left -= 1
-            yield table
+            yield block
 
     def stop(self) -> None:
         """Ends the execution and waits for its end."""
         self._stopped.set()
         while self._thread.is_alive():
-            while not self._tables.empty():
-                self._tables.get()
+            while not self._blocks.empty():
+                self._blocks.get()
             self._thread.join(timeout=0.05)
 
     def _drain(self) -> None:
         # A block comes out as it was made: in the order of the tasks, and never cut or joined with another.
-        tables = iter(self._dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2))
+        tables = iter(self._dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))
         end: BaseException | None = None
         try:
             for table in tables:
                 if _ERROR in table.column_names:
                     raise pickle.loads(table.column(_ERROR)[0].as_py())
-                self._put(table)
+                # Copies, so that the shared block goes back to Ray now, and not with the last of its rows.
+                self._put([{name: column.copy() for name, column in rows.items()} for rows in chunks(table)])
                 if self._stopped.is_set():
                     break
         except BaseException as error:
@@ -143,10 +152,10 @@ class _Execution:
             tables.close()  # shuts the execution down, also in the middle
         self._put(end)
 
-    def _put(self, item: pa.Table | BaseException | None) -> None:
+    def _put(self, item: list[Rows] | BaseException | None) -> None:
         while not self._stopped.is_set():
             try:
-                self._tables.put(item, timeout=0.5)
+                self._blocks.put(item, timeout=0.5)
             except queue.Full:
                 continue
             return
@@ -173,7 +182,7 @@ def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: i
         context.enable_progress_bars = shown
     dataset.context.execution_options.preserve_order = True
     dataset.context.execution_options.resource_limits = ExecutionResources.for_limits(
-        object_store_memory=8 * _TASK_BYTES
+        object_store_memory=(readers + 1) * _TASK_BYTES
     )
     # An evaluation or a checkpoint may take longer than Ray Data would wait for its consumer.
     dataset.context.execution_no_progress_timeout_s = -1

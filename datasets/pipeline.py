@@ -24,6 +24,8 @@ from .transforms import Transform
 # Batches are made a few at a time, which is cheaper, as long as these are small.
 _MOST_AT_A_TIME = 16
 _BYTES_AT_A_TIME = 2 * 2**20
+# Rows that have been read and wait to be needed, at most.
+_BYTES_AHEAD = 256 * 2**20
 # Such helpings that lie ready. Two hide the jitter of one; more would only take memory.
 _READY = 2
 
@@ -106,9 +108,20 @@ class Recipe:
         """Carries the jobs out; the rows come in their order."""
         if self.engine == "ray":
             return read_with_ray(
-                epochs, transforms=self.transforms, readers=self.readers, row_bytes=self.source.row_bytes
+                epochs,
+                transforms=self.transforms,
+                readers=self.readers,
+                ahead_rows=self.ahead_rows,
+                row_bytes=self.source.row_bytes,
             )
-        return read_with_threads(epochs, transforms=self.transforms, readers=self.readers)
+        return read_with_threads(epochs, transforms=self.transforms, readers=self.readers, ahead_rows=self.ahead_rows)
+
+    @property
+    def ahead_rows(self) -> int:
+        """Rows to read ahead: a row group for each of the rank's shards, which is what an epoch begins with."""
+        shards = -(-self.shards // self.feed.world_size)
+        wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.feed.world_size)
+        return min(wave, _BYTES_AHEAD // self.source.row_bytes)
 
 
 class Pipeline:

@@ -36,6 +36,11 @@ class Job(NamedTuple):
     order: tuple[int, int, int] | None
     ranges: tuple[tuple[int, int], ...]
 
+    @property
+    def rows(self) -> int:
+        """How many rows are wanted."""
+        return sum(stop - start for start, stop in self.ranges)
+
 
 def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
     """Returns the rows that a job asks for, transformed.

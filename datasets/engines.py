@@ -135,21 +135,24 @@ class _Execution:
             self._thread.join(timeout=0.05)
 
     def _drain(self) -> None:
-        # A block comes out as it was made: in the order of the tasks, and never cut or joined with another.
-        tables = iter(self._dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))
+        import ray
+
         end: BaseException | None = None
         try:
-            for table in tables:
-                if _ERROR in table.column_names:
-                    raise pickle.loads(table.column(_ERROR)[0].as_py())
-                # Copies, so that the shared block goes back to Ray now, and not with the last of its rows.
-                self._put([{name: column.copy() for name, column in rows.items()} for rows in chunks(table)])
+            # Not `iter_batches`: left in the middle, that kills the processes of its tasks, and every stream that is
+            # closed would cost the next one seconds to start them again.
+            # A block comes out as it was made: in the order of the tasks, and never cut or joined with another.
+            for bundle in self._dataset.iter_internal_ref_bundles():
+                for table in ray.get(list(bundle.block_refs)):
+                    if _ERROR in table.column_names:
+                        raise pickle.loads(table.column(_ERROR)[0].as_py())
+                    # Copies, so that the shared block goes back to Ray now, and not with the last of its rows.
+                    self._put([{name: column.copy() for name, column in rows.items()} for rows in chunks(table)])
+                del bundle
                 if self._stopped.is_set():
                     break
         except BaseException as error:
             end = error
-        finally:
-            tables.close()  # shuts the execution down, also in the middle
         self._put(end)
 
     def _put(self, item: list[Rows] | BaseException | None) -> None:

@@ -72,10 +72,11 @@ def read_with_ray(
     current: _Execution | None = None
     following: _Execution | None = None
     try:
-        while current or (current := _Execution.start(tasks, transforms, readers, ahead)):
+        while current or (current := _Execution.start(tasks, transforms, readers)):
+            current.read_ahead(ahead)
             for pieces in current:
                 if following is None and current.left <= ahead + _LEAD:
-                    following = _Execution.start(tasks, transforms, readers, ahead)
+                    following = _Execution.start(tasks, transforms, readers)
                 yield from pieces
             current, following = following, None
     finally:
@@ -103,21 +104,25 @@ def _tasks(epochs: Iterable[Iterable[Job]], rows_per_task: int) -> Iterator[list
 class _Execution:
     """One execution of Ray Data, drained by a thread of its own so that it runs before anyone asks for its rows."""
 
-    def __init__(self, tasks: list[list[Job]], transforms: Sequence[Transform], readers: int, ahead: int) -> None:
+    def __init__(self, tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> None:
         self.left = len(tasks)
-        self._blocks: queue.Queue[list[Rows] | BaseException | None] = queue.Queue(maxsize=ahead)
+        self._blocks: queue.Queue[list[Rows] | BaseException | None] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
         self._dataset = _dataset(tasks, transforms, readers)
         self._thread = threading.Thread(target=self._drain, name="headway-ray-data", daemon=True)
         self._thread.start()
 
     @classmethod
-    def start(
-        cls, tasks: Iterator[list[Job]], transforms: Sequence[Transform], readers: int, ahead: int
-    ) -> _Execution | None:
+    def start(cls, tasks: Iterator[list[Job]], transforms: Sequence[Transform], readers: int) -> _Execution | None:
         """Starts to read the next tasks; None if there are no more."""
         some = list(islice(tasks, _TASKS_PER_EXECUTION))
-        return cls(some, transforms, readers, ahead) if some else None
+        return cls(some, transforms, readers) if some else None
+
+    def read_ahead(self, blocks: int) -> None:
+        """Lets more blocks wait than the one of an execution whose turn has not come."""
+        with self._blocks.not_full:
+            self._blocks.maxsize = blocks
+            self._blocks.not_full.notify()
 
     def __iter__(self) -> Iterator[list[Rows]]:
         while (block := self._blocks.get()) is not None:

@@ -101,7 +101,9 @@ def test_ranks_and_strategies_D2_E1(
     ],
     ids=str,
 )
-def test_options_for_memory_and_speed_do_not_change_the_result(reference: dict[str, Any], options: dict[str, Any]) -> None:
+def test_options_for_memory_and_speed_do_not_change_the_result(
+    reference: dict[str, Any], options: dict[str, Any]
+) -> None:
     config = _config(micro_batch_size=8)
     config = TinyConfig(**{**vars(config), "parallel": ParallelConfig(strategy="fsdp", **options)})
     _assert_same(run_on_ranks(_fit_on_ranks, 2, None, config), reference)

@@ -7,10 +7,8 @@ there is finished. Interrupted, the next call goes on after the last Parquet fil
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,8 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .errors import DataError
+from .inputs import count, find_files, names, split_files
 from .sources import PathLike, Paths
 from .tokenizers import ByteTokenizer, Tokenizer
+
+__all__ = ["PrepareProgress", "Prepared", "find_files", "prepare_text", "split_files"]
 
 RECORD = "prepared.json"
 _PLACE = "place.json"
@@ -183,60 +184,13 @@ def prepare_text(
     rows, parts = place.rows + part_tokens // row_length, place.parts + (part_tokens > 0)
     if not rows:
         raise DataError(
-            f"{_count(files)} hold fewer tokens than one row of {row_length}; use a smaller row_length, or tail='pad'"
+            f"{count(files)} hold fewer tokens than one row of {row_length}; use a smaller row_length, or tail='pad'"
         )
     show(len(files), rows, now=True)
     (partial / _PLACE).unlink(missing_ok=True)
     _write_json(partial / RECORD, {**wanted, "rows": rows, "tokens": rows * row_length, "files": parts})
     partial.rename(folder)
     return Prepared(folder, rows, rows * row_length, parts, already_done=False)
-
-
-def split_files(inputs: Paths, *, held_out: float = 0.05, seed: int = 0) -> tuple[list[Path], list[Path]]:
-    """Splits files into those to train on and those to hold out, by a hash of their names.
-
-    A file stays on its side when others come or go. Returns at least one file for each side.
-
-    Raises:
-        DataError: there are fewer than two files, or `held_out` is not between 0 and 1.
-    """
-    files = find_files(inputs)
-    if not 0 < held_out < 1:
-        raise DataError(f"held_out is the part of the files to hold out, between 0 and 1, not {held_out}")
-    if len(files) < 2:
-        raise DataError(f"there is one file, {files[0]}, and a split takes at least two")
-    ranked = sorted(zip(_names(files), files, strict=True), key=lambda each: _draw(each[0], seed))
-    held = sum(_draw(name, seed) < held_out for name, _ in ranked)
-    held = min(max(held, 1), len(files) - 1)
-    return sorted(path for _, path in ranked[held:]), sorted(path for _, path in ranked[:held])
-
-
-def find_files(inputs: Paths) -> list[Path]:
-    """Returns the text files that are meant, in the order of their paths.
-
-    Raises:
-        DataError: one of the inputs does not exist, or nothing is in it.
-    """
-    found: set[Path] = set()
-    for each in [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs:
-        path = Path(each).expanduser().absolute()
-        if path.is_dir():
-            inside = {file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))}
-        elif path.is_file():
-            inside = {path}
-        else:
-            inside = {Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()}
-        if not inside:
-            what = (
-                "is an empty folder"
-                if path.is_dir()
-                else "is no file and no folder, and as a pattern it matches no file"
-            )
-            raise DataError(f"{path} {what}")
-        found |= inside
-    if not found:
-        raise DataError("no input was given; name text files, folders or patterns")
-    return sorted(found)
 
 
 class _Writer:
@@ -329,23 +283,9 @@ def _inputs(files: Sequence[Path]) -> str:
     """Says what the input is: names and sizes, which is what can be told without reading it."""
     sizes = [file.stat().st_size for file in files]
     digest = hashlib.sha256(
-        "\0".join(f"{name} {size}" for name, size in zip(_names(files), sizes, strict=True)).encode()
+        "\0".join(f"{name} {size}" for name, size in zip(names(files), sizes, strict=True)).encode()
     )
-    return f"{_count(files)}, {sum(sizes)} bytes, {digest.hexdigest()[:12]}"
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """Names that stay the same when all files are moved together."""
-    common = os.path.commonpath([file.parent for file in files])
-    return [file.relative_to(common).as_posix() for file in files]
-
-
-def _draw(name: str, seed: int) -> float:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") / 2**64
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    return f"{count(files)}, {sum(sizes)} bytes, {digest.hexdigest()[:12]}"
 
 
 def _name(tokenizer: Tokenizer) -> str:
@@ -353,10 +293,6 @@ def _name(tokenizer: Tokenizer) -> str:
     of = getattr(tokenizer, "name_or_path", None)
     kind = tokenizer if hasattr(tokenizer, "__qualname__") else type(tokenizer)
     return f"{kind.__module__}.{kind.__qualname__}" + (f" {of}" if of else "")
-
-
-def _count(files: Sequence[Path]) -> str:
-    return f"{len(files)} file{'s' if len(files) != 1 else ''}"
 
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:

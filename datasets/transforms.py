@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -50,8 +50,3 @@ def _as_array(values: Any) -> npt.NDArray[Any]:
         ragged = np.empty(len(values), dtype=object)
         ragged[:] = values
         return ragged
-
-
-def names(transforms: Sequence[Transform]) -> list[str]:
-    """Returns what the transforms are called."""
-    return [getattr(each, "__qualname__", type(each).__qualname__) for each in transforms]

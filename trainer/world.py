@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from .errors import ConfigError
 
 T = TypeVar("T")
+
+_GIVE_BACK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,9 @@ class World:
         """Ends the process group if this object began it. May be called twice."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+            # A model in DDP keeps gloo's threads alive, which may have yet to give back the last tensors they sent;
+            # one that does so while Python ends aborts the program. https://github.com/pytorch/pytorch/pull/179291
+            time.sleep(_GIVE_BACK_S)
 
 
 def _best_device(local_rank: int) -> torch.device:

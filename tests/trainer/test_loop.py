@@ -593,6 +593,50 @@ def test_worker_processes_end_with_the_run_C14(ending: str, persistent: bool) ->
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("ending", ["success", "stop", "error", "setup"])
+def test_the_process_group_ends_with_the_run_C14(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    hooks = {"success": [], "stop": [StopAt(1)], "error": [_raises("on_step_end", Boom())]}
+    trainer = TinyTrainer(_config(), callbacks=hooks.get(ending, [_raises("on_models_configured", Boom())]))
+    assert torch.distributed.is_initialized()
+    assert trainer.world.owns_process_group
+    if ending in ("error", "setup"):
+        with pytest.raises(Boom):
+            trainer.fit()
+    else:
+        trainer.fit()
+    assert not torch.distributed.is_initialized()
+
+
+class Average(Callback):
+    """The moving average of the weights, as a callback would keep it."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        for name, value in weights(trainer).items():
+            self.average[name] = value if name not in self.average else torch.lerp(self.average[name], value, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.average
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.average = dict(state_dict)
+
+
+def test_what_a_callback_keeps_goes_on_exactly_A9(tmp_path: Path) -> None:
+    averages = []
+    for run_dir, stops in ((None, [None]), (tmp_path, [3, 5, None])):
+        for stop in stops:
+            callbacks = [Average(), *([] if stop is None else [StopAt(stop)])]
+            TinyTrainer(_config(max_epochs=4), run_dir=run_dir, world=ALONE, callbacks=callbacks).fit()
+        averages.append(callbacks[0].average)  # type: ignore[attr-defined]
+    assert len(averages[0]) == 8
+    assert all(torch.equal(averages[1][name], value) for name, value in averages[0].items())
+
+
 class SlowSteps(Callback):
     def on_step_end(self, trainer: Trainer[Any]) -> None:
         time.sleep(0.05)

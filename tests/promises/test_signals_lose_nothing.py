@@ -149,7 +149,7 @@ def test_a_second_ctrl_c_is_for_the_impatient() -> None:
     try:
         assert here.recv() == "stuck"
         os.kill(process.pid, signal.SIGINT)  # type: ignore[arg-type]
-        assert not here.poll(1.1)
+        assert not here.poll(1.5)
         os.kill(process.pid, signal.SIGINT)  # type: ignore[arg-type]
         assert here.poll(10)
         assert here.recv() == "KeyboardInterrupt"

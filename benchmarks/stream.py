@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 # Ray gives way to other processes (nice 15), a DataLoader does not: on a busy machine that would be all one measures.
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0", RAY_worker_niceness="0")
@@ -24,22 +24,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway.datasets.stream import ParquetStream
 
+from .table import Row
+
 TOKENS = 512
 ROWS_PER_FILE = 100_000
 FILES = 10
 BATCH = 256
 PAIRS = 3
-
-
-class Row(NamedTuple):
-    """One line of the table."""
-
-    name: str
-    ours: str
-    theirs: str
-    ratio: float
-    target: str
-    ok: bool
 
 
 def rows() -> list[Row]:
@@ -203,9 +194,3 @@ def memory(small: list[str], large: list[str]) -> Row:
         "<= 1.2",
         ratio <= 1.2,
     )
-
-
-if __name__ == "__main__":
-    for row in rows():
-        verdict = "ok" if row.ok else "NOT MET"
-        print(f"{row.name:<60} {row.ours:>12} {row.theirs:>12} {row.ratio:>7.2f} {row.target:>7} {verdict}")

@@ -7,12 +7,12 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .checkpoint import Checkpoint
 from .errors import ConfigError, DataError
 from .evaluation import evaluate
+from .loaders import LoadedBatch
 from .metrics import MeanMetrics
 from .progress import Schedule
 from .recorder import Recorder
@@ -264,10 +264,12 @@ class Loop:
                 batch = next(iterator, None)
                 self.recorder.waited_s += time.perf_counter() - began_s
                 if must_agree:
-                    count = len(batch.micro_batches) if batch is not None else 0
-                    most, least = self._world.maximum(torch.tensor([count, -count], device=self._world.device)).tolist()
-                    if most != -least:
+                    own = batch.num_samples if batch is not None else ()
+                    count, squares, samples = self._world.sum_of(len(own), len(own) ** 2, sum(own))
+                    # Equal only if every rank has as many micro-batches; the epoch ends where the shortest one does.
+                    if batch is None or count**2 != self._world.size * squares:
                         return
+                    batch = LoadedBatch(batch.micro_batches, batch.num_samples, samples)
                 if batch is None:
                     return
                 yield batch

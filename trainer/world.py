@@ -98,6 +98,15 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def sum_of(self, *values: int) -> list[int]:
+        """Adds whole numbers up over all ranks. Waits for the other ranks, not for the device."""
+        if self.size == 1:
+            return list(values)
+        numbers = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(numbers, group=self.control)
+        total: list[int] = numbers.tolist()
+        return total
+
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Takes the element-wise maximum over all ranks, in place, and returns it."""
         if self.size > 1:

@@ -150,8 +150,10 @@ class Update:
             )
         norm = whole(get_total_norm([p.grad for p in parameters]))
         measured = self._guard.check(norm)
-        if self._config.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self._config.max_grad_norm, norm)
+        limit = self._config.max_grad_norm
+        # Where the norm is known on the host, gradients below the limit are not multiplied by one. 1e-6 as in the call.
+        if limit is not None and not (isinstance(measured, float) and measured + 1e-6 <= limit):
+            clip_grads_with_norm_(parameters, limit, norm)
         self.learning_rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             optimizer.step()

@@ -107,12 +107,6 @@ class World:
         total: list[int] = numbers.tolist()
         return total
 
-    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes the element-wise maximum over all ranks, in place, and returns it."""
-        if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor
-
     def start_maximum(self, tensor: torch.Tensor) -> dist.Work | None:
         """Begins the maximum of a CPU tensor, in place; `wait()` on what it returns ends it. None if there is no wait.
 

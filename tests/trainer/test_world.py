@@ -30,7 +30,7 @@ def _collectives(world: World) -> dict[str, Any]:
         "broadcast": world.broadcast({"from": world.rank}),
         "any": world.any(world.rank == 1),
         "none": world.any(False),
-        "maximum": world.maximum(torch.tensor(world.rank)).item(),
+        "sum_of": world.sum_of(world.rank, 2),
     }
 
 
@@ -38,8 +38,13 @@ def test_every_rank_gets_the_same_answer() -> None:
     answers = run_on_ranks(_collectives, 2)
     assert answers[0] == answers[1]
     assert answers[0] == {
-        "sum": 3.0, "gather": ["rank 0", "rank 1"], "broadcast": {"from": 0}, "any": True, "none": False, "maximum": 1,
-    }  # fmt: skip
+        "sum": 3.0,
+        "gather": ["rank 0", "rank 1"],
+        "broadcast": {"from": 0},
+        "any": True,
+        "none": False,
+        "sum_of": [1, 4],
+    }
 
 
 def _fails_on_rank_1(world: World) -> None:

@@ -79,15 +79,17 @@ def _check_training(experiment: Experiment) -> None:
     """Refuses a wrong config and bad data before Ray is started, where the workers will be on this machine.
 
     Raises:
-        HeadwayError: what the trainer, or its data, has against it.
+        ConfigError: what the trainer, or its data, has against it.
     """
     first = World(rank=0, size=experiment.scaling.workers, local_rank=0, device=torch.device("cpu"))
     try:
         experiment.trainer(experiment.config, world=first).check()
+    except ConfigError:
+        raise
     except Exception as error:
         # An error of the user's own code is the worker's to tell: there it has its place and its traceback.
         if type(error).__module__.startswith("headway."):
-            raise
+            raise ConfigError(str(error)) from error
 
 
 def _existing_checkpoint(path: str) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from headway.trainer import requests
 from headway.trainer.world import World
 
 
@@ -80,6 +81,8 @@ def _rank(
     with (Path(folder) / f"stack-{rank}").open("w") as stack:
         faulthandler.dump_traceback_later(timeout_s, file=stack, exit=True)
         torch.set_num_threads(1)
+        # Ranks agree on requests after every update, so that a test knows at which one a stop takes effect.
+        requests.WITHIN_S = 0.0
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
         try:
             value = fn(World.attach("cpu"), *args)

@@ -207,7 +207,7 @@ class Loop:
         metrics = self.evaluate(self._validation)
         if metrics is None:
             # Cut short by a request to stop, which stays asked for.
-            self._stop(self._requests.agree().stop or "stopped")
+            self._stop(self._requests.agree_now().stop or "stopped")
             return
         self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1

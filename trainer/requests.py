@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ import torch
 from .world import World
 
 StopStatus = Literal["stopped", "time_limit", "interrupted"]
+WITHIN_S = 0.25
+_MOST_UPDATES = 32
+_LONGEST_US = 2**31 - 1  # int32 is what every backend can reduce
 _STATUSES: tuple[StopStatus, ...] = ("stopped", "time_limit", "interrupted")
 
 
@@ -33,15 +37,22 @@ _NOTHING = Agreed()
 class Requests:
     """Collects requests from hooks, signal handlers and other threads, and lets all ranks agree on them.
 
-    `agree` never makes the loop wait for another rank: it begins a tiny reduction after one update and reads it after
-    the next, when it has long arrived. So a request takes effect one update after it was made, on every rank at once;
-    after an evaluation and at the end of an epoch, where all ranks meet anyway, `agree_now` has it take effect there.
+    Alone, a request holds at the update that it was made in. On several ranks `agree` never makes the loop wait for
+    another rank: it begins a tiny reduction after one update and reads it after the next, when it has long arrived.
+    It does so every `WITHIN_S`, or every `_MOST_UPDATES` where updates are short: ranks that share cores pay for a
+    collective with a good part of a short update. So a request takes effect about that long after it was made, on
+    every rank at the same update; after an evaluation and at the end of an epoch, where all ranks meet anyway,
+    `agree_now` has it take effect there.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._wanted = [0, 0, 0]
         self._in_flight: tuple[torch.Tensor, Any] | None = None
+        # Counts updates: a reduction begins where 1 is left, and is read where none is.
+        self._interval, self._left = 1, 2
+        self._updates = 0
+        self._began_s = time.perf_counter()
         self.stop_reason = ""
 
     def evaluate(self) -> None:
@@ -57,43 +68,69 @@ class Requests:
         self.stop_reason = self.stop_reason or reason or "a request without a reason"
         self._wanted[2] = max(self._wanted[2], 1 + _STATUSES.index(status))
 
-    def agree(self) -> Agreed:
-        """Returns what all ranks are to do at this update. Every rank must call this, once per update."""
+    def agree(self, *, often: bool = False) -> Agreed:
+        """Returns what all ranks are to do at this update. Every rank must call this, once per update.
+
+        Args:
+            often: reduces from one call to the next, whatever the interval: what follows may be slower than an update.
+        """
         if self._world.size == 1:
-            if not any(self._wanted):
-                return _NOTHING
-            values, self._wanted = self._wanted, [0, 0, self._wanted[2]]
-        else:
-            values = self._read()
-            flags = torch.tensor(self._wanted, dtype=torch.int32)
-            self._in_flight = flags, self._world.start_maximum(flags)
-            # A stop stays asked for, so that no race with a signal handler can lose it.
-            self._wanted = [0, 0, self._wanted[2]]
-        if not any(values):
-            return _NOTHING
-        return Agreed(
-            evaluate=bool(values[0]), save=bool(values[1]), stop=_STATUSES[values[2] - 1] if values[2] else None
-        )
+            return _as_agreed(self._take()) if any(self._wanted) else _NOTHING
+        self._updates += 1
+        self._left = min(self._left, 2) if often else self._left
+        self._left -= 1
+        agreed = _NOTHING
+        if self._left == 0:
+            agreed = self._read()
+            self._left = 1 if often else self._interval
+        if self._left == 1:
+            self._begin()
+        return agreed
 
     def agree_now(self) -> Agreed:
         """Returns what was asked for up to this moment, on any rank. Waits for all ranks, which must call this."""
-        earlier, now = self.agree(), self.agree()
+        if self._world.size == 1:
+            return self.agree()
+        earlier = self._read()
+        self._begin()
+        now = self._read()
+        self._left = self._interval + 1
         return Agreed(evaluate=earlier.evaluate or now.evaluate, save=earlier.save or now.save, stop=now.stop)
 
     def close(self) -> None:
         """Waits for what is still under way, so that no collective is left over. Every rank must call this."""
         self._read()
+        self._left = 2
 
     def forget(self) -> None:
         """Drops what was asked for: the run that it was meant for has ended."""
         self._wanted = [0, 0, 0]
         self.stop_reason = ""
 
-    def _read(self) -> list[int]:
+    def _take(self) -> list[int]:
+        # A stop stays asked for, so that no race with a signal handler can lose it.
+        taken, self._wanted = self._wanted, [0, 0, self._wanted[2]]
+        return taken
+
+    def _begin(self) -> None:
+        now_s = time.perf_counter()
+        update_us = min(int((now_s - self._began_s) / max(self._updates, 1) * 1e6), _LONGEST_US)
+        self._began_s, self._updates = now_s, 0
+        # The longest update of any rank travels along: from it all ranks derive the same interval.
+        values = torch.tensor([*self._take(), update_us], dtype=torch.int32)
+        self._in_flight = values, self._world.start_maximum(values)
+
+    def _read(self) -> Agreed:
         if self._in_flight is None:
-            return [0, 0, 0]
-        flags, work = self._in_flight
+            return _NOTHING
+        tensor, work = self._in_flight
         self._in_flight = None
         work.wait()
-        values: list[int] = flags.tolist()
-        return values
+        *values, update_us = tensor.tolist()
+        self._interval = max(1, min(_MOST_UPDATES, int(WITHIN_S * 1e6 / max(update_us, 1))))
+        return _as_agreed(values) if any(values) else _NOTHING
+
+
+def _as_agreed(values: list[int]) -> Agreed:
+    evaluate, save, stop = values
+    return Agreed(evaluate=bool(evaluate), save=bool(save), stop=_STATUSES[stop - 1] if stop else None)

@@ -19,6 +19,7 @@ from headway.orchestrator.display import Display
 from headway.orchestrator.events import read_events
 from headway.orchestrator.runs import Run, open_run
 from headway.orchestrator.storage import Folder
+from headway.orchestrator.training import _check_training
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.on_ray import OnRay, OnRayConfig, write_rows
@@ -171,3 +172,10 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     assert find_run("run", str(tmp_path)).experiment() == found
     assert fit(found, display=screen.display).status == "stopped"
     assert Run(found.run_dir).record.attempts == 1
+
+
+def test_bad_data_is_a_mistake_in_what_was_asked_for(tmp_path: Path) -> None:
+    """Found by the driver before Ray starts, it is an error of the same kind as a wrong config: exit code 2."""
+    with pytest.raises(ConfigError, match="no-data does not exist") as raised:
+        _check_training(experiment(tmp_path, str(tmp_path / "no-data")))
+    assert isinstance(raised.value.__cause__, DataError)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+import headway.trainer.requests
 from headway.trainer import World
 from headway.trainer.requests import Agreed, Requests
 from tests.distributed import run_on_ranks
@@ -70,3 +73,35 @@ def test_on_ranks_a_request_holds_one_update_later_on_all() -> None:
         nothing,
     ]
     assert first == wanted
+
+
+def _agree_seldom(world: World, update_s: float) -> list[int]:
+    """The updates at which each of three saves takes effect, and the calls that took all of them."""
+    headway.trainer.requests.WITHIN_S = 0.25
+    requests = Requests(world)
+    found = []
+    for update in range(150):
+        if update in (20, 70) and world.rank == 1:
+            requests.save()
+        time.sleep(update_s * (1 + world.rank))
+        if requests.agree().save:
+            found.append(update)
+    if world.rank == 0:
+        requests.save()
+    for call in range(4):
+        if requests.agree(often=True).save:
+            found.append(1000 + call)
+    requests.close()
+    return found
+
+
+@pytest.mark.parametrize(("update_s", "most"), [(0.0005, 33), (0.01, 14)])
+def test_ranks_meet_only_so_often_and_a_request_is_heard_soon(update_s: float, most: int) -> None:
+    """Short updates: every 32; the slowest rank's 20 ms and more: every quarter of a second."""
+    first, second = run_on_ranks(_agree_seldom, 2, update_s)
+    assert first == second
+    early, late, often = first
+    assert 1 <= early - 20 <= most
+    assert 1 <= late - 70 <= most
+    assert 1000 < often <= 1002
+    assert max(early - 20, late - 70) > 1, "it was agreed on after every update"

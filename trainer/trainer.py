@@ -46,7 +46,8 @@ class Trainer(OwnHooks, Generic[C]):
         ├─ setup                                  on_setup_start
         │  ├─ configure_models, on the meta device  on_models_configured
         │  ├─ checkpoint, compile, shard; materialise; init_weights; replicate        (parallel.py)
-        │  └─ configure_optimizers, configure_dataloaders                             on_setup_end
+        │  ├─ configure_dataloaders, which tells `total_steps`
+        │  └─ configure_optimizers                                                    on_setup_end
         ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
         ├─ on_fit_start
         ├─ until max_epochs, max_steps or a request to stop:                          on_epoch_start
@@ -145,7 +146,10 @@ class Trainer(OwnHooks, Generic[C]):
             parallel.reset_parameters(model)
 
     def configure_optimizers(self) -> None:
-        """Sets optimizers, and schedulers if there are any, as attributes, over the finished models' parameters."""
+        """Sets optimizers, and schedulers if there are any, as attributes, over the finished models' parameters.
+
+        The data is open by now: `self.total_steps` is the length of the whole run, as far as anybody knows.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define configure_optimizers(self) and set self.optimizer in it"
         )
@@ -369,8 +373,9 @@ class Trainer(OwnHooks, Generic[C]):
         # One seed for all ranks while weights are drawn, each its own afterwards.
         seed_everything(self.config.seed, rank="common")
         self._build_models()
-        self._build_optimizers()
+        # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
         self._open_data()
+        self._build_optimizers()
         self._loop = Loop(self, self._requests, *self._streams)
         trackers = self._given_trackers if self._given_trackers is not None else self.configure_trackers()
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):

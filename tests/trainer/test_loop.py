@@ -278,6 +278,21 @@ def test_a_setup_that_failed_may_be_tried_again() -> None:
     assert trainer.fit().status == "completed"
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"max_epochs": 3}, 6), ({"max_epochs": 3, "max_steps": 4}, 4), ({"steps_per_epoch": 1}, 1)]
+)
+def test_a_schedule_knows_the_length_of_the_run(options: dict[str, Any], steps: int) -> None:
+    class Linear(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            assert self.total_steps is not None
+            self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, total_iters=self.total_steps)
+
+    trainer = Linear(_config(**options), world=ALONE)
+    assert trainer.fit().steps == steps
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
 # ---- Stops and limits ----------------------------------------------------------------------------------------------
 
 

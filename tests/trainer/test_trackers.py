@@ -51,6 +51,9 @@ class Broken(Tracker):
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
         self._call("log_images")
 
+    def rewind(self, step: int) -> None:
+        self._call("rewind")
+
     def finish(self, status: str) -> None:
         self._call("finish")
 
@@ -87,10 +90,11 @@ def use_all(trackers: TrackerList, tmp_path: Path) -> None:
         trackers.log({"loss": 1.0 / step}, step=step, epoch=0)
         trackers.log_images({"image": torch.zeros(3, 2, 2)}, step=step)
         trackers.state_dict()
+    trackers.rewind(3)
     trackers.finish("completed")
 
 
-@pytest.mark.parametrize("fails_from", ["start", "log", "log_images", "state_dict", "finish"])
+@pytest.mark.parametrize("fails_from", ["start", "log", "log_images", "state_dict", "rewind", "finish"])
 def test_failing_tracker_is_warned_of_once_and_others_go_on_F5(tmp_path: Path, fails_from: str) -> None:
     keeping = Keeping()
     with pytest.warns(UserWarning, match="and training goes on") as warned:
@@ -230,6 +234,20 @@ def test_step_from_which_a_run_resumes_is_not_doubled_either_F6(folder: str, jso
     assert (records[3]["train/loss"], records[3]["validation/loss"]) == (0.25, 9.0)
 
 
+def test_rewind_drops_later_steps_and_what_follows_is_written_once_F6(folder: str, jsonl: Make) -> None:
+    tracker = jsonl()
+    write(tracker, folder, range(1, 8))
+    tracker.rewind(4)
+    assert [record["step"] for record in read_records(f"{folder}/metrics.jsonl")] == [1, 2, 3, 4]
+    tracker.log({"validation/loss": 9.0}, step=4, epoch=1)
+    for step in range(5, 8):
+        tracker.log({"train/loss": -1.0}, step=step, epoch=1)
+    records = read_records(f"{folder}/metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 8))
+    assert [record["train/loss"] for record in records[3:]] == [0.25, -1.0, -1.0, -1.0]
+    assert records[3]["validation/loss"] == 9.0
+
+
 def test_line_cut_short_by_a_kill_is_dropped(tmp_path: Path, jsonl: Make) -> None:
     write(jsonl(), str(tmp_path), range(1, 4))
     path = tmp_path / "metrics.jsonl"
@@ -257,6 +275,7 @@ def test_without_a_run_dir_nothing_is_written(tmp_path: Path, monkeypatch: pytes
     trackers = TrackerList([jsonl(), TensorBoardTracker()])
     trackers.start(run_info(None), step=0)
     trackers.log({"loss": 1.0}, step=1, epoch=0)
+    trackers.rewind(0)
     trackers.finish("completed")
     assert list(tmp_path.iterdir()) == []
 
@@ -330,6 +349,23 @@ def test_tensorboard_curves_have_every_step_once_after_a_resume_F6(tmp_path: Pat
     }
 
 
+def test_tensorboard_hides_what_a_rewind_has_taken_back_F6(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker()
+    tracker.start(run_info(tmp_path), step=0)
+    for step in range(1, 8):
+        tracker.log({"train/loss": float(step)}, step=step, epoch=0)
+    tracker.rewind(4)
+    for step in range(5, 9):
+        tracker.log({"train/loss": -float(step)}, step=step, epoch=0)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert scalars == [(step, float(step if step <= 4 else -step)) for step in range(1, 9)]
+    tracker.finish("completed")
+
+
 def wandb_history(folder: Path) -> list[dict[str, Any]]:
     """Reads the history of all offline runs: 7 bytes, then LevelDB's log of records, in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
@@ -362,6 +398,8 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
             tracker.log({"train/loss": float(step)}, step=step, epoch=0)
             tracker.log({"validation/loss": 2.0 * step}, step=step, epoch=0)
         tracker.log_images({"image": torch.rand(3, 4, 5), "byte": torch.zeros(1, 4, 5, dtype=torch.uint8)}, step=step)
+        tracker.rewind(step - 1)
+        tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
         state = tracker.state_dict()
         tracker.finish("failed" if attempt == 1 else "completed")
     history = wandb_history(tmp_path)

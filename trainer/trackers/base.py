@@ -37,19 +37,22 @@ class RunInfo:
 class Tracker:
     """Writes the records of a run somewhere. Lives on the main rank only; a failure costs a warning, never the run.
 
-    The order of calls: `load_state_dict` if there is a checkpoint, `start`, any number of `log`, `log_images` and
-    `state_dict`, `finish`. What was logged after the checkpoint that a run resumes from will be logged again: a tracker
-    sees to it that no step appears twice.
+    The order of calls: `load_state_dict` if there is a checkpoint, `start`, any number of `log`, `log_images`,
+    `rewind` and `state_dict`, `finish`. What was logged after the checkpoint that a run resumes from, or after the step
+    that it rewinds to, will be logged again: a tracker sees to it that no step appears twice.
     """
 
     def start(self, run: RunInfo, *, step: int) -> None:
         """Begins, or goes on after update `step` of a resumed run."""
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Writes one record. Steps never decrease; records of the same step complete one another."""
+        """Writes one record. Steps decrease only after `rewind`; records of the same step complete one another."""
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
         """Writes images by name: tensors of shape [channels, height, width], uint8, or floats from 0 to 1."""
+
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged after update `step`: a run has gone back to it, and will make those updates again."""
 
     def finish(self, status: str) -> None:
         """Ends with the status of the run's result, in every ending that leaves the time."""
@@ -101,6 +104,12 @@ class TrackerList(Tracker):
         for tracker in self._live:
             with self._guarded(tracker, "log_images"):
                 tracker.log_images(images, step=step)
+
+    def rewind(self, step: int) -> None:
+        """Takes each back."""
+        for tracker in self._live:
+            with self._guarded(tracker, "rewind"):
+                tracker.rewind(step)
 
     def finish(self, status: str) -> None:
         """Ends each."""

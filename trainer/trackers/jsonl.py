@@ -19,9 +19,9 @@ class JsonlTracker(Tracker):
     """Writes one JSON object per step, `{"step": 50, "epoch": 0, "time": ..., "attempt": 1, "train/loss": ...}`.
 
     Every record is in the file when `log` returns. Records of the same step are merged into one line. A run that
-    resumes after step 50 drops the lines of later steps, and a run that begins anew drops all, by one atomic
-    replacement. JSON has no NaN: values that are not finite are the strings "NaN", "Infinity" and "-Infinity", which
-    `float` understands, and `read_records` turns back.
+    resumes after step 50, or goes back to it, drops the lines of later steps, and a run that begins anew drops all, by
+    one atomic replacement. JSON has no NaN: values that are not finite are the strings "NaN", "Infinity" and
+    "-Infinity", which `float` understands, and `read_records` turns back.
 
     Args:
         path: of the file, or an fsspec URI; by default `metrics.jsonl` in the run directory, and nothing is written
@@ -41,10 +41,7 @@ class JsonlTracker(Tracker):
             return
         self._attempt = run.attempt
         self._file = open_lines(path)
-        lines = self._file.read() if run.resumed else []
-        kept = [(line, record) for line in lines if (record := _parse(line)) and record["step"] <= step]
-        self._file.replace([line for line, _ in kept])
-        self._last = kept[-1][1] if kept else {}
+        self._keep(self._file.read() if run.resumed else [], until=step)
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Appends a record, or completes the last one if it is of the same step."""
@@ -59,11 +56,22 @@ class JsonlTracker(Tracker):
         self._file.replace_last(line) if again else self._file.append(line)
         self._last = record
 
+    def rewind(self, step: int) -> None:
+        """Drops the lines of later steps."""
+        if self._file is not None:
+            self._keep(self._file.read(), until=step)
+
     def finish(self, status: str) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _keep(self, lines: list[str], *, until: int) -> None:
+        assert self._file is not None
+        kept = [(line, record) for line in lines if (record := _parse(line)) and record["step"] <= until]
+        self._file.replace([line for line, _ in kept])
+        self._last = kept[-1][1] if kept else {}
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class TensorBoardTracker(Tracker):
     """Writes event files, by default to `tensorboard` in the run directory. A resumed run goes on in the same curves.
 
-    TensorBoard hides what an earlier attempt wrote after the step from which a later one resumed.
+    TensorBoard hides what was written after the step from which a later attempt resumed, or to which a run went back.
 
     Args:
         path: of the folder of the event files, or a URI that TensorBoard can write to; nothing is written where there
@@ -46,6 +46,14 @@ class TensorBoardTracker(Tracker):
         if self._writer is not None:
             for name, image_CHW in images.items():
                 self._writer.add_image(name, image_CHW, step)
+            self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Purges the steps after `step`: a mark in the event file, as at the beginning of an attempt."""
+        if self._writer is not None:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
             self._writer.flush()
 
     def finish(self, status: str) -> None:

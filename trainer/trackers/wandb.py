@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class WandbTracker(Tracker):
     """Records a run with wandb, as one run of theirs over all restarts, online or offline.
 
-    The id of the run lies in `wandb.json` in the run directory, and in the checkpoints. Steps that an earlier attempt
-    has sent are not sent again: wandb can append, but take nothing back.
+    The id of the run lies in `wandb.json` in the run directory, and in the checkpoints. Steps that were sent before a
+    resume or a rewind are not sent again: wandb can append, but take nothing back.
 
     Args:
         project, mode: as `wandb.init` has them; by default, what the environment says (`WANDB_PROJECT`, `WANDB_MODE`).
@@ -53,16 +53,20 @@ class WandbTracker(Tracker):
         self._run = wandb.init(**{**defaults, **self._options, "id": self._id})
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Sends a record, unless an earlier attempt has sent its step."""
+        """Sends a record, unless its step was sent before a resume or a rewind."""
         if step > self._sent_before:
             self._send({**metrics, "epoch": epoch}, step)
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Sends images, unless an earlier attempt has sent their step."""
+        """Sends images, unless their step was."""
         import wandb
 
         if step > self._sent_before:
             self._send({name: wandb.Image(_pixels_HWC(image)) for name, image in images.items()}, step)
+
+    def rewind(self, step: int) -> None:
+        """Keeps what was sent; the steps that are made again are not sent again."""
+        self._sent_before = self._sent
 
     def finish(self, status: str) -> None:
         """Ends the run, as failed if it failed."""

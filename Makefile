@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 DATA := data/stdlib
 RUN ?= gpt
 
-.PHONY: help train test check format types bench clean
+.PHONY: help train test check format types docs bench clean
 
 help:
 	@echo "make train    learn a GPT from Python's standard library, on two Ray workers of this machine"
 	@echo "make test     the whole test suite"
-	@echo "make check    format, lint, types"
+	@echo "make check    format, lint, types, documentation"
+	@echo "make docs     the documentation, in build/site"
 	@echo "make bench    speed and memory, side by side with the alternatives"
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -29,7 +30,7 @@ train: $(VENV)/installed $(DATA)/train/prepared.json
 test: $(VENV)/installed types
 	$(BIN)/python -m pytest
 
-check: $(VENV)/installed types
+check: $(VENV)/installed types docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p headway.trainer -p headway.orchestrator
@@ -43,6 +44,10 @@ format: $(VENV)/installed
 types:
 	@mkdir -p build/types/headway
 	@for part in trainer datasets orchestrator; do ln -sfn ../../../$$part build/types/headway/$$part; done
+
+# Without network, and strict: a link to nowhere, a name that is gone and a page outside the navigation are errors.
+docs: $(VENV)/installed types
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks

@@ -18,6 +18,7 @@ class Docstrings(griffe.Extension):
     """Reads `Example:` as `Examples:`, so that `>>>` is code, and `a, b: text` as two items with one text."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Changes one docstring, before it is parsed."""
         if obj.docstring is not None:
             text = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value)
             obj.docstring.value = "\n".join(_one_name_each(text.split("\n")))

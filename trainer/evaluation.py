@@ -34,7 +34,7 @@ def evaluate(
     """
     num_batches = 0
     weighs_itself = trainer.weighs_itself
-    with _evaluating(trainer), closing(_in_step(stream, trainer.world)) as batches:
+    with evaluating(trainer), closing(_in_step(stream, trainer.world)) as batches:
         trainer.callbacks.on_evaluation_start(trainer)
         for batch in batches:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
@@ -101,14 +101,17 @@ def _in_step(stream: BatchStream, world: World) -> Generator[GlobalBatch, None, 
 
 
 @contextmanager
-def _evaluating(trainer: Trainer[Any]) -> Iterator[None]:
-    """Puts the models in evaluation mode, without gradients, and every module back as it was, whatever happens."""
+def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
+    """Puts the models in evaluation mode, without gradients, and every module back as it was, whatever happens.
+
+    The contexts of the callbacks are entered last and left first.
+    """
     modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
     for model in trainer.models.values():
         model.eval()
     trainer.training = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), trainer.callbacks.evaluation_context(trainer):
             yield
     finally:
         trainer.training = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -99,6 +100,71 @@ def test_modes_and_gradients_are_as_before_F3() -> None:
     assert trainer.modes() == before
     assert torch.is_grad_enabled()
     assert trainer.training
+
+
+class Around(Callback):
+    """Notes when an evaluation enters and leaves its context."""
+
+    def __init__(self, name: str, notes: list[str], *, fails: str = "") -> None:
+        self.name, self.notes, self.fails = name, notes, fails
+
+    @contextmanager
+    def evaluation_context(self, trainer: Any) -> Iterator[None]:
+        if self.fails == "entering":
+            raise LookupError("no such weights")
+        assert not trainer.training
+        assert not torch.is_grad_enabled()
+        self.notes.append(f"enter {self.name}")
+        try:
+            yield
+        finally:
+            self.notes.append(f"leave {self.name}")
+        if self.fails == "leaving":
+            raise LookupError("no way back")
+
+    def on_evaluation_start(self, trainer: Any) -> None:
+        self.notes.append("start")
+
+    def on_evaluation_end(self, trainer: Any, metrics: Any) -> None:
+        assert trainer.training
+        self.notes.append("end")
+
+
+def test_contexts_of_callbacks_are_entered_around_every_evaluation_F3() -> None:
+    notes: list[str] = []
+    trainer = Evaluates(_config(), data=[_collate([1, 2])], callbacks=[Around("a", notes), Around("b", notes)])
+    trainer.evaluate()
+    once = ["enter a", "enter b", "start", "start", "leave b", "leave a", "end", "end"]
+    assert notes == once
+    trainer.fit()
+    assert notes == once * 2
+
+
+def test_contexts_of_callbacks_are_left_after_an_error_too_F3() -> None:
+    class Fails(Evaluates):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            raise LookupError("in the step")
+
+    notes: list[str] = []
+    trainer = Fails(_config(), data=[_collate([1])], callbacks=[Around("a", notes), Around("b", notes)])
+    with pytest.raises(LookupError, match="in the step") as caught:
+        trainer.evaluate()
+    assert notes == ["enter a", "enter b", "start", "start", "leave b", "leave a"]
+    assert not hasattr(caught.value, "__notes__")
+    assert trainer.training
+    assert trainer.model.training
+
+
+@pytest.mark.parametrize("fails", ["entering", "leaving"])
+def test_an_error_of_a_context_names_its_callback_and_the_others_are_left_C10(fails: str) -> None:
+    notes: list[str] = []
+    callbacks = [Around("a", notes), Around("b", notes, fails=fails)]
+    trainer = Evaluates(_config(), data=[_collate([1])], callbacks=callbacks)
+    with pytest.raises(LookupError) as caught:
+        trainer.evaluate()
+    assert caught.value.__notes__ == ["raised by Around.evaluation_context"]
+    assert notes[-1] == "leave a"
+    assert trainer.model.training
 
 
 @pytest.mark.parametrize("where", ["step", "hook", "data"])

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..errors import ConfigError
@@ -103,6 +104,14 @@ class Callback:
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
         """Fires exactly once, in every ending; `error` is what ended the run, or None. All callbacks get it."""
 
+    def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
+        """Returns a context that is entered around every evaluation and left before `on_evaluation_end`.
+
+        The models are in evaluation mode inside. It is left on an error as well, so what is put back there (weights
+        that were swapped, a flag) always is. Contexts of several callbacks nest in their order.
+        """
+        return nullcontext()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run must know; an empty dict is not saved."""
         return {}
@@ -188,6 +197,16 @@ class CallbackList(Callback):
                 self.overridden.add(hook)
                 # Shadows the method, so that the call of the loop goes straight to those that listen.
                 setattr(self, hook, (_call_at_end if hook == "on_fit_end" else _call_each)(hook, callees))
+
+        self._contexts = [
+            (_name(callback), callback.evaluation_context)
+            for callback in self._callbacks
+            if getattr(callback.evaluation_context, "__func__", None) is not Callback.evaluation_context
+        ]
+
+    def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
+        """Returns the contexts of all callbacks that have one, as one; an error in entering or leaving says whose."""
+        return _nested(self._contexts, trainer) if self._contexts else nullcontext()
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -277,6 +296,33 @@ def _call_each(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) 
                 raise
 
     return call
+
+
+@contextmanager
+def _nested(
+    contexts: Sequence[tuple[str, Callable[..., AbstractContextManager[object]]]], trainer: Any
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, make in contexts:
+            stack.enter_context(_named(owner, make, trainer))
+        yield
+
+
+@contextmanager
+def _named(owner: str, make: Callable[..., AbstractContextManager[object]], trainer: Any) -> Iterator[None]:
+    """One callback's context, whose own errors say whose they are, and those of the evaluation do not."""
+    inside: BaseException | None = None
+    try:
+        with make(trainer):
+            try:
+                yield
+            except BaseException as error:
+                inside = error
+                raise
+    except BaseException as error:
+        if error is not inside:
+            error.add_note(f"raised by {owner}.evaluation_context")
+        raise
 
 
 def _call_at_end(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) -> Callable[..., None]:

@@ -58,7 +58,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
             _synchronise(model, world)
         _fully_shard(model, [block for _, _, block in blocks], config, precision, world)
     if on_meta(model):
-        model.to_empty(device=world.device)
+        _take_memory(model, world.device)
     else:
         model.to(world.device)
 
@@ -259,6 +259,18 @@ def _check_birth(model: nn.Module) -> None:
             "and the rest is on the meta device, where configure_models runs: set the values in init_weights(), or "
             'make the whole model with values, under torch.device("cpu")'
         )
+
+
+def _take_memory(model: nn.Module, device: torch.device) -> None:
+    """Materialises a model, with tied weights still tied: `to_empty` gives each place a tensor of its own."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, its_name), *others in places.values():
+        for module, name in others:
+            module.register_parameter(name, first.get_parameter(its_name))
 
 
 def on_meta(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, World
-from headway.trainer.parallel import check_strategy, local, unwrap
+from headway.trainer.parallel import check_strategy, local, unwrap, whole
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
 
@@ -198,6 +198,40 @@ def test_activation_checkpointing_needs_blocks() -> None:
 
 
 # ---- On ranks ------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Reads rows by the matrix that also judges them, as most language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6)])
+        self.down = nn.Linear(6, 3, bias=False)
+        self.up = nn.Linear(6, 3, bias=False)
+        self.up.weight = self.down.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.blocks[0](self.down(x) @ self.up.weight))
+
+
+def _train_tied(world: World, strategy: Any = "none") -> torch.Tensor:
+    trainer = _model(Tied)(TinyConfig(max_steps=3, global_batch_size=8, parallel=ParallelConfig(strategy=strategy)))
+    trainer.fit()
+    model = unwrap(trainer.model)
+    assert model.up.weight is model.down.weight
+    assert len(trainer.optimizer.param_groups[0]["params"]) == 3
+    return whole(model.up.weight.detach()).clone()
+
+
+def _train_tied_on_ranks(world: World) -> list[torch.Tensor]:
+    return [_train_tied(world, strategy) for strategy in ("ddp", "fsdp")]
+
+
+def test_tied_weights_stay_tied_on_the_way_from_meta_to_many_ranks() -> None:
+    alone = _train_tied(ALONE)
+    for on_ranks in run_on_ranks(_train_tied_on_ranks, 2):
+        for weight in on_ranks:
+            torch.testing.assert_close(weight, alone)
 
 
 class TwoModels(TinyTrainer):

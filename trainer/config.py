@@ -23,7 +23,8 @@ class ParallelConfig:
             rank every strategy trains the plain model.
         shard_size: ranks of one "hsdp" group; usually those of one machine.
         shard_modules: class names of the modules that are gathered, checkpointed and compiled one at a time; empty
-            takes the children of every `ModuleList` and `ModuleDict`, which is where the blocks of a deep model live.
+            takes the layers that a model of Hugging Face's names itself (`_no_split_modules`), and in any other the
+            children of every `ModuleList` and `ModuleDict`, which is where the blocks of a deep model live.
         reshard_after_forward: frees gathered parameters between forward and backward: less memory, one gather more.
         find_unused_parameters: lets DDP train a model of which some parameters get no gradient; costs a walk of the
             graph in every step.

@@ -215,6 +215,10 @@ class _SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _blocks(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:
     """The modules that are treated one at a time, outermost first, each with its parent and its name there."""
     wanted = set(config.shard_modules)
+    if not wanted:
+        # Hugging Face's models name their layers themselves; their lists may hold smaller things, such as experts.
+        of_its_own = set(getattr(model, "_no_split_modules", None) or ())
+        wanted = of_its_own & {type(module).__name__ for module in model.modules()}
     found: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(model.modules()):
         in_list = isinstance(parent, (nn.ModuleList, nn.ModuleDict))

@@ -200,6 +200,24 @@ def test_activation_checkpointing_needs_blocks() -> None:
 # ---- On ranks ------------------------------------------------------------------------------------------------------
 
 
+class NamesItsLayers(Deep):
+    """As the models of `transformers` do; a name may be of a part that this model lacks."""
+
+    _no_split_modules: Any = {"GELU", "VisionLayer"}
+
+
+class NamesNothing(Deep):
+    _no_split_modules: Any = None
+
+
+@pytest.mark.parametrize(("model", "checkpointed"), [(NamesItsLayers, nn.GELU), (NamesNothing, nn.Sequential)])
+def test_a_model_may_name_its_layers_itself(model: Any, checkpointed: type[nn.Module]) -> None:
+    trainer = _model(lambda: model(8, 0.0))(_config(activation_checkpointing="full"), world=ALONE)
+    trainer.setup()
+    wrapped = [each for each in trainer.model.modules() if type(each).__name__ == "CheckpointWrapper"]
+    assert [type(unwrap(each)) for each in wrapped] == [checkpointed] * 2
+
+
 class Tied(nn.Module):
     """Reads rows by the matrix that also judges them, as most language models do."""
 

@@ -1,5 +1,6 @@
 """Headway's trainer: a PyTorch training loop in one process or one of many ranks, without Ray."""
 
+from . import optimizers, schedules
 from .callbacks.base import Callback
 from .checkpoint import Checkpoint, CheckpointStore
 from .config import CheckpointConfig, ParallelConfig, TrainerConfig
@@ -34,4 +35,6 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "World",
+    "optimizers",
+    "schedules",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,5 +189,16 @@ print(sorted(name for name in {unwanted!r} if name in sys.modules and sys.module
 )
 def test_folder_can_be_imported_where_the_others_are_not(folder: str, absent: list[str], unwanted: list[str]) -> None:
     program = WITHOUT.format(root=str(ROOT), folder=folder, absent=absent, unwanted=unwanted)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    # Where the program runs, a relative entry of the path would lead to another folder.
+    path = os.pathsep.join(
+        str(Path(each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT.parent,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -5,6 +5,7 @@ from .callbacks.base import Callback
 from .checkpoint import Checkpoint, CheckpointStore
 from .config import CheckpointConfig, ParallelConfig, TrainerConfig
 from .errors import CheckpointError, ConfigError, DataError, HeadwayError, NonFiniteError, StepError
+from .export import export_pretrained, export_safetensors, load_weights
 from .progress import Duration, Progress
 from .result import FitResult
 from .streams import BatchStream, Stateful
@@ -35,6 +36,9 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "World",
+    "export_pretrained",
+    "export_safetensors",
+    "load_weights",
     "optimizers",
     "schedules",
 ]

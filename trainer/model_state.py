@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointError, ConfigError
-from .parallel import unwrap
+from .parallel import bare
 
 # What wrapping a module adds to the names of what is inside. DDP wraps the whole model, and is taken off as such.
 _WRAPPINGS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
@@ -36,10 +36,7 @@ class ModelState:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Returns each model's state by the names of the unwrapped model; sharded tensors stay sharded."""
-        return {
-            name: {_plain(key): value for key, value in unwrap(model).state_dict().items()}
-            for name, model in self._models.items()
-        }
+        return {name: plain_state(model) for name, model in self._models.items()}
 
     def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Lets a checkpoint be read straight into the live weights."""
@@ -57,7 +54,7 @@ class ModelState:
         self._places = None
         _compare("models", state, self._models)
         for name, model in self._models.items():
-            module = unwrap(model)
+            module = bare(model)
             keys = {_plain(key): key for key in module.state_dict()}
             _compare(f"keys of {name!r}", state[name], keys)
             module.load_state_dict({keys[key]: value for key, value in state[name].items()})
@@ -151,14 +148,19 @@ class OptimizerState:
         return dict(zip(self._names(), held, strict=True))
 
 
+def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """Returns a model's state by the names that do not depend on how it trains; tensors that are sharded stay so."""
+    return {_plain(key): value for key, value in bare(model).state_dict(keep_vars=keep_vars).items()}
+
+
 def _plain(key: str) -> str:
     return ".".join(each for each in key.split(".") if each not in _WRAPPINGS)
 
 
 def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     # Not named_parameters(): of a sharded model that is gathered just now it gives the gathered ones.
-    state = unwrap(model).state_dict(keep_vars=True)
-    return [(_plain(key), value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+    state = plain_state(model, keep_vars=True)
+    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
 
 
 def _compare(what: str, saved: Iterable[str], live: Iterable[str]) -> None:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import ParallelConfig, Precision
@@ -160,8 +161,8 @@ def without_gradient_sync(models: Mapping[str, nn.Module]) -> AbstractContextMan
     return stack
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Returns the module that the user wrote, inside any nesting of DDP, activation checkpointing and compile."""
+def bare(module: nn.Module) -> nn.Module:
+    """Takes off what a module trains in: any nesting of DDP, activation checkpointing and compile."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -171,6 +172,16 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module._orig_mod
         else:
             return module
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Returns the module that the user wrote, inside any nesting of wrappers, averages and FSDP1 among them.
+
+    An average has state of its own, so a checkpoint holds it as it is: what `bare` returns.
+    """
+    while (inner := bare(module)) is not module or isinstance(inner, (AveragedModel, FullyShardedDataParallel)):
+        module = inner.module if isinstance(inner, (AveragedModel, FullyShardedDataParallel)) else inner
+    return module
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

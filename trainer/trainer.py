@@ -17,11 +17,13 @@ from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, che
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
 from .errors import ConfigError, DataError
+from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
 from .loaders import LoadedBatch, as_stream
 from .loop import Loop
 from .nested import batch_size
 from .precision import autocast
 from .progress import Progress
+from .recorder import as_plain
 from .requests import Requests, StopStatus
 from .result import FitResult, History, Status
 from .rng import seed_everything
@@ -279,7 +281,7 @@ class Trainer(OwnHooks, Generic[C]):
         self._requests.evaluate()
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Returns the module that the user wrote, inside any nesting of DDP, activation checkpointing and compile."""
+        """Returns the module that the user wrote, inside any nesting of compile, DDP, FSDP, checkpointing, averages."""
         return parallel.unwrap(module)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
@@ -310,6 +312,41 @@ class Trainer(OwnHooks, Generic[C]):
         """
         self.setup()
         return self._loop.save()
+
+    def export(self, file: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
+        """Writes the weights as they are now to one safetensors file. Every rank must call this; the main one writes.
+
+        Args:
+            file: a path or fsspec URI.
+            model: the attribute that holds the model; may be left out where there is one model.
+            dtype: of the floating-point tensors in the file; by default as they are.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written.
+        """
+        self._export(model, dtype, str(file), lambda _, weights: write_safetensors(weights, str(file)))
+
+    def save_pretrained(
+        self, folder: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Writes the weights as they are now to a folder, by the model's own `save_pretrained` where it has one.
+
+        A Hugging Face model is then read by `from_pretrained`, however it was sharded. A model without the method
+        becomes `model.safetensors`, with the trainer's config in `config.json`. Every rank must call this; the main one
+        writes.
+
+        Args:
+            folder: a path on the main rank's machine; made if it is not there.
+            model: the attribute that holds the model; may be left out where there is one model.
+            dtype: of the floating-point tensors in the folder; by default as they are.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written.
+        """
+        config = as_plain(self.config)
+        self._export(
+            model, dtype, str(folder), lambda module, weights: write_pretrained(module, weights, folder, config=config)
+        )
 
     # ---- The loop --------------------------------------------------------------------------------------------------
 
@@ -444,6 +481,18 @@ class Trainer(OwnHooks, Generic[C]):
             )
         )
         return stream
+
+    def _export(
+        self,
+        name: str | None,
+        dtype: torch.dtype | None,
+        where: str,
+        write: Callable[[nn.Module, dict[str, torch.Tensor]], None],
+    ) -> None:
+        self.setup()
+        module = choose_model(name, self.models, type(self).__name__)
+        weights = gather_weights(module, self.world)
+        write_on_main(self.world, where, lambda: write(module, cast(weights, dtype)))
 
     def _end(self, error: BaseException | None, status: Status) -> None:
         """Whatever happened. No collective: the other ranks may not be here."""

@@ -17,6 +17,7 @@ from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from headway.trainer.errors import ConfigError
+from headway.trainer.world import backend
 
 from .errors import TrainingFailedError
 from .events import read_events
@@ -51,7 +52,11 @@ def train_group(
         trainer = TorchTrainer(
             train,
             train_loop_config={"task": task},
-            torch_config=TorchConfig(backend="nccl" if scaling.gpus_per_worker else "gloo"),
+            torch_config=TorchConfig(
+                backend=backend(
+                    "cuda" if scaling.gpus_per_worker else "cpu", with_cpus=experiment.config.parallel.cpu_offload
+                )
+            ),
             scaling_config=ScalingConfig(
                 num_workers=scaling.workers,
                 use_gpu=scaling.gpus_per_worker > 0,

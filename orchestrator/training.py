@@ -81,7 +81,8 @@ def _check_training(experiment: Experiment) -> None:
     Raises:
         ConfigError: what the trainer, or its data, has against it.
     """
-    first = World(rank=0, size=experiment.scaling.workers, local_rank=0, device=torch.device("cpu"))
+    device = torch.device("cuda" if experiment.scaling.gpus_per_worker else "cpu")
+    first = World(rank=0, size=experiment.scaling.workers, local_rank=0, device=device)
     try:
         experiment.trainer(experiment.config, world=first).check()
     except ConfigError:

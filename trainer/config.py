@@ -10,7 +10,7 @@ from .progress import Duration
 
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
 Precision = Literal["fp32", "bf16"]
-ActivationCheckpointing = Literal["none", "full"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,11 @@ class ParallelConfig:
         find_unused_parameters: lets DDP train a model of which some parameters get no gradient; costs a walk of the
             graph in every step.
         compile: compiles each of these modules (or the whole model where there are none) with `torch.compile`.
-        activation_checkpointing: "full" keeps only the inputs of these modules and computes the rest again in backward.
+        activation_checkpointing: "full" keeps only the inputs of these modules and computes the rest again in backward;
+            "selective" also keeps the results of matrix products, convolutions and attention.
+        cpu_offload: keeps parameter shards, their gradients and the optimizer's state in the memory of the CPU, where
+            the optimizer then computes; for "fsdp" and "hsdp". Saves memory of the GPU and costs a good part of the
+            speed.
     """
 
     strategy: Strategy = "ddp"
@@ -39,19 +43,22 @@ class ParallelConfig:
     find_unused_parameters: bool = False
     compile: bool = False
     activation_checkpointing: ActivationCheckpointing = "none"
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, Strategy)
         _one_of("activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing)
-        modules: Any = self.shard_modules
-        if isinstance(modules, str):
-            raise ConfigError(f"shard_modules is a list of class names, not {modules!r}")
-        object.__setattr__(self, "shard_modules", tuple(modules))
+        _strings(self, "shard_modules", "class names")
         _positive("shard_size", self.shard_size)
         if (self.strategy == "hsdp") != (self.shard_size is not None):
             raise ConfigError(
                 f"shard_size belongs to strategy 'hsdp', which needs it; there is strategy={self.strategy!r} with "
                 f"shard_size={self.shard_size}"
+            )
+        if self.cpu_offload and self.strategy not in ("fsdp", "hsdp"):
+            raise ConfigError(
+                f"cpu_offload belongs to strategies 'fsdp' and 'hsdp', and there is {self.strategy!r}, where every "
+                "rank needs the whole model on its device"
             )
 
 
@@ -90,6 +97,10 @@ class TrainerConfig:
         micro_batch_size: at most this many samples in one forward pass of one rank; accumulation follows.
         gradient_accumulation_steps: micro-batches of one update and rank, for loaders that bring their own batches.
         precision: "bf16" runs forward passes under autocast; the weights stay float32.
+        float8: multiplies in float8 in the linear layers whose sizes allow it, by torchao; refused where the hardware
+            cannot. Goes with precision "bf16" and `parallel.compile`, without which it is slower.
+        freeze: shell patterns over names of parameters that are not trained, such as "model.encoder.*" or "*.bias"; one
+            that begins with "!" takes parameters back. A module with nothing left to train stays in evaluation mode.
         max_grad_norm: clips the norm of the whole gradient; it is measured in any case.
         log_every: time between two flushes of the training metrics.
         evaluate_every: time between two evaluations, where there is data for it; None evaluates at the end only.
@@ -105,6 +116,8 @@ class TrainerConfig:
     micro_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     precision: Precision = "fp32"
+    float8: bool = False
+    freeze: tuple[str, ...] = ()
     max_grad_norm: float | None = None
     log_every: Duration = Duration(50, "steps")
     evaluate_every: Duration | None = Duration(1, "epochs")
@@ -119,6 +132,7 @@ class TrainerConfig:
         for name in ("max_epochs", "max_steps", "steps_per_epoch", "global_batch_size", "micro_batch_size"):
             _positive(name, getattr(self, name))
         _positive("gradient_accumulation_steps", self.gradient_accumulation_steps, optional=False)
+        _strings(self, "freeze", "patterns")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is above zero, not {self.max_grad_norm}; leave it out to clip nothing")
         if self.log_every.unit == "seconds":
@@ -151,6 +165,13 @@ def _positive(name: str, value: Any, *, optional: bool = True) -> None:
 def _one_of(name: str, value: Any, choices: Any) -> None:
     if value not in get_args(choices):
         raise ConfigError(f"{name} is one of {', '.join(get_args(choices))}, not {value!r}")
+
+
+def _strings(config: Any, name: str, what: str) -> None:
+    value = getattr(config, name)
+    if isinstance(value, str) or not all(isinstance(each, str) and each for each in value):
+        raise ConfigError(f"{name} is a list of {what}, not {value!r}")
+    object.__setattr__(config, name, tuple(value))
 
 
 def _parse_durations(config: Any, *names: str) -> None:

@@ -2,7 +2,8 @@
 
 The order, stated once:
 
-    born on meta -> checkpointed -> compiled -> sharded (FSDP2, HSDP) -> materialised -> initialised -> replicated (DDP)
+    born on meta -> transformed (on_models_configured) -> frozen -> float8 -> checkpointed -> compiled
+    -> sharded (FSDP2, HSDP) -> materialised -> initialised -> replicated (DDP)
 
 Sharding comes before materialising, so no rank ever holds the whole model; replicating comes last, because DDP copies
 the main rank's weights to the others. What torchtitan does in `parallelize_llama` is the model for this order.
@@ -10,25 +11,29 @@ the main rank's weights to the others. What torchtitan does in `parallelize_llam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import ParallelConfig, Precision
 from .errors import ConfigError
+from .recomputation import recomputed
 from .world import World
-
-aten = torch.ops.aten
 
 
 def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World) -> None:
@@ -46,64 +51,30 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     """
     check_strategy(config, world)
     _check_birth(model)
+    if is_sharded(model):
+        _materialise(model, world.device, world.device)
+        return
     blocks = _blocks(model, config)
-    if config.activation_checkpointing == "full":
+    if config.activation_checkpointing != "none":
         for parent, name, block in blocks:
-            parent.register_module(name, checkpoint_wrapper(block))
+            parent.register_module(name, recomputed(block, config.activation_checkpointing))
     blocks = [(parent, name, parent.get_submodule(name)) for parent, name, _ in blocks]
     if config.compile:
         for module in [block for _, _, block in blocks] or [model]:
             module.compile()
-    if world.size > 1 and config.strategy in ("fsdp", "hsdp"):
+    shards = world.size > 1 and config.strategy in ("fsdp", "hsdp")
+    if shards:
         if not on_meta(model):
             _synchronise(model, world)
         _fully_shard(model, [block for _, _, block in blocks], config, precision, world)
-    if on_meta(model):
-        _take_memory(model, world.device)
-    else:
-        model.to(world.device)
-
-
-def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
-    """Calls `init_weights`, with the same random numbers at every number of ranks, and checks that nothing is left out.
-
-    Raises:
-        ConfigError: a parameter or a buffer that was born on the meta device still holds nothing, with its name.
-    """
-    tensors = dict(_tensors(models))
-    for tensor in tensors.values():
-        _spoil(tensor)
-    versions = {name: tensor._version for name, tensor in tensors.items()}
-    with torch.no_grad(), _SameRandomNumbers():  # type: ignore[no-untyped-call]
-        init_weights()
-    after = dict(_tensors(models))
-    forgotten = [
-        name
-        for name, tensor in after.items()
-        if name in tensors
-        and tensor is tensors[name]
-        and _is_spoilt(tensor, untouched=tensor._version == versions[name])
-    ]
-    if forgotten:
-        raise ConfigError(
-            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are born on "
-            "the meta device, without memory, and initialised afterwards. Give the module that owns each a "
-            "`reset_parameters()` that fills it, or override `init_weights()` in the trainer"
-        )
-
-
-def reset_parameters(model: nn.Module) -> None:
-    """Calls `reset_parameters` of every module that has one, in the order of `modules()`."""
-    for module in model.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
+    offloads = shards and config.cpu_offload
+    _materialise(model, torch.device("cpu") if offloads else world.device, world.device)
 
 
 def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
     """Wraps an initialised model in DDP where the strategy asks for it, and otherwise returns it as it is."""
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    if world.size == 1 or config.strategy != "ddp" or not trains:
+    if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
         return model
     return DistributedDataParallel(
         model,
@@ -127,14 +98,35 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
         raise ConfigError(
             f"strategy 'hsdp' with shard_size={config.shard_size} does not divide {world.size} ranks evenly"
         )
+    if config.cpu_offload and world.device.type != "cpu" and world.size == 1:
+        raise ConfigError(
+            "cpu_offload moves the shards of FSDP2, and with one rank there are none: train on 2 ranks or more, or "
+            "leave it out"
+        )
+    if config.cpu_offload and world.device.type != "cpu" and world.size > 1 and not world.reaches_cpus:
+        raise ConfigError(
+            "cpu_offload adds up on the CPU too, and the process group that was set up before reaches the devices "
+            'only: begin it with the backend "cpu:gloo,cuda:nccl"'
+        )
 
 
 def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> None:
-    """Refuses a config whose blocks are in none of the models.
+    """Refuses models that are wrapped already, and a config whose blocks are in none of them.
 
     Raises:
         ConfigError: with what there is.
     """
+    for name, model in models.items():
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                f"{name} is wrapped in DDP already: set the bare module in configure_models(); "
+                "config.parallel.strategy='ddp' wraps it"
+            )
+        if isinstance(model, torch._dynamo.OptimizedModule) and config.strategy in ("fsdp", "hsdp"):
+            raise ConfigError(
+                f"{name} is compiled already, and what is compiled cannot be sharded: set the bare module in "
+                "configure_models(); config.parallel.compile=True compiles it in the right order"
+            )
     blocks = [block for model in models.values() for _, _, block in _blocks(model, config)]
     if missing := set(config.shard_modules) - {type(block).__name__ for block in blocks}:
         inside = {type(each).__name__ for model in models.values() for each in model.modules() if each is not model}
@@ -142,7 +134,7 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
             f"config.parallel.shard_modules names {', '.join(sorted(missing))}, and there is none inside "
             f"{', '.join(models)}; there is {', '.join(sorted(inside)) or 'nothing'}"
         )
-    if config.activation_checkpointing == "full" and not blocks:
+    if config.activation_checkpointing != "none" and not blocks:
         raise ConfigError(
             f"activation checkpointing needs blocks to checkpoint, and there is no ModuleList in {', '.join(models)}: "
             "name the blocks' classes in config.parallel.shard_modules"
@@ -184,6 +176,11 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model is spread over ranks already: by its author, in `configure_models`, or by `shard`."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a tensor: the tensor itself unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -192,35 +189,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with its parts from all ranks put together. Every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class _SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws for a sharded tensor what the unsharded one would get, and keeps this rank's part.
-
-    On a CPU every rank would otherwise fill its shard from the same generator, so that the halves of a weight come out
-    equal; and a model would start differently at every number of ranks. Holds one whole tensor at a time.
-    """
-
-    _RANDOM = (
-        aten.uniform_,
-        aten.normal_,
-        aten.bernoulli_,
-        aten.exponential_,
-        aten.log_normal_,
-        aten.cauchy_,
-        aten.random_,
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else None
-        if func.overloadpacket not in self._RANDOM or not isinstance(target, DTensor):
-            return func(*args, **(kwargs or {}))
-        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        func(full, *args[1:], **(kwargs or {}))
-        # src_data_rank=None: every rank has drawn the same numbers, none need be sent.
-        part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(part.to_local())
-        return target
 
 
 def _blocks(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -253,10 +221,29 @@ def _fully_shard(
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.float32 if precision == "bf16" else None,
     )
+    # Pinned memory is what a GPU copies from without waiting; without a GPU there is none.
+    offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()
     # Innermost first: what a nested block has taken, its parent leaves alone.
     for module in reversed(blocks):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=config.reshard_after_forward,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torch.device) -> None:
+    if on_meta(model):
+        _take_memory(model, parameters_on)
+    else:
+        model.to(parameters_on)
+    if parameters_on != buffers_on:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(buffers_on))
 
 
 def _synchronise(model: nn.Module, world: World) -> None:
@@ -266,7 +253,7 @@ def _synchronise(model: nn.Module, world: World) -> None:
 
 
 def _check_birth(model: nn.Module) -> None:
-    tensors = dict(_tensors({"model": model}))
+    tensors = dict(named_tensors({"model": model}))
     born = [name.removeprefix("model.") for name, tensor in tensors.items() if not tensor.is_meta]
     if born and len(born) < len(tensors):
         raise ConfigError(
@@ -293,24 +280,10 @@ def on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters and buffers of some models, with their names as checkpoints have them."""
     for name, model in models.items():
         for path, parameter in model.named_parameters(name):
             yield path, parameter
         for path, buffer in model.named_buffers(name):
             yield path, buffer
-
-
-def _spoil(tensor: torch.Tensor) -> None:
-    """Fills a tensor so that a value that nobody sets is noticed."""
-    part = local(tensor.detach())
-    if part.is_floating_point() or part.is_complex():
-        part.fill_(float("nan"))
-
-
-def _is_spoilt(tensor: torch.Tensor, *, untouched: bool) -> bool:
-    part = local(tensor.detach())
-    if part.is_floating_point() or part.is_complex():
-        return bool(part.isnan().any())
-    # Integers and booleans have no NaN; only a buffer can be one, and buffers are not sharded.
-    return untouched

@@ -27,8 +27,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
     Args:
         model: with its weights; the main rank's are taken on every rank. One that is in evaluation mode as a whole,
             as Hugging Face's are when they have been loaded, is put in training mode.
-        optimizer: one over the model's parameters, or a function that makes one from them. Sharded training (FSDP2)
-            replaces the parameters, so it needs the function.
+        optimizer: one over the model's parameters, or a function that makes one from those that are not frozen.
+            Sharded training (FSDP2) replaces the parameters, so it needs the function.
         loss_fn: takes (outputs, targets) and returns the mean over the batch.
         scheduler: moves after every update; or a function that makes one from the optimizer.
         train: the training data, as `Trainer.configure_dataloaders` describes it.
@@ -75,7 +75,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
             ConfigError: sharding has replaced the parameters of an optimizer that was made before.
         """
         given = self._given_optimizer
-        self.optimizer = given if isinstance(given, Optimizer) else given(self.model.parameters())
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = given if isinstance(given, Optimizer) else given(trained)
         held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         if not held & set(self.model.parameters()):
             raise ConfigError(

@@ -12,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import parallel
+from . import initialise, parallel
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
 from .errors import ConfigError, DataError
 from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
+from .float8 import check_float8, convert_to_float8
+from .freezing import freeze
 from .loaders import LoadedBatch, as_stream
 from .loop import Loop
 from .nested import batch_size
@@ -47,7 +49,7 @@ class Trainer(OwnHooks, Generic[C]):
         fit()
         ├─ setup                                  on_setup_start
         │  ├─ configure_models, on the meta device  on_models_configured
-        │  ├─ checkpoint, compile, shard; materialise; init_weights; replicate        (parallel.py)
+        │  ├─ freeze, float8, checkpoint, compile, shard; materialise; init_weights; replicate   (parallel.py)
         │  ├─ configure_dataloaders, which tells `total_steps`
         │  └─ configure_optimizers                                                    on_setup_end
         ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
@@ -113,7 +115,7 @@ class Trainer(OwnHooks, Generic[C]):
             raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), not {config!r:.80}")
         self.config = config
         self.run_dir = str(run_dir) if run_dir is not None else None
-        self.world = world or World.from_environment()
+        self.world = world or World.from_environment(with_cpus=config.parallel.cpu_offload)
         self.attempt = attempt
         self.progress = Progress()
         self.history = History()
@@ -145,7 +147,7 @@ class Trainer(OwnHooks, Generic[C]):
         number of ranks and every strategy. Not called for models that came with their weights.
         """
         for model in self._born_on_meta.values():
-            parallel.reset_parameters(model)
+            initialise.reset_parameters(model)
 
     def configure_optimizers(self) -> None:
         """Sets optimizers, and schedulers if there are any, as attributes, over the finished models' parameters.
@@ -427,6 +429,8 @@ class Trainer(OwnHooks, Generic[C]):
         if self.config.max_epochs is None and self.config.max_steps is None:
             raise ConfigError("the config does not say when to stop: set max_epochs or max_steps")
         parallel.check_strategy(self.config.parallel, self.world)
+        if self.config.float8:
+            check_float8(self.device)
 
     def _open_data(self) -> None:
         loaders = self.configure_dataloaders()
@@ -444,12 +448,17 @@ class Trainer(OwnHooks, Generic[C]):
                 f"configure_models() of {type(self).__name__} set no module as an attribute: self.model = ..."
             )
         self.callbacks.on_models_configured(self)
+        # A callback may have put another model in the place of one.
+        self.models = {name: getattr(self, name) for name in self.models}
+        freeze(self.models, config.freeze)
+        if config.float8:
+            convert_to_float8(self.models)
         parallel.check_modules(self.models, config.parallel)
         self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
         for model in self.models.values():
             parallel.shard(model, config.parallel, precision=config.precision, world=world)
         if self._born_on_meta:
-            parallel.initialise(self._born_on_meta, self.init_weights)
+            initialise.initialise(self._born_on_meta, self.init_weights)
         for name, model in self.models.items():
             self.models[name] = parallel.replicate(model, config.parallel, world)
             setattr(self, name, self.models[name])

@@ -47,10 +47,14 @@ class World:
         return cls(rank=0, size=1, local_rank=0, device=torch.device(device) if device else _best_device(0))
 
     @classmethod
-    def from_environment(cls, *, timeout_s: float = 1800.0) -> World:
+    def from_environment(cls, *, timeout_s: float = 1800.0, with_cpus: bool = False) -> World:
         """Joins the process group that `torchrun` describes in the environment; alone where there is none.
 
         A process group that exists already is joined, and left standing by `close`.
+
+        Args:
+            timeout_s: after which a collective gives up.
+            with_cpus: lets the ranks add up tensors of their CPUs besides, which offloaded gradients need.
 
         Raises:
             ConfigError: the environment describes a process group only in part.
@@ -66,7 +70,7 @@ class World:
             )
         device = _best_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend(device.type, with_cpus=with_cpus),
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
@@ -86,6 +90,11 @@ class World:
             device=on,
             control=dist.new_group(backend="gloo") if on.type != "cpu" else None,
         )
+
+    @property
+    def reaches_cpus(self) -> bool:
+        """Whether a tensor on the CPU of each rank can be added up by the default process group."""
+        return self.size == 1 or not dist.is_initialized() or "cpu:" in dist.get_backend_config()
 
     @property
     def is_main(self) -> bool:
@@ -159,6 +168,13 @@ class World:
             # A model in DDP keeps gloo's threads alive, which may have yet to give back the last tensors they sent;
             # one that does so while Python ends aborts the program. https://github.com/pytorch/pytorch/pull/179291
             time.sleep(_GIVE_BACK_S)
+
+
+def backend(device_type: str, *, with_cpus: bool = False) -> str:
+    """Returns what `torch.distributed` calls the way in which ranks on such devices talk."""
+    if device_type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if with_cpus else "nccl"
 
 
 def _best_device(local_rank: int) -> torch.device:

@@ -28,7 +28,8 @@ ALLOWED = {
 
 ALLOWED_INSIDE_FUNCTIONS = {
     # torch depends on fsspec; a run that stays on this machine does not pay for the import, nor one without an export.
-    "trainer": {"fsspec", "safetensors"},
+    # torchao is asked for by name, in the config, and need not be there.
+    "trainer": {"fsspec", "safetensors", "torchao"},
     "datasets": set(),
     "orchestrator": set(),
 }

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headway.trainer import CheckpointConfig, ParallelConfig, World
 from tests.distributed import run_on_ranks
@@ -28,10 +30,16 @@ def _config(strategy: str = "ddp", **changes: Any) -> TinyConfig:
     return TinyConfig(parallel=parallel, **settings)
 
 
-def _fit(world: World, run_dir: str | None, config: TinyConfig, stop_at: int | None = None) -> dict[str, Any]:
+def _fit(
+    world: World,
+    run_dir: str | None,
+    config: TinyConfig,
+    stop_at: int | None = None,
+    kind: type[TinyTrainer] = TinyTrainer,
+) -> dict[str, Any]:
     losses = Losses()
     callbacks = [losses] if stop_at is None else [losses, StopAt(stop_at)]
-    trainer = TinyTrainer(config, run_dir=run_dir, world=world, callbacks=callbacks)
+    trainer = kind(config, run_dir=run_dir, world=world, callbacks=callbacks)
     result = trainer.fit()
     names = ("train/loss", "train/accuracy", "grad_norm", "validation/loss", "validation/accuracy")
     return {
@@ -97,6 +105,7 @@ def test_ranks_and_strategies_D2_E1(
     [
         {"activation_checkpointing": "full"},
         {"reshard_after_forward": False},
+        {"activation_checkpointing": "selective", "cpu_offload": True},
         {"compile": True, "activation_checkpointing": "full"},
     ],
     ids=str,
@@ -107,6 +116,28 @@ def test_options_for_memory_and_speed_do_not_change_the_result(
     config = _config(micro_batch_size=8)
     config = TinyConfig(**{**vars(config), "parallel": ParallelConfig(strategy="fsdp", **options)})
     _assert_same(run_on_ranks(_fit_on_ranks, 2, None, config), reference)
+
+
+class ShardsItself(TinyTrainer):
+    """Wraps its model in its own way; Headway leaves it as it is."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        mesh = init_device_mesh("cpu", (self.world.size,))
+        fully_shard(self.model.blocks[1], mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def on_setup_end(self) -> None:
+        sharded = [name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)]
+        assert sharded == ["", "blocks.1"]
+
+
+def _fit_sharded_by_itself(world: World, config: TinyConfig) -> dict[str, Any]:
+    return _fit(world, None, config, kind=ShardsItself)
+
+
+def test_a_model_that_its_author_has_sharded_is_left_as_it_is(reference: dict[str, Any]) -> None:
+    _assert_same(run_on_ranks(_fit_sharded_by_itself, 2, _config("ddp", micro_batch_size=4)), reference)
 
 
 def test_bf16_computes_forward_only_D4(reference: dict[str, Any]) -> None:

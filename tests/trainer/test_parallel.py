@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, World
 from headway.trainer.parallel import check_strategy, local, unwrap, whole
@@ -197,6 +199,110 @@ def test_activation_checkpointing_needs_blocks() -> None:
         _model(lambda: nn.Linear(6, 3))(_config(activation_checkpointing="full"), world=ALONE).setup()
 
 
+# ---- Between the models and their wrapping -------------------------------------------------------------------------
+
+
+class Wider(Callback):
+    """Puts another module into the model, while it has no memory yet."""
+
+    def on_models_configured(self, trainer: Any) -> None:
+        assert all(parameter.is_meta for parameter in trainer.model.parameters())
+        with torch.device("meta"):
+            trainer.model.last = nn.Sequential(nn.Linear(trainer.config.width, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def test_a_callback_may_replace_a_part_of_a_model_before_it_is_sharded() -> None:
+    trainer = TinyTrainer(_config(), world=ALONE, callbacks=[Wider()])
+    trainer.fit()
+    assert [type(each).__name__ for each in trainer.model.last] == ["Linear", "ReLU", "Linear"]
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert {id(parameter) for parameter in trainer.model.parameters()} == held
+
+
+def test_a_callback_may_replace_a_whole_model() -> None:
+    class Smaller(Callback):
+        def on_models_configured(self, trainer: Any) -> None:
+            with torch.device("meta"):
+                trainer.model = nn.Linear(6, 3)
+
+    trainer = TinyTrainer(_config(), world=ALONE, callbacks=[Smaller()])
+    trainer.fit()
+    assert trainer.models == {"model": trainer.model}
+    assert type(trainer.model) is nn.Linear
+
+
+def test_a_compiled_model_cannot_be_sharded_and_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"model is compiled already, .* config.parallel.compile=True compiles it"):
+        _model(lambda: torch.compile(nn.Linear(6, 3), backend="eager"))(_config(strategy="fsdp"), world=ALONE).setup()
+
+
+# ---- Activation checkpointing --------------------------------------------------------------------------------------
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators, of forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 24)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + nn.functional.dropout(attended, 0.5)
+
+
+class AttendsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attends(), Attends()])
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(-1).expand(-1, -1, 8)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).mean(1)
+
+
+def test_selective_checkpointing_computes_again_what_is_cheap_and_nothing_else() -> None:
+    counts, losses, gradients = {}, {}, {}
+    for policy in ("none", "full", "selective"):
+        trainer = _model(AttendsTwice)(_config(activation_checkpointing=policy), world=ALONE)
+        trainer.setup()
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(1)
+        with Counts() as counting:
+            loss = trainer.model(x).square().mean()
+            loss.backward()
+        counts[policy], losses[policy] = counting.counts, loss.detach()
+        gradients[policy] = [parameter.grad for parameter in trainer.model.parameters()]
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert {
+        policy: (found["addmm"], found[attention], found["native_layer_norm"]) for policy, found in counts.items()
+    } == {
+        "none": (3, 2, 2),
+        "full": (5, 4, 4),
+        "selective": (3, 2, 4),
+    }
+    for policy in ("full", "selective"):
+        assert torch.equal(losses[policy], losses["none"])
+        for found, wanted in zip(gradients[policy], gradients["none"], strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 # ---- On ranks ------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +374,8 @@ def _setup_on_ranks(world: World) -> dict[str, Any]:
         "linear": {"strategy": "fsdp", "shard_modules": ("Linear",)},
         "hsdp": {"strategy": "hsdp", "shard_size": 2},
         "checkpointed": {"strategy": "fsdp", "activation_checkpointing": "full"},
+        "selective": {"strategy": "fsdp", "activation_checkpointing": "selective"},
+        "offloaded": {"strategy": "fsdp", "cpu_offload": True},
     }.items():
         if name == "hsdp" and world.size % 2:
             continue
@@ -294,7 +402,7 @@ def test_every_strategy_begins_with_the_same_weights(world_size: int) -> None:
     alone.setup()
     reference, total = weights(alone), sum(parameter.numel() for parameter in alone.model.parameters())
     ranks = run_on_ranks(_setup_on_ranks, world_size)
-    groups = {"ddp": 0, "fsdp": 3, "linear": 5, "hsdp": 3, "checkpointed": 3}
+    groups = {"ddp": 0, "fsdp": 3, "linear": 5, "hsdp": 3, "checkpointed": 3, "selective": 3, "offloaded": 3}
     for name in ranks[0]:
         for rank in ranks:
             assert rank[name]["weights"].keys() == reference.keys()

@@ -187,3 +187,24 @@ def test_two_ranks_take_the_weights_of_the_main_one() -> None:
     for rank in run_on_ranks(_on_ranks, 2):
         assert rank["ddp"] == pytest.approx(alone, rel=1e-5)
         assert rank["fsdp"] == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_optimizer_gets_what_is_trained() -> None:
+    given: list[int] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        found = list(parameters)
+        given.append(len(found))
+        return torch.optim.SGD(found, lr=0.1)
+
+    config = TrainerConfig(max_steps=1, freeze=("model.0.*",))
+    trainer = SupervisedTrainer(
+        model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
+        optimizer=make,
+        loss_fn=nn.functional.mse_loss,
+        train=[(torch.randn(2, 4), torch.randn(2, 1))],
+        config=config,
+        world=World.alone("cpu"),
+    )
+    trainer.fit()
+    assert given == [2]

@@ -1,0 +1,96 @@
+"""Values for the models that were born on the meta device: the same at every number of ranks, and nothing forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import ConfigError
+from .parallel import local, named_tensors
+
+aten = torch.ops.aten
+
+
+def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
+    """Calls `init_weights`, with the same random numbers at every number of ranks, and checks that nothing is left out.
+
+    Raises:
+        ConfigError: a parameter or a buffer that was born on the meta device still holds nothing, with its name.
+    """
+    tensors = dict(named_tensors(models))
+    for tensor in tensors.values():
+        _spoil(tensor)
+    versions = {name: tensor._version for name, tensor in tensors.items()}
+    with torch.no_grad(), _SameRandomNumbers():  # type: ignore[no-untyped-call]
+        init_weights()
+    after = dict(named_tensors(models))
+    forgotten = [
+        name
+        for name, tensor in after.items()
+        if name in tensors
+        and tensor is tensors[name]
+        and _is_spoilt(tensor, untouched=tensor._version == versions[name])
+    ]
+    if forgotten:
+        raise ConfigError(
+            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are born on "
+            "the meta device, without memory, and initialised afterwards. Give the module that owns each a "
+            "`reset_parameters()` that fills it, or override `init_weights()` in the trainer"
+        )
+
+
+def reset_parameters(model: nn.Module) -> None:
+    """Calls `reset_parameters` of every module that has one, in the order of `modules()`."""
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+class _SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws for a sharded tensor what the unsharded one would get, and keeps this rank's part.
+
+    On a CPU every rank would otherwise fill its shard from the same generator, so that the halves of a weight come out
+    equal; and a model would start differently at every number of ranks. Holds one whole tensor at a time.
+    """
+
+    _RANDOM = (
+        aten.uniform_,
+        aten.normal_,
+        aten.bernoulli_,
+        aten.exponential_,
+        aten.log_normal_,
+        aten.cauchy_,
+        aten.random_,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        if func.overloadpacket not in self._RANDOM or not isinstance(target, DTensor):
+            return func(*args, **(kwargs or {}))
+        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        func(full, *args[1:], **(kwargs or {}))
+        # src_data_rank=None: every rank has drawn the same numbers, none need be sent.
+        part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+        return target
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """Fills a tensor so that a value that nobody sets is noticed."""
+    part = local(tensor.detach())
+    if part.is_floating_point() or part.is_complex():
+        part.fill_(float("nan"))
+
+
+def _is_spoilt(tensor: torch.Tensor, *, untouched: bool) -> bool:
+    part = local(tensor.detach())
+    if part.is_floating_point() or part.is_complex():
+        return bool(part.isnan().any())
+    # Integers and booleans have no NaN; only a buffer can be one, and buffers are not sharded.
+    return untouched

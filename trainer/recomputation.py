@@ -1,0 +1,48 @@
+"""Activation checkpointing: which results of a block are kept for backward, and which are computed again there."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+
+def recomputed(block: nn.Module, policy: Literal["full", "selective"]) -> nn.Module:
+    """Returns a block that keeps less for backward; what it computes, and its random numbers, stay the same.
+
+    Args:
+        block: called once per forward pass.
+        policy: "full" keeps its inputs; "selective" also the results of matrix products, convolutions and attention,
+            so that what is computed again is cheap: norms, activations, dropout, rotations.
+    """
+    if policy == "full":
+        return checkpoint_wrapper(block)
+    return checkpoint_wrapper(block, context_fn=partial(create_selective_checkpoint_contexts, _dear()))
+
+
+def _dear() -> list[Any]:
+    """The operators whose results are worth their memory.
+
+    Source: the list, not the code, of pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py and
+    models/llama3/parallelize.py at cfb9326, which keeps every second product, where this keeps all. Products of
+    batches (bmm) are not in it: written by hand, attention makes its T x T scores with them.
+    """
+    aten, names = torch.ops.aten, torch.ops
+    return [
+        aten.mm.default,
+        aten.addmm.default,  # a linear layer with a bias
+        aten._scaled_mm.default,  # float8
+        aten.convolution.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch._higher_order_ops.flex_attention,
+        aten.max.default,  # the largest value, from which float8 takes its scale
+        names._c10d_functional.reduce_scatter_tensor.default,  # tensor parallelism of the user's own
+    ]

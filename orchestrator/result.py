@@ -22,6 +22,7 @@ class RunResult:
         attempts: lives of worker groups so far.
         run_dir: where its files lie.
         last_checkpoint, best_checkpoint: paths in it.
+        best_metric, best_step: the best value of the metric by which checkpoints are chosen, and when it was measured.
         resumed_from: the checkpoint that the last attempt began from.
         signal: the number of the signal that interrupted it, if one did.
     """
@@ -36,6 +37,8 @@ class RunResult:
     attempts: int = 0
     last_checkpoint: str | None = None
     best_checkpoint: str | None = None
+    best_metric: float | None = None
+    best_step: int | None = None
     resumed_from: str | None = None
     signal: int | None = None
 

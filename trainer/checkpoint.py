@@ -21,9 +21,11 @@ from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from .best import Mode
 from .catalog import fault, locate, read_checkpoint, scan
 from .errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Checkpoint, CheckpointWarning, FileSum, parse_manifest, write_manifest
+from .retention import Retention
 from .snapshot import Reading, Snapshot
 from .storage import Storage, open_storage
 from .streams import Stateful
@@ -37,13 +39,16 @@ T = TypeVar("T")
 class CheckpointStore:
     """The checkpoints of one run. Every rank has one, and calls `save`, `newest_good` and `load` when all others do.
 
-    Retention deletes only after a commit, never the checkpoint just committed, and never one that this store has
-    loaded. Saving a step again commits a second checkpoint and then deletes the first, so that there always is one.
+    Retention deletes only after a commit, never the checkpoint just committed nor the best one, and never one that this
+    store has loaded. Saving a step again commits a second checkpoint and then deletes the first, so that there always
+    is one.
 
     Args:
         root: directory or fsspec URI; made by the first save. All machines of a run must see the same one.
         world: the ranks that save and load together. A checkpoint can be loaded by any number of ranks.
         keep_last: how many of the checkpoints saved last stay; "all" deletes none.
+        monitor: the metric by which one is the best, which stays too, however long ago it was saved.
+        mode: "min" where lower is better, "max" where higher is.
 
     Attributes:
         passed_over: what `newest_good` found damaged the last time, and what is wrong with it.
@@ -52,11 +57,19 @@ class CheckpointStore:
         ConfigError: `keep_last` is neither a whole number from 1 nor "all".
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, world: World, keep_last: int | Literal["all"] = 2) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        world: World,
+        keep_last: int | Literal["all"] = 2,
+        monitor: str | None = None,
+        mode: Mode = "min",
+    ) -> None:
         if keep_last != "all" and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
             raise ConfigError(f'keep_last is a whole number from 1, or "all", not {keep_last!r}')
         self.world = world
-        self.keep_last = keep_last
+        self._retention = Retention(keep_last, monitor, mode)
         self.passed_over: list[str] = []
         self._storage = open_storage(root)
         self._sequence: int | None = None
@@ -121,6 +134,10 @@ class CheckpointStore:
     def list(self) -> list[Checkpoint]:
         """Returns the checkpoints in the order of their commits, not verified. Any process may call this."""
         return [entry.checkpoint for entry in scan(self._storage) if entry.checkpoint is not None]
+
+    def best(self) -> Checkpoint | None:
+        """Returns the one with the best value of the metric, not verified; None if none has it. Any process may."""
+        return self._retention.best(self.list())
 
     def newest_good(self) -> Checkpoint | None:
         """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
@@ -220,11 +237,13 @@ class CheckpointStore:
     def _retain(self, committed: str, step: int) -> None:
         names = [name for name in self._storage.names() if name.split(".")[0] == _name(step) and name != committed]
         doomed = [name for name in names if self._storage.committed(name)]
-        if self.keep_last != "all":
-            whole = [
-                entry.name for entry in scan(self._storage) if entry.checkpoint is not None and entry.name not in doomed
-            ]
-            doomed += whole[: -self.keep_last]
+        there = {
+            entry.checkpoint.path: entry
+            for entry in scan(self._storage)
+            if entry.checkpoint is not None and entry.name not in doomed
+        }
+        checkpoints = [entry.checkpoint for entry in there.values() if entry.checkpoint is not None]
+        doomed += [there[each.path].name for each in self._retention.superseded(checkpoints)]
         for name in doomed:
             if self._storage.path_of(name) not in self._loaded:
                 self._remove(name, self._storage.remove)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from .best import Mode
 from .errors import ConfigError
 from .progress import Duration
 
@@ -70,14 +71,25 @@ class CheckpointConfig:
         every: time between two checkpoints; None saves only at the end and on request.
         at_end: whether an ended or interrupted run saves where it stands.
         keep_last: how many of the newest checkpoints stay; the newest good one always does.
+        monitor: the metric of an evaluation by which the best checkpoint is chosen, which stays, too.
+        mode: "min" where lower is better, "max" where higher is.
+        save_best: whether an evaluation that is the best so far is saved at once.
     """
 
     every: Duration | None = Duration(1, "epochs")
     at_end: bool = True
     keep_last: int | Literal["all"] = 2
+    monitor: str = "validation/loss"
+    mode: Mode = "min"
+    save_best: bool = False
 
     def __post_init__(self) -> None:
         _parse_durations(self, "every")
+        _one_of("mode", self.mode, Mode)
+        if not isinstance(self.monitor, str) or not self.monitor.startswith("validation/"):
+            raise ConfigError(
+                f'monitor is the name of a metric in the log, such as "validation/loss", not {self.monitor!r}'
+            )
         if self.keep_last != "all":
             _positive("keep_last", self.keep_last, optional=False)
 

@@ -62,6 +62,9 @@ class Loop:
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
         self._stopped: StopStatus | None = None
+        self._best_is_unsaved = False
+        if config.checkpoint.save_best and validation is None:
+            raise ConfigError("checkpoint.save_best needs an evaluation, and there is no validation data")
 
     def run(self, resume: str) -> FitResult:
         """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
@@ -78,6 +81,8 @@ class Loop:
             if self._evaluations.due(self._progress, ended="steps"):
                 # The attempt before was told to stop just when it was due.
                 self._evaluate()
+            self._heed()
+            reason = self._why_it_ends()
         while reason is None:
             self.train_epoch()
             reason = self._why_it_ends()
@@ -160,6 +165,7 @@ class Loop:
         if agreed.evaluate or self._evaluations.due(progress, ended="steps"):
             self._evaluate()
             self._heed()
+        self._save_if_best()
         if agreed.save or self._checkpoints.due(progress, ended="steps"):
             self._save_unless_saved()
         if self._has_clocks and self._world.is_main:
@@ -185,6 +191,7 @@ class Loop:
             self._evaluate()
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
         trainer.callbacks.on_epoch_end(trainer, metrics)
+        self._save_if_best()
         if self._checkpoints.due(progress, ended="epochs"):
             self._save_unless_saved()
         self._heed()
@@ -195,6 +202,7 @@ class Loop:
         agreed = self._requests.agree_now()
         if agreed.evaluate:
             self._evaluate()
+        self._save_if_best()
         if agreed.save:
             self._save_unless_saved()
         if agreed.stop and self._stopped is None and self._reached_limit() is None:
@@ -212,6 +220,9 @@ class Loop:
         self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1
         self.recorder.evaluation(metrics)
+        # What was saved of this update before does not know of it.
+        self._state.last_saved_step = None
+        self._best_is_unsaved = self._state.judge(metrics) and self._config.checkpoint.save_best
         for scheduler in self._trainer.schedulers.values():
             if isinstance(scheduler, ReduceLROnPlateau):
                 monitor = self._trainer.scheduler_monitor
@@ -223,6 +234,12 @@ class Loop:
         if self._trainer.run_dir is not None and self._state.last_saved_step != self._progress.step:
             self.save()
 
+    def _save_if_best(self) -> None:
+        """Saves the state of the evaluation that has just been, if it is the best and that is asked for."""
+        best, self._best_is_unsaved = self._best_is_unsaved, False
+        if best:
+            self._save_unless_saved()
+
     def _stop(self, status: StopStatus) -> None:
         self._stopped = status
         reasons = self._world.gather(self._requests.stop_reason)
@@ -233,6 +250,7 @@ class Loop:
         """Evaluates and saves the last state, unless that has been done; one that was told to stop only saves."""
         if self._stopped is None:
             self._evaluate()
+        self._save_if_best()
         if self._config.checkpoint.at_end:
             self._save_unless_saved()
 

@@ -24,7 +24,10 @@ class FitResult:
         steps: optimizer updates, over all attempts.
         epochs: completed passes over the data.
         last_checkpoint: path of the newest checkpoint, from which a resumed run goes on.
-        best_checkpoint: path of the one with the lowest validation loss among those that are kept.
+        best_checkpoint: path of the one with the best value of `CheckpointConfig.monitor` among those that are kept and
+            were evaluated as they are; it need not be that of `best_step`, unless `save_best` is set.
+        best_metric: the best value of that metric in any evaluation of the run, saved or not; None if none was finite.
+        best_step: the update after which it was measured.
         resumed_from: path of the checkpoint that this call of `fit` began from.
     """
 
@@ -36,6 +39,8 @@ class FitResult:
     epochs: int
     last_checkpoint: str | None = None
     best_checkpoint: str | None = None
+    best_metric: float | None = None
+    best_step: int | None = None
     resumed_from: str | None = None
 
 

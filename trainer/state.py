@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import warnings
+from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from .checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from .best import Best
+from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
+from .config import CheckpointConfig
 from .errors import ConfigError, DataError
 from .metrics import MeanMetrics
 from .model_state import ModelState, OptimizerState
@@ -40,12 +42,17 @@ class RunState:
     def __init__(self, trainer: Trainer[Any], recorder: Recorder, metrics: MeanMetrics, data: BatchStream) -> None:
         self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
         self._store: CheckpointStore | None = None
+        config = trainer.config.checkpoint
         if trainer.run_dir is not None:
             self._store = CheckpointStore(
                 f"{trainer.run_dir.rstrip('/')}/checkpoints",
                 world=trainer.world,
-                keep_last=trainer.config.checkpoint.keep_last,
+                keep_last=config.keep_last,
+                monitor=config.monitor,
+                mode=config.mode,
             )
+        self._best = Best(config.mode)
+        self._misses_monitor = False
         self.last_saved_step: int | None = None
 
     def save(self) -> Checkpoint:
@@ -63,7 +70,7 @@ class RunState:
             rank_parts=self._rank_parts(),
             step=trainer.progress.step,
             epoch=trainer.progress.epoch,
-            metrics=trainer.history.latest,
+            metrics=self._metrics_of_this_state(),
             meta={
                 "config": as_plain(trainer.config),
                 "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
@@ -73,6 +80,25 @@ class RunState:
         )
         self.last_saved_step = trainer.progress.step
         return checkpoint
+
+    def judge(self, metrics: Mapping[str, float]) -> bool:
+        """Takes note of an evaluation, and returns whether it is the best of the run so far.
+
+        A metric that is not there makes no evaluation the best; it costs a warning, where somebody asked for it.
+        """
+        config, step = self._trainer.config.checkpoint, self._trainer.progress.step
+        if config.monitor in metrics:
+            return self._best.offer(metrics[config.monitor], step=step)
+        asked = config.save_best or config.monitor != CheckpointConfig.monitor
+        if asked and not self._misses_monitor and self._trainer.world.is_main:
+            warnings.warn(
+                f"checkpoint.monitor is {config.monitor!r}, but the evaluation after step {step} gave "
+                f"{', '.join(metrics) or 'nothing'}: checkpoints are saved all the same, and none of them is the best",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        self._misses_monitor = True
+        return False
 
     def check_storage(self) -> None:
         """Finds out before the first step whether a checkpoint can be written. Every rank must call this.
@@ -122,8 +148,7 @@ class RunState:
         """Says how the run ended, as of now."""
         trainer = self._trainer
         kept = self._store.list() if self._store is not None else []
-        losses = {each.path: each.metrics.get("validation/loss", math.nan) for each in kept}
-        finite = [path for path, loss in losses.items() if math.isfinite(loss)]
+        best = self._store.best() if self._store is not None else None
         return FitResult(
             status=status,
             reason=reason,
@@ -132,9 +157,18 @@ class RunState:
             steps=trainer.progress.step,
             epochs=trainer.progress.epoch,
             last_checkpoint=kept[-1].path if kept else None,
-            best_checkpoint=min(finite, key=losses.__getitem__) if finite else None,
+            best_checkpoint=best.path if best else None,
+            best_metric=self._best.value,
+            best_step=self._best.step,
             resumed_from=resumed_from.path if resumed_from else None,
         )
+
+    def _metrics_of_this_state(self) -> dict[str, float]:
+        """What was measured last, without the results of an evaluation of earlier weights: they are not these."""
+        progress, latest = self._trainer.progress, self._trainer.history.latest
+        if progress.evaluations and progress.evaluated_step == progress.step:
+            return latest
+        return {name: value for name, value in latest.items() if not name.startswith("validation/")}
 
     def _parts(self) -> dict[str, Stateful]:
         trainer = self._trainer
@@ -147,6 +181,7 @@ class RunState:
             **{f"schedulers/{name}": each for name, each in trainer.schedulers.items()},
             "progress": trainer.progress,
             "history": trainer.history,
+            "best": self._best,
             "callbacks": trainer.callbacks,
             "recorder": self._recorder,
         }

@@ -116,6 +116,10 @@ class TrainerConfig:
         max_grad_norm: clips the norm of the whole gradient; it is measured in any case.
         log_every: time between two flushes of the training metrics.
         evaluate_every: time between two evaluations, where there is data for it; None evaluates at the end only.
+        evaluate_at_start: also evaluates before the first update of the run, with what is drawn as the first weights.
+        evaluate_batches: at most so many batches of each evaluation set and rank; None evaluates on all rows.
+        sanity_batches: so many batches of each set are tried before the first update of the run, so that a mistake in
+            `validation_step` shows at once. Nothing of it is logged, and no callback hears of it.
         parallel: how the model is spread over the ranks.
         checkpoint: when the state is saved.
     """
@@ -133,6 +137,9 @@ class TrainerConfig:
     max_grad_norm: float | None = None
     log_every: Duration = Duration(50, "steps")
     evaluate_every: Duration | None = Duration(1, "epochs")
+    evaluate_at_start: bool = False
+    evaluate_batches: int | None = None
+    sanity_batches: int = 0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -145,6 +152,9 @@ class TrainerConfig:
             _positive(name, getattr(self, name))
         _positive("gradient_accumulation_steps", self.gradient_accumulation_steps, optional=False)
         _strings(self, "freeze", "patterns")
+        _positive("evaluate_batches", self.evaluate_batches)
+        if self.sanity_batches != 0:
+            _positive("sanity_batches", self.sanity_batches, optional=False)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is above zero, not {self.max_grad_norm}; leave it out to clip nothing")
         if self.log_every.unit == "seconds":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import DataError, StepError
+from .callbacks.base import CallbackList
+from .errors import ConfigError, DataError, StepError
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
 from .nested import move
@@ -19,59 +22,127 @@ from .world import World
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+    from .update import Weight
 
 
-def evaluate(
-    trainer: Trainer[Any], stream: BatchStream, metrics: MeanMetrics, requests: Requests
-) -> dict[str, float] | None:
-    """Runs `validation_step` over a stream and returns the means, equal on every rank. Every rank must call this.
+class Evaluation:
+    """Evaluates on one or several sets of data. Every rank must make one, and call it once.
 
-    An evaluation that a request to stop cuts short returns None, rather than the metrics of a part of the data.
-
-    Raises:
-        DataError: the data has no rows.
-        StepError: a step returned neither a tensor nor a dict.
+    Args:
+        trainer: set up.
+        sets: the open streams by name; an only one may be called "", and its metrics are `validation/x` then.
+        requests: a request to stop cuts it short.
+        max_batches: of every set; None takes all.
+        is_rehearsal: finds out whether an evaluation works: no callback hears of it.
     """
-    num_batches = 0
-    weighs_itself = trainer.weighs_itself
-    with evaluating(trainer), closing(_in_step(stream, trainer.world)) as batches:
-        trainer.callbacks.on_evaluation_start(trainer)
-        for batch in batches:
-            for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
-                if trainer.device.type != "cpu":
-                    micro_batch = move(micro_batch, trainer.device)
-                trainer.callbacks.on_evaluation_batch_start(trainer, micro_batch, num_batches)
-                with autocast(trainer.config.precision, trainer.device):
-                    outputs = trainer.validation_step(micro_batch, num_batches)
-                if isinstance(outputs, torch.Tensor):
-                    outputs = {"loss": outputs}
-                if not isinstance(outputs, Mapping):
-                    raise StepError(
-                        f"validation_step of {type(trainer).__name__} returned "
-                        f"{'nothing' if outputs is None else f'a {type(outputs).__name__}'}; it must return the "
-                        "loss, or a dict of numbers, which may be empty"
-                    )
-                if num_samples:
-                    metrics.add(
-                        outputs, trainer.loss_weight(micro_batch) if weighs_itself else num_samples, "validation/"
-                    )
-                trainer.callbacks.on_evaluation_batch_end(trainer, outputs, micro_batch, num_batches)
-                num_batches += 1
-            agreed = requests.agree(often=True)
-            if agreed.evaluate:
-                requests.evaluate()
-            if agreed.save:
-                requests.save()
-            if agreed.stop:
-                return None
-        if num_batches == 0:
-            raise DataError(
-                "the validation data has no batches, or was an iterator that has run out; return (train, None) to "
-                "train without"
+
+    def __init__(
+        self,
+        trainer: Trainer[Any],
+        sets: Mapping[str, BatchStream],
+        requests: Requests,
+        *,
+        max_batches: int | None = None,
+        is_rehearsal: bool = False,
+    ) -> None:
+        self._trainer, self._sets, self._requests = trainer, sets, requests
+        self._max_batches = max_batches
+        self._callbacks = CallbackList() if is_rehearsal else trainer.callbacks
+        self._means = MeanMetrics()
+        self._prefix = "validation/"
+
+    def __call__(self) -> dict[str, float] | None:
+        """Runs `validation_step` over all sets and returns the metrics, equal on every rank.
+
+        One that a request to stop cuts short returns None, rather than the metrics of a part of the data; one that
+        found no data returns nothing either, with a warning.
+
+        Raises:
+            DataError: an iterator has run out, or a rank has no batch where others do.
+            StepError: a step returned neither a tensor nor a dict.
+            ConfigError: a step and `configure_metrics` share a name.
+        """
+        trainer = self._trainer
+        computed: dict[str, float] = {}
+        num_batches = 0
+        with evaluating(trainer), trainer.metrics.counting():
+            self._callbacks.on_evaluation_start(trainer)
+            for name, stream in self._sets.items():
+                self._prefix = f"validation/{name}/" if name else "validation/"
+                trainer.metrics.reset()
+                seen = self._run(stream)
+                if seen is None:
+                    return None
+                if seen == 0:
+                    self._complain_of_no_data(name, stream)
+                num_batches += seen
+                computed |= {self._prefix + metric: value for metric, value in trainer.metrics.compute().items()}
+            means = self._means.read(trainer.world)
+        if twice := means.keys() & computed.keys():
+            raise ConfigError(
+                f"{', '.join(sorted(twice))}: both validation_step and configure_metrics give a metric of this name; "
+                "rename one of them"
             )
-        result = metrics.read(trainer.world)
-    trainer.callbacks.on_evaluation_end(trainer, result)
-    return result
+        result = dict(sorted({**means, **computed}.items()))
+        if num_batches:
+            self._callbacks.on_evaluation_end(trainer, result)
+        return result
+
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
+        """Takes in a number that a step logs by itself."""
+        if self._trainer.metrics.counts:
+            self._means.add({name: value}, weight, self._prefix)
+
+    def _run(self, stream: BatchStream) -> int | None:
+        """Runs over one set, and returns how many batches it had; None if a request to stop came."""
+        trainer, callbacks, metrics = self._trainer, self._callbacks, self._trainer.metrics
+        weighs_itself = trainer.weighs_itself
+        batch_idx = 0
+        with closing(_in_step(stream, trainer.world)) as batches:
+            for batch in islice(batches, self._max_batches):
+                for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
+                    if trainer.device.type != "cpu":
+                        micro_batch = move(micro_batch, trainer.device)
+                    # A row that is there to keep the ranks in step counts nowhere.
+                    metrics.counts = num_samples > 0
+                    callbacks.on_evaluation_batch_start(trainer, micro_batch, batch_idx)
+                    with autocast(trainer.config.precision, trainer.device):
+                        outputs = _as_dict(trainer, trainer.validation_step(micro_batch, batch_idx))
+                    if num_samples:
+                        weight = trainer.loss_weight(micro_batch) if weighs_itself else num_samples
+                        self._means.add(outputs, weight, self._prefix)
+                    callbacks.on_evaluation_batch_end(trainer, outputs, micro_batch, batch_idx)
+                    batch_idx += 1
+                agreed = self._requests.agree(often=True)
+                if agreed.evaluate:
+                    self._requests.evaluate()
+                if agreed.save:
+                    self._requests.save()
+                if agreed.stop:
+                    return None
+        return batch_idx
+
+    def _complain_of_no_data(self, name: str, stream: BatchStream) -> None:
+        what = f"the validation data{f' {name!r}' if name else ''}"
+        if stream.guarantee == "none":
+            raise DataError(
+                f"{what} has no batches, or was an iterator that has run out; give a function that returns one, or "
+                "return (train, None) to train without"
+            )
+        if self._trainer.world.is_main:
+            warnings.warn(f"{what} has no batches: it is left out, and gives no metric", stacklevel=2)
+
+
+def _as_dict(trainer: Trainer[Any], outputs: Any) -> Mapping[str, Any]:
+    if isinstance(outputs, torch.Tensor):
+        return {"loss": outputs}
+    if not isinstance(outputs, Mapping):
+        raise StepError(
+            f"validation_step of {type(trainer).__name__} returned "
+            f"{'nothing' if outputs is None else f'a {type(outputs).__name__}'}; it must return the loss, or a dict of "
+            "numbers, which may be empty"
+        )
+    return outputs
 
 
 def _in_step(stream: BatchStream, world: World) -> Generator[GlobalBatch, None, None]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .checkpoint import Checkpoint
 from .errors import ConfigError, DataError
-from .evaluation import evaluate
+from .evaluation import Evaluation
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
 from .progress import Schedule
 from .recorder import Recorder
 from .requests import Requests, StopStatus
 from .result import FitResult
+from .rng import RngState
 from .state import RunState
 from .streams import BatchStream, GlobalBatch
-from .update import Update
+from .update import Update, Weight
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -33,14 +35,14 @@ class Loop:
         trainer: with its models, optimizers and schedulers.
         requests: what is asked of the run while it trains.
         data: the training data, open.
-        validation: the validation data, open, if there is any.
+        validation: the sets of validation data, open, by name; an only one may be called "".
 
     Raises:
         ConfigError: nothing says when an epoch of the data ends.
     """
 
     def __init__(
-        self, trainer: Trainer[Any], requests: Requests, data: BatchStream, validation: BatchStream | None = None
+        self, trainer: Trainer[Any], requests: Requests, data: BatchStream, validation: Mapping[str, BatchStream]
     ) -> None:
         config = trainer.config
         if config.max_steps is None and config.steps_per_epoch is None and data.guarantee == "none":
@@ -62,8 +64,9 @@ class Loop:
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
         self._stopped: StopStatus | None = None
+        self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
-        if config.checkpoint.save_best and validation is None:
+        if config.checkpoint.save_best and not validation:
             raise ConfigError("checkpoint.save_best needs an evaluation, and there is no validation data")
 
     def run(self, resume: str) -> FitResult:
@@ -77,8 +80,12 @@ class Loop:
             self._state.check_storage()
         self.recorder.start(resumed=resumed_from is not None)
         if reason is None:
+            if self._config.sanity_batches and self._progress.step == 0:
+                self._rehearse()
             self._trainer.callbacks.on_fit_start(self._trainer)
-            if self._evaluations.due(self._progress, ended="steps"):
+            if self._config.evaluate_at_start and self._progress.step == 0:
+                self._evaluate()
+            elif self._progress.step and self._evaluations.due(self._progress, ended="steps"):
                 # The attempt before was told to stop just when it was due.
                 self._evaluate()
             self._heed()
@@ -123,14 +130,18 @@ class Loop:
         self._advance(batch)
         return self.recorder.flush()
 
-    def evaluate(self, stream: BatchStream) -> dict[str, float] | None:
-        """Evaluates, with `Trainer.log` going to the evaluation's own metrics."""
-        training, self.metrics = self.metrics, MeanMetrics()
-        try:
-            with self.recorder.paused():
-                return evaluate(self._trainer, stream, self.metrics, self._requests)
-        finally:
-            self.metrics = training
+    def evaluate(self, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
+        """Evaluates on these sets; None if a request to stop cuts it short."""
+        return self._run_evaluation(
+            Evaluation(self._trainer, sets, self._requests, max_batches=self._config.evaluate_batches)
+        )
+
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
+        """Takes in a number that a step logs by itself."""
+        if self._evaluation is not None:
+            self._evaluation.log(name, value, weight)
+        else:
+            self.metrics.add({name: value}, weight, "train/" if self._trainer.training else "validation/")
 
     def save(self) -> Checkpoint:
         """Saves the whole state, between two updates."""
@@ -140,6 +151,25 @@ class Loop:
         self._checkpoints.done(self._progress.elapsed_s)
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
         return checkpoint
+
+    def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
+        self._evaluation = evaluation
+        try:
+            with self.recorder.paused():
+                return evaluation()
+        finally:
+            self._evaluation = None
+
+    def _rehearse(self) -> None:
+        """Finds out before the first step whether an evaluation works. Draws no random number of the run's."""
+        generators = RngState()
+        before = generators.state_dict()
+        rehearsal = Evaluation(
+            self._trainer, self._validation, self._requests, max_batches=self._config.sanity_batches, is_rehearsal=True
+        )
+        if self._run_evaluation(rehearsal) is None:
+            self._stop(self._requests.agree_now().stop or "stopped")
+        generators.load_state_dict(before)
 
     def _advance(self, batch: GlobalBatch) -> None:
         """Makes one update, and counts it."""
@@ -210,7 +240,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one."""
-        if self._validation is None or self._progress.evaluated_step == self._progress.step:
+        if not self._validation or self._progress.evaluated_step == self._progress.step:
             return
         metrics = self.evaluate(self._validation)
         if metrics is None:
@@ -219,12 +249,14 @@ class Loop:
             return
         self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1
-        self.recorder.evaluation(metrics)
         # What was saved of this update before does not know of it.
         self._state.last_saved_step = None
-        self._best_is_unsaved = self._state.judge(metrics) and self._config.checkpoint.save_best
+        if metrics:
+            self.recorder.evaluation(metrics)
+            self._best_is_unsaved = self._state.judge(metrics) and self._config.checkpoint.save_best
         for scheduler in self._trainer.schedulers.values():
-            if isinstance(scheduler, ReduceLROnPlateau):
+            # What had no data says nothing of the model either.
+            if isinstance(scheduler, ReduceLROnPlateau) and metrics:
                 monitor = self._trainer.scheduler_monitor
                 if monitor not in metrics:
                     raise ConfigError(f"scheduler_monitor is {monitor!r}, but an evaluation gives {', '.join(metrics)}")

@@ -95,7 +95,7 @@ class Progress:
         micro_batches: forward and backward passes of this rank.
         samples: samples learned from, over all ranks and epochs.
         evaluations: completed evaluations.
-        evaluated_step: the update after which the last one was made.
+        evaluated_step: the update after which the last one was made; -1 before the first.
         elapsed_s: seconds inside `fit`, over all attempts.
     """
 
@@ -106,7 +106,7 @@ class Progress:
     micro_batches: int = 0
     samples: int = 0
     evaluations: int = 0
-    evaluated_step: int = 0
+    evaluated_step: int = -1
     elapsed_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:

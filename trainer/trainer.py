@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, che
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
 from .errors import ConfigError, DataError
+from .evaluation_metrics import EvaluationMetrics
 from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
 from .float8 import check_float8, convert_to_float8
 from .freezing import freeze
@@ -84,6 +85,7 @@ class Trainer(OwnHooks, Generic[C]):
         models, optimizers, schedulers: by the names of the attributes that hold them, once set up.
         history: means over whole epochs.
         training: False during an evaluation.
+        metrics: those of `configure_metrics`, by name; their `update` counts in evaluations.
         weighs_itself, counts_tokens: whether the subclass overrides `loss_weight` and `num_tokens`.
 
     Raises:
@@ -129,7 +131,9 @@ class Trainer(OwnHooks, Generic[C]):
         self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
         self._printer = printer
         self._is_set_up = False
-        self._streams: list[BatchStream] = []
+        self._data: BatchStream | None = None
+        self._validation: dict[str, BatchStream] = {}
+        self.metrics = EvaluationMetrics({}, self.world)
         self._born_on_meta: dict[str, nn.Module] = {}
         self._requests = Requests(self.world)
         self._loop: Loop
@@ -161,7 +165,9 @@ class Trainer(OwnHooks, Generic[C]):
     def configure_dataloaders(self) -> Any:
         """Returns the training data, or (training data, validation data).
 
-        Each is a torch DataLoader, a Headway stream, any iterable of batches, or a function that returns one.
+        Each is a torch DataLoader, a Headway stream, any iterable of batches, or a function that returns one. Several
+        sets of validation data come as a dict by name, `{"held_out": ..., "news": ...}`; their metrics are
+        `validation/held_out/loss` and so on.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define configure_dataloaders(self) and return (train, validation)"
@@ -181,6 +187,15 @@ class Trainer(OwnHooks, Generic[C]):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Returns numbers to average over the validation data, by default those of `training_step`. No gradients."""
         return self.training_step(batch, batch_idx)
+
+    def configure_metrics(self) -> Mapping[str, Any]:
+        """Returns metrics of evaluations that are no means of a batch's: exact over all batches and ranks.
+
+        Each is a torchmetrics object, another object with `update`, `compute` and `reset`, or a function of all that
+        `update` got: `{"f1": BinaryF1Score(), "auc": lambda scores_N, labels_N: ...}`. Call
+        `self.metrics["f1"].update(...)` in `validation_step`; the result is logged as `validation/f1`.
+        """
+        return {}
 
     def loss_weight(self, batch: Any) -> Weight:
         """Returns how much the mean loss of a micro-batch counts: override it where that is not the number of samples.
@@ -227,7 +242,7 @@ class Trainer(OwnHooks, Generic[C]):
     def total_steps(self) -> int | None:
         """Updates of the whole run, as far as the config and the data tell; None where nobody knows."""
         config = self.config
-        in_data = self._streams[0].steps_in_epoch(self.current_epoch) if self._streams else None
+        in_data = self._data.steps_in_epoch(self.current_epoch) if self._data is not None else None
         in_epoch = min((each for each in (config.steps_per_epoch, in_data) if each is not None), default=None)
         by_epochs = config.max_epochs * in_epoch if config.max_epochs and in_epoch else None
         return min((each for each in (config.max_steps, by_epochs) if each is not None), default=None)
@@ -258,7 +273,7 @@ class Trainer(OwnHooks, Generic[C]):
 
     def log(self, name: str, value: float | torch.Tensor, weight: Weight = 1.0) -> None:
         """Logs a number of this step, averaged by weight like what the step returns. On any subset of the ranks."""
-        self._loop.metrics.add({name: value}, weight, "train/" if self.training else "validation/")
+        self._loop.log(name, value, weight)
 
     def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
         """Gives images by name, [channels, height, width], to the trackers. Every rank may; the main rank's count."""
@@ -287,7 +302,7 @@ class Trainer(OwnHooks, Generic[C]):
         return parallel.unwrap(module)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """Evaluates on the validation data, or on other data, and returns the metrics. Every rank must call this.
+        """Evaluates on the validation data, or on other data (or sets by name). Every rank must call this.
 
         Every row counts once, at every number of ranks. Nothing is logged; works before, after and without `fit`.
         Returns nothing if a request to stop cuts it short.
@@ -296,14 +311,17 @@ class Trainer(OwnHooks, Generic[C]):
             DataError: there is no data.
         """
         self.setup()
-        if data is None and len(self._streams) == 1:
-            raise DataError(
-                "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
-            )
         if data is None:
-            return self._loop.evaluate(self._streams[1]) or {}
-        with closing(self._open(data, training=False)) as stream:
-            return self._loop.evaluate(stream) or {}
+            if not self._validation:
+                raise DataError(
+                    "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
+                )
+            return self._loop.evaluate(self._validation) or {}
+        with ExitStack() as opened:
+            sets = self._open_sets(data)
+            for stream in sets.values():
+                opened.callback(stream.close)
+            return self._loop.evaluate(sets) or {}
 
     def save_checkpoint(self) -> Checkpoint:
         """Saves the whole state. Every rank must call this, between two updates.
@@ -400,7 +418,7 @@ class Trainer(OwnHooks, Generic[C]):
         try:
             self._open_data()
         finally:
-            for stream in self._streams:
+            for stream in self._streams():
                 stream.close()
 
     def setup(self) -> None:
@@ -415,7 +433,9 @@ class Trainer(OwnHooks, Generic[C]):
         # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
         self._open_data()
         self._build_optimizers()
-        self._loop = Loop(self, self._requests, *self._streams)
+        assert self._data is not None
+        self._loop = Loop(self, self._requests, self._data, self._validation)
+        self.metrics = EvaluationMetrics(self.configure_metrics(), self.world)
         trackers = self._given_trackers if self._given_trackers is not None else self.configure_trackers()
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
             # Who follows the run from outside reads this file.
@@ -435,8 +455,18 @@ class Trainer(OwnHooks, Generic[C]):
     def _open_data(self) -> None:
         loaders = self.configure_dataloaders()
         train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
-        self._streams = [self._open(train, training=True)]
-        self._streams += [] if validation is None else [self._open(validation, training=False)]
+        self._data = self._open(train, training=True)
+        self._validation = {} if validation is None else self._open_sets(validation)
+
+    def _open_sets(self, data: Any) -> dict[str, BatchStream]:
+        """Opens validation data: one set without a name, or several by name."""
+        sets = data if isinstance(data, Mapping) else {"": data}
+        if not all(isinstance(name, str) and (name or sets is not data) for name in sets):
+            raise ConfigError(f"sets of validation data are called by text, not by {', '.join(map(repr, sets))}")
+        return {name: self._open(each, training=False) for name, each in sets.items() if each is not None}
+
+    def _streams(self) -> list[BatchStream]:
+        return ([] if self._data is None else [self._data]) + list(self._validation.values())
 
     def _build_models(self) -> None:
         config, world = self.config, self.world
@@ -509,7 +539,7 @@ class Trainer(OwnHooks, Generic[C]):
         try:
             with ExitStack() as last_first:
                 last_first.callback(self.world.close)
-                for stream in self._streams:
+                for stream in self._streams():
                     last_first.callback(stream.close)
                 if self._is_set_up:
                     last_first.callback(self._loop.recorder.finish, status)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -250,7 +253,261 @@ def test_schedulers_move_per_step_or_per_epoch_H2(interval: Any, moves: int) -> 
     assert trainer.scheduler.last_epoch == moves
 
 
+# ---- Several sets, and metrics that are no means -------------------------------------------------------------------
+
+
+def test_several_sets_are_told_apart_by_name() -> None:
+    seen: list[Any] = []
+
+    class Looks(Callback):
+        def on_evaluation_end(self, trainer: Any, metrics: Any) -> None:
+            seen.append(set(metrics))
+
+    class Logs(Evaluates):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("rows", float(len(batch["id"])))
+            return super().validation_step(batch, batch_idx)
+
+    sets = {"held_out": DataLoader(Rows(10), batch_size=3), "news": [_collate([1]), _collate([2, 3])], "off": None}
+    trainer = Logs(_config(), data=sets, callbacks=[Looks()])
+    result = trainer.fit()
+    names = {f"validation/{name}/{each}" for name in ("held_out", "news") for each in ("loss", "accuracy", "rows")}
+    assert seen == [names], "one evaluation, over all sets"
+    alone = trainer.evaluate(sets["news"])
+    assert result.metrics["validation/news/loss"] == pytest.approx(alone["validation/loss"], rel=1e-6)
+    assert result.metrics["validation/news/rows"] == 1.5
+    assert trainer.evaluate({"x": sets["news"]}) == {
+        name.replace("validation/", "validation/x/"): value for name, value in alone.items()
+    }
+    with pytest.raises(ConfigError, match="called by text, not by 1"):
+        trainer.evaluate({1: sets["news"]})
+
+
+class Reference:
+    """An object with update, compute and reset, and nothing else: the largest gap between two rows in a row."""
+
+    def reset(self) -> None:
+        self.rows: list[int] = []
+
+    def update(self, rows: torch.Tensor) -> None:
+        self.rows += rows.tolist()
+
+    def compute(self) -> float:
+        return float(max(b - a for a, b in zip(self.rows[:-1], self.rows[1:], strict=True)))
+
+
+def _metrics() -> dict[str, Any]:
+    classification, several = {"task": "multiclass", "num_classes": 3}, {"average": "macro"}
+    return {
+        "f1": torchmetrics.F1Score(**classification, **several),
+        "auroc": torchmetrics.AUROC(**classification),  # its states are lists of rows
+        "pearson": torchmetrics.PearsonCorrCoef(),  # its states do not add up
+        "both": torchmetrics.MetricCollection(
+            {"recall": torchmetrics.Recall(**classification), "precision": torchmetrics.Precision(**classification)}
+        ),
+        "order": Reference(),
+        "ids": lambda ids, names, *, scale: {"last": ids[-1] * scale[0], "num": len(ids), "named": len(names)},
+    }
+
+
+class Measures(Evaluates):
+    def configure_metrics(self) -> Any:
+        return _metrics()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch["x"])
+        for name in ("f1", "auroc", "both"):
+            self.metrics[name].update(logits.softmax(1), batch["y"])
+        self.metrics["pearson"].update(logits[:, 0], batch["x"][:, 0])
+        self.metrics["order"].update(batch["id"])
+        self.metrics["ids"].update(batch["id"], [f"row {row}" for row in batch["id"]], scale=2.0)
+        return super().training_step(batch, batch_idx)
+
+
+def _by_hand(trainer: Measures, rows: list[int]) -> dict[str, float]:
+    metrics, batch = _metrics(), _collate(rows)
+    trainer.model.eval()
+    with torch.no_grad():
+        logits = trainer.unwrap(trainer.model)(batch["x"])
+    for name in ("f1", "auroc", "both"):
+        metrics[name].update(logits.softmax(1), batch["y"])
+    metrics["pearson"].update(logits[:, 0], batch["x"][:, 0])
+    both = {f"both/{name}": value for name, value in metrics["both"].compute().items()}
+    found = {name: metrics[name].compute() for name in ("f1", "auroc", "pearson")} | both
+    gap = float(max(b - a for a, b in zip(rows[:-1], rows[1:], strict=True)))
+    found |= {"order": gap, "ids/last": rows[-1] * 2.0, "ids/num": len(rows), "ids/named": len(rows)}
+    return {f"validation/{name}": float(value) for name, value in found.items()}
+
+
+@pytest.mark.filterwarnings("ignore:No .* samples in targets")  # of three rows only
+def test_metric_objects_see_every_row_of_each_set() -> None:
+    trainer = Measures(_config())
+    assert trainer.evaluate(DataLoader(Rows(10), batch_size=3)).items() >= _approx(_by_hand(trainer, list(range(10))))
+    batches = {"a": [_collate([1, 2, 3])], "b": [_collate([7, 4, 5, 6, 8, 9])]}
+    metrics = trainer.evaluate(batches)
+    for name, rows in (("a", [1, 2, 3]), ("b", [7, 4, 5, 6, 8, 9])):
+        wanted = {key.replace("/", f"/{name}/", 1): value for key, value in _by_hand(trainer, rows).items()}
+        assert metrics.items() >= _approx(wanted)
+
+
+def _approx(metrics: dict[str, float]) -> Any:
+    return {name: pytest.approx(value, rel=1e-5) for name, value in metrics.items()}.items()
+
+
+def test_metric_objects_count_nothing_in_training() -> None:
+    class Always(Evaluates):
+        def configure_metrics(self) -> Any:
+            return {"rows": lambda ids: len(ids), "unused": lambda ids: 1 / 0}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.metrics["rows"].update(batch["id"])
+            return super().training_step(batch, batch_idx)
+
+    result = Always(_config(max_epochs=2), data=DataLoader(Rows(10), batch_size=4)).fit()
+    assert [row["validation/rows"] for row in result.history] == [10, 10]
+    assert "validation/unused" not in result.metrics, "what got no update has no value"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "message"),
+    [
+        ({"loss": lambda ids: 1.0}, ConfigError, "validation/loss: both validation_step and configure_metrics"),
+        ({"f1": 3}, ConfigError, "metric 'f1' is 3; needed is an object with update, compute and reset"),
+        ({"f1": torchmetrics.MeanMetric}, ConfigError, "metric 'f1' is <class"),
+        ({"all": lambda ids: ids}, StepError, r"metric 'all' computed a Tensor of shape \[2\]"),
+    ],
+)
+def test_metric_objects_that_make_no_sense_are_refused(metrics: Any, error: type[Exception], message: str) -> None:
+    class Wrong(Evaluates):
+        def configure_metrics(self) -> Any:
+            return metrics
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            for metric in self.metrics.values():
+                metric.update(batch["id"])
+            return super().validation_step(batch, batch_idx)
+
+    with pytest.raises(error, match=message):
+        Wrong(_config()).evaluate([_collate([1, 2])])
+
+
+# ---- When ----------------------------------------------------------------------------------------------------------
+
+
+class Counts(Callback):
+    """At which updates evaluations were made, and of how many batches."""
+
+    def __init__(self) -> None:
+        self.evaluations: list[list[int]] = []
+
+    def on_evaluation_start(self, trainer: Any) -> None:
+        self.evaluations.append([trainer.global_step, 0])
+
+    def on_evaluation_batch_end(self, trainer: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.evaluations[-1][1] += 1
+
+
+def test_a_rehearsal_comes_before_the_first_update_and_leaves_nothing_F4(tmp_path: Path) -> None:
+    """It shows a broken step at once; of a good one nobody hears, and training goes as it would without."""
+
+    class Rehearses(Plateau):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.evaluated: list[tuple[int, list[int]]] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.rand(3)
+            self.evaluated.append((self.global_step, batch["id"].tolist()))
+            return super().validation_step(batch, batch_idx)
+
+    def run(sanity_batches: int, run_dir: Path) -> tuple[Any, Rehearses, Counts]:
+        counts = Counts()
+        data = {"a": DataLoader(Rows(10), batch_size=2), "b": DataLoader(Rows(10), batch_size=5)}
+        config = _config(dropout=0.5, noise=0.1, sanity_batches=sanity_batches, max_epochs=1)
+        trainer = Rehearses(config, data=data, run_dir=run_dir, callbacks=[counts])
+        trainer.scheduler_monitor = "validation/a/loss"
+        return trainer.fit(), trainer, counts
+
+    result, trainer, counts = run(2, tmp_path / "with")
+    assert trainer.evaluated[:4] == [(0, [0, 1]), (0, [2, 3]), (0, [0, 1, 2, 3, 4]), (0, [5, 6, 7, 8, 9])]
+    assert counts.evaluations == [[4, 7]]
+    assert trainer.progress.evaluations == trainer.scheduler.last_epoch == 1
+    without, _, _ = run(0, tmp_path / "without")
+    assert result.metrics["validation/a/loss"] == without.metrics["validation/a/loss"]
+    lines = [json.loads(line) for line in (tmp_path / "with" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4]
+    again, trainer, _ = run(2, tmp_path / "with")
+    assert (again.steps, trainer.evaluated) == (4, []), "only on fresh runs"
+
+
+def test_a_broken_validation_step_shows_before_the_first_update_F4() -> None:
+    class Broken(Evaluates):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            raise LookupError("no such key")
+
+    trainer = Broken(_config(sanity_batches=1), data=[_collate([1])])
+    with pytest.raises(LookupError):
+        trainer.fit()
+    assert (trainer.global_step, trainer.model.training, trainer.training) == (0, True, True)
+
+
+def test_an_evaluation_at_the_start_is_one_like_any_other(tmp_path: Path) -> None:
+    counts = Counts()
+    data = DataLoader(Rows(10), batch_size=2)
+    config = _config(evaluate_at_start=True, evaluate_batches=3, evaluate_every="2 steps")
+    Evaluates(config, data=data, run_dir=tmp_path, callbacks=[counts]).fit()
+    assert counts.evaluations == [[0, 3], [2, 3], [4, 3]]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    resumed = Counts()
+    Evaluates(_config(max_epochs=2, evaluate_at_start=True), data=data, run_dir=tmp_path, callbacks=[resumed]).fit()
+    assert resumed.evaluations == [[8, 5]], "a resumed run has made it"
+
+
+@pytest.mark.parametrize("name", ["evaluate_batches", "sanity_batches"])
+def test_numbers_of_batches_are_whole(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is a whole number from 1, not -1"):
+        _config(**{name: -1})
+
+
+def test_data_that_turns_out_empty_gives_no_metric_and_a_warning_E5() -> None:
+    """Of known size it is an error before training; otherwise it never becomes a loss of zero."""
+    trainer = Plateau(_config(), data={"empty": lambda: iter([]), "full": [_collate([1])]})
+    trainer.scheduler_monitor = "validation/full/loss"
+    with pytest.warns(UserWarning, match="the validation data 'empty' has no batches: it is left out"):
+        result = trainer.fit()
+    assert {name for name in result.metrics if name.startswith("validation/")} == {
+        "validation/full/loss",
+        "validation/full/accuracy",
+    }
+    with pytest.warns(UserWarning, match="the validation data has no batches"):
+        assert Plateau(_config(), data=lambda: iter([])).fit().status == "completed"
+
+
 # ---- On ranks ------------------------------------------------------------------------------------------------------
+
+
+def _measure_on_ranks(world: World, strategy: str) -> list[dict[str, float]]:
+    """Rows that do not share out evenly, a rank that has none, and a rank that repeats a batch to keep in step."""
+    config = _config(parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+    trainer = Measures(config, world=world)
+    few = DataLoader(torch.utils.data.Subset(Rows(10), range(3)), batch_size=1)
+    own = [_collate([0, 1, 2, 3]), _collate([4, 5])] if world.rank == 0 else [_collate([6 + world.rank])]
+    return [trainer.evaluate(DataLoader(Rows(10), batch_size=3)), trainer.evaluate(few), trainer.evaluate(own)]
+
+
+@pytest.mark.filterwarnings("ignore:No .* samples in targets")  # of three rows only
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "ddp"), (4, "fsdp")])
+def test_metric_objects_are_exact_at_every_number_of_ranks_E7(world_size: int, strategy: str) -> None:
+    alone = Measures(_config())
+    alone.setup()
+    own = [0, 1, 2, 3, *(6 + rank for rank in range(1, world_size)), 4, 5]
+    wanted = [_by_hand(alone, list(range(10))), _by_hand(alone, [0, 1, 2]), _by_hand(alone, own)]
+    found = run_on_ranks(_measure_on_ranks, world_size, strategy)
+    for metrics in found:
+        assert metrics == found[0], "equal on every rank, to the last bit"
+    for metrics, by_hand in zip(found[0], wanted, strict=True):
+        assert metrics.items() >= _approx(by_hand)
 
 
 def _evaluate_on_ranks(world: World) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
@@ -14,13 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.trackers import (
     ConsoleTracker,
+    CsvTracker,
+    ImageFilesTracker,
     JsonlTracker,
+    MlflowTracker,
     RunInfo,
     TensorBoardTracker,
     Tracker,
@@ -28,6 +34,7 @@ from headway.trainer.trackers import (
     WandbTracker,
     read_records,
 )
+from headway.trainer.trackers.images import encode_png, pixels_HWC
 
 
 class Broken(Tracker):
@@ -272,9 +279,10 @@ def test_values_that_are_not_finite_are_valid_json_and_come_back(folder: str, js
 
 def test_without_a_run_dir_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jsonl: Make) -> None:
     monkeypatch.chdir(tmp_path)
-    trackers = TrackerList([jsonl(), TensorBoardTracker()])
+    trackers = TrackerList([jsonl(), CsvTracker(), TensorBoardTracker(), ImageFilesTracker()])
     trackers.start(run_info(None), step=0)
     trackers.log({"loss": 1.0}, step=1, epoch=0)
+    trackers.log_images({"image": torch.zeros(3, 2, 2)}, step=1)
     trackers.rewind(0)
     trackers.finish("completed")
     assert list(tmp_path.iterdir()) == []
@@ -313,7 +321,126 @@ def test_killed_at_any_time_the_file_holds_every_step_once_F6(tmp_path: Path) ->
     assert len({record["attempt"] for record in records}) == 3
 
 
-# ---- Console, TensorBoard, wandb ------------------------------------------------------------------------------------
+# ---- CSV -----------------------------------------------------------------------------------------------------------
+
+
+def table(folder: str) -> list[dict[str, str]]:
+    with fsspec.open(f"{folder}/metrics.csv", "rt", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_gets_a_column_when_a_metric_first_comes_and_a_step_one_row_F6(folder: str) -> None:
+    tracker = CsvTracker()
+    tracker.start(run_info(folder), step=0)
+    assert table(folder) == []
+    for step in range(1, 4):
+        tracker.log({"train/loss": 1.0 / step}, step=step, epoch=0)
+    tracker.log({"validation/loss": math.nan, 'a "name", with a comma': 2.0}, step=3, epoch=1)
+    tracker.log({"validation/loss": 8.5}, step=3, epoch=1)
+    tracker.log({"train/loss": math.inf, "step": 7.0}, step=4, epoch=1)
+    tracker.finish("completed")
+    rows = table(folder)
+    names = ["step", "epoch", "time", "attempt", "train/loss", "validation/loss", 'a "name", with a comma']
+    assert [list(row) for row in rows] == [names] * 4
+    assert [(row["step"], row["epoch"], row["train/loss"], row["validation/loss"]) for row in rows] == [
+        ("1", "0", "1.0", ""),
+        ("2", "0", "0.5", ""),
+        ("3", "1", repr(1 / 3), "8.5"),
+        ("4", "1", "inf", ""),
+    ]
+    assert [row[names[-1]] for row in rows] == ["", "", "2.0", ""]
+
+
+def test_csv_has_no_step_twice_after_a_resume_or_a_rewind_F6(folder: str) -> None:
+    for attempt, resume, steps in ((1, None, range(1, 8)), (2, 4, range(5, 10))):
+        tracker = CsvTracker()
+        tracker.start(run_info(folder, resumed=resume is not None, attempt=attempt), step=resume or 0)
+        for step in steps:
+            tracker.log({"train/loss": float(step), f"only/{attempt}": 1.0}, step=step, epoch=0)
+        if attempt == 1:
+            tracker.finish("failed")
+    tracker.rewind(6)
+    tracker.log({"validation/loss": 3.0}, step=6, epoch=1)
+    tracker.log({"train/loss": -7.0}, step=7, epoch=1)
+    rows = table(folder)
+    assert [(row["step"], row["attempt"]) for row in rows] == [(str(s), "1" if s <= 4 else "2") for s in range(1, 8)]
+    assert [row["train/loss"] for row in rows] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "-7.0"]
+    assert [row["only/2"] for row in rows] == ["", "", "", "", "1.0", "1.0", ""]
+    tracker.finish("completed")
+
+    fresh = CsvTracker()
+    fresh.start(run_info(folder), step=0)
+    assert table(folder) == []
+    fresh.finish("completed")
+
+
+def test_csv_row_cut_short_by_a_kill_is_dropped_though_it_reads_like_one(tmp_path: Path) -> None:
+    tracker = CsvTracker(tmp_path / "a.csv")
+    tracker.start(run_info(None), step=0)
+    tracker.log({"loss": 0.125}, step=1, epoch=0)
+    tracker.log({"loss": 0.375}, step=2, epoch=0)
+    tracker.finish("failed")
+    content = (tmp_path / "a.csv").read_bytes()
+    assert content.endswith(b"0.375\n")
+    (tmp_path / "a.csv").write_bytes(content[:-3])
+    tracker.start(run_info(None, resumed=True, attempt=2), step=2)
+    tracker.finish("completed")
+    assert [line.rsplit(",", 1)[-1] for line in (tmp_path / "a.csv").read_text().splitlines()] == ["loss", "0.125"]
+
+
+# ---- Image files ---------------------------------------------------------------------------------------------------
+
+
+def stored(folder: str) -> list[str]:
+    fs, root = fsspec.core.url_to_fs(f"{folder}/images")
+    return sorted(str(path).split("/images/")[1] for path in fs.find(root))
+
+
+def test_of_a_hundred_images_as_many_as_the_limit_are_stored_F9(folder: str) -> None:
+    tracker = ImageFilesTracker(limit=8)
+    tracker.start(run_info(folder), step=0)
+    tracker.log_images({f"image {i}": torch.rand(3, 4, 5) for i in range(100)}, step=3)
+    tracker.log_images({"one more": torch.rand(3, 4, 5)}, step=3)
+    assert stored(folder) == [f"step-00000003/image {i}.png" for i in range(8)]
+    tracker.log_images({"validation/a?": torch.rand(3, 4, 5), "../../b": torch.rand(3, 4, 5)}, step=4)
+    assert stored(folder)[8:] == ["step-00000004/b.png", "step-00000004/validation/a%3F.png"]
+    with pytest.raises(ConfigError, match="limit=0 would store no image"):
+        ImageFilesTracker(limit=0)
+
+
+def test_images_of_steps_that_are_made_again_are_deleted_F6(folder: str) -> None:
+    tracker = ImageFilesTracker()
+    tracker.start(run_info(folder), step=0)
+    for step in (2, 4, 6):
+        tracker.log_images({f"first {step}": torch.rand(3, 4, 5)}, step=step)
+    tracker = ImageFilesTracker()
+    tracker.start(run_info(folder, resumed=True, attempt=2), step=4)
+    assert stored(folder) == ["step-00000002/first 2.png", "step-00000004/first 4.png"]
+    tracker.rewind(3)
+    tracker.log_images({"again 4": torch.rand(3, 4, 5)}, step=4)
+    assert stored(folder) == ["step-00000002/first 2.png", "step-00000004/again 4.png"]
+    ImageFilesTracker().start(run_info(folder), step=0)
+    assert stored(folder) == []
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_images_are_valid_png_with_the_values_they_had(channels: int) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    import numpy as np
+
+    image = torch.randint(0, 256, (channels, 7, 5), dtype=torch.uint8)
+    read = np.array(Image.open(io.BytesIO(encode_png(pixels_HWC(image)))))
+    assert torch.equal(torch.from_numpy(read).reshape(7, 5, channels), image.permute(1, 2, 0))
+    floats = pixels_HWC(torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0]).reshape(1, 1, 5))
+    assert floats.flatten().tolist() == [0, 0, 128, 255, 255]
+
+
+def test_what_is_no_image_is_refused_with_its_shape() -> None:
+    with pytest.raises(ValueError, match=r"with 1 to 4 channels, not \[64, 4, 5\]"):
+        pixels_HWC(torch.zeros(64, 4, 5))
+
+
+# ---- Console, TensorBoard, wandb, MLflow ----------------------------------------------------------------------------
 
 
 def test_console_prints_one_line_per_record_F7(capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,6 +461,7 @@ def test_tensorboard_curves_have_every_step_once_after_a_resume_F6(tmp_path: Pat
         tracker.start(run_info(tmp_path, resumed=resume is not None, attempt=attempt), step=resume or 0)
         for step in steps:
             tracker.log({"train/loss": float(step * attempt)}, step=step, epoch=0)
+        # The first attempt's, after step 7, are purged as well.
         tracker.log_images({"byte": torch.zeros(3, 4, 5, dtype=torch.uint8), "float": torch.rand(1, 4, 5)}, step=step)
         if attempt == 2:
             tracker.finish("completed")  # The first was killed.
@@ -390,6 +518,8 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_SILENT", "true")
     for attempt, resume, steps in ((1, None, range(1, 6)), (2, 3, range(4, 8))):
         tracker = WandbTracker("tests", mode="offline", tags=["a"])
@@ -409,8 +539,59 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
     assert [record["_step"] for record in history if any(name.startswith("image") for name in record)] == [5, 7]
     assert {record["id"] for record in history} == {state["id"]}
 
+    for name, value in {"NAME": "other", "RUN_ID": "abcd1234", "PROJECT": "elsewhere", "MODE": "offline"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()  # It has read the environment once.
+    overridden = WandbTracker()
+    overridden.start(run_info(tmp_path, resumed=True, attempt=3), step=7)
+    assert (overridden._run.name, overridden._run.id, overridden._run.project) == ("other", "abcd1234", "elsewhere")
+    overridden.log({"train/loss": 1.0}, step=7, epoch=0)  # The other run has not been sent it.
+    assert overridden.state_dict() == {"id": "abcd1234", "sent": 7}
+    overridden.finish("completed")
+    monkeypatch.delenv("WANDB_RUN_ID")
+
     fresh = WandbTracker("tests", mode="disabled")
     fresh.load_state_dict(state)
     fresh.start(run_info(None, resumed=True, attempt=3), step=7)
     assert fresh.state_dict() == state  # Without a run directory, the checkpoint remembers.
     fresh.finish("completed")
+
+
+@pytest.mark.slow
+def test_mlflow_is_one_run_with_every_step_once_and_a_true_status_F6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tests")
+    client = MlflowClient((tmp_path / "store").as_uri())
+    statuses = []
+    lives = ((None, range(1, 6), "failed"), (3, range(4, 8), "interrupted"), (7, range(8, 9), "completed"))
+    for attempt, (resume, steps, status) in enumerate(lives, 1):
+        tracker = MlflowTracker(tracking_uri=(tmp_path / "store").as_uri(), tags={"team": "a"})
+        # The config may change in what it says of the end: MLflow lets no parameter change.
+        config = {"max_steps": attempt, "parallel": {"strategy": "ddp", "modules": ["a"]}, "long": "x" * 9000}
+        tracker.start(run_info(tmp_path, resumed=resume is not None, attempt=attempt, config=config), step=resume or 0)
+        (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+        assert run.info.status == "RUNNING"
+        for step in steps:
+            tracker.log({"train/loss": 1.0 / step, "bad": math.nan}, step=step, epoch=0)
+            tracker.log({"validation/loss": 2.0 * step}, step=step, epoch=0)
+        tracker.log_images({"validation/image": torch.rand(3, 4, 5)}, step=step)
+        tracker.rewind(step - 1)
+        tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
+        tracker.finish(status)
+        statuses.append(client.get_run(run.info.run_id).info.status)
+    assert statuses == ["FAILED", "KILLED", "FINISHED"]
+    for name, value in (("train/loss", lambda step: 1 / step), ("validation/loss", lambda step: 2.0 * step)):
+        history = sorted((each.step, each.value) for each in client.get_metric_history(run.info.run_id, name))
+        assert history == [(step, value(step)) for step in range(1, 9)]
+    ended = client.get_run(run.info.run_id)
+    assert ended.info.run_name == "digits"
+    assert ended.data.params["max_steps"] == "1"
+    assert ended.data.params["parallel.strategy"] == "ddp"
+    assert ended.data.tags["team"] == "a"
+    assert ended.data.tags["headway.status"] == "completed"
+    images = {image.path.split("+timestamp")[0] for image in client.list_artifacts(run.info.run_id, "images")}
+    assert images == {f"images/validation~image+step+{step}" for step in (5, 7, 8)}

@@ -22,8 +22,8 @@ class LocalLines:
         self._last_at = 0
 
     def read(self) -> list[str]:
-        """Returns all lines; none if there is no file."""
-        return self._path.read_bytes().decode(errors="replace").splitlines() if self._path.exists() else []
+        """Returns all whole lines; none if there is no file."""
+        return _whole_lines(self._path.read_bytes()) if self._path.exists() else []
 
     def replace(self, lines: list[str]) -> None:
         """Makes these the only lines, at once, and gets ready to append."""
@@ -67,9 +67,9 @@ class RemoteLines:
         self._lines: list[str] = []
 
     def read(self) -> list[str]:
-        """Returns all lines; none if there is no object."""
+        """Returns all whole lines; none if there is no object."""
         try:
-            return list(self._fs.cat_file(self._path).decode(errors="replace").splitlines())
+            return _whole_lines(self._fs.cat_file(self._path))
         except FileNotFoundError:
             return []
 
@@ -94,3 +94,8 @@ class RemoteLines:
 
     def _write(self) -> None:
         self._fs.pipe_file(self._path, "".join(f"{line}\n" for line in self._lines).encode())
+
+
+def _whole_lines(content: bytes) -> list[str]:
+    """The last line may have been cut short by a kill: without its end it is none, even if it reads like one."""
+    return content.decode(errors="replace").split("\n")[:-1]

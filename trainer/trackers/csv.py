@@ -1,0 +1,61 @@
+"""Records as one table of comma-separated values."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from .records import RESERVED, Record, RecordFile
+
+
+class CsvTracker(RecordFile):
+    """Writes a table with one row per step, for a spreadsheet or `pandas.read_csv`.
+
+    The columns are step, epoch, time, attempt, and a metric each in the order in which they came. When a metric comes
+    for the first time, the table is replaced at once by one that has a column for it; where a step has no value, the
+    cell is empty. After a resume or a rewind no step is there twice.
+
+    Args:
+        path: of the file, or an fsspec URI; by default `metrics.csv` in the run directory, and nothing is written where
+            a run has none. An object of a store cannot be appended to: it is written whole at each record.
+
+    Example:
+        >>> DigitsTrainer(config, run_dir="runs/digits", trackers=[CsvTracker()]).fit()
+        >>> pandas.read_csv("runs/digits/metrics.csv").plot(x="step", y="train/loss")
+    """
+
+    filename = "metrics.csv"
+    _columns: list[str]
+
+    def decode(self, lines: Sequence[str]) -> list[Record]:
+        """Returns the rows of a table as records, without their empty cells."""
+        header, *rows = list(csv.reader(lines)) or [[]]
+        return [record for row in rows if (record := _parse(header, row))]
+
+    def encode(self, records: Sequence[Record]) -> list[str]:
+        """Returns a header that has a column for every value of the records, and their rows."""
+        self._columns = list(dict.fromkeys((*RESERVED, *(name for record in records for name in record))))
+        return [_row(self._columns), *(_row([record.get(name, "") for name in self._columns]) for record in records)]
+
+    def line(self, record: Record) -> str | None:
+        """Returns a row, unless the table lacks a column for it."""
+        if not record.keys() <= set(self._columns):
+            return None
+        return _row([record.get(name, "") for name in self._columns])
+
+
+def _row(cells: Sequence[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+def _parse(header: Sequence[str], row: Sequence[str]) -> Record | None:
+    cells = {name: cell for name, cell in zip(header, row, strict=False) if cell}
+    try:
+        counts = {name: int(cells.pop(name)) for name in ("step", "epoch")}
+        return counts | {name: int(cell) if name == "attempt" else float(cell) for name, cell in cells.items()}
+    except (KeyError, ValueError):
+        return None  # Somebody has edited the table.

@@ -1,0 +1,106 @@
+"""Records and images for MLflow."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .base import RunInfo
+from .service import ServiceTracker
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_PARAMS_AT_ONCE, _CHARACTERS = 100, 6000  # what MLflow takes of parameters in one call, and of a value
+
+_STATUS = {"failed": "FAILED", "interrupted": "KILLED", "time_limit": "KILLED"}
+
+
+class MlflowTracker(ServiceTracker):
+    """Records a run with MLflow, as one run of theirs over all restarts.
+
+    Metrics are those of the log, parameters are the config by dotted paths, as of the first attempt: MLflow lets none
+    change. A run ends as FINISHED when it was completed or stopped on request, as FAILED when it failed, and as KILLED
+    when a signal or a time limit ended it; the tag `headway.status` has our own word. The id of the run lies in
+    `mlflow.json` in the run directory, and in the checkpoints. Steps that were sent before a resume or a rewind are not
+    sent again: MLflow can append, but take nothing back.
+
+    Args:
+        experiment: the name; made if it is not there. By default what the environment says (`MLFLOW_EXPERIMENT_ID`,
+            `MLFLOW_EXPERIMENT_NAME`), or "Default".
+        tracking_uri: of the server or store, such as `http://host:5000` or `sqlite:///runs.db`; by default what the
+            environment says (`MLFLOW_TRACKING_URI`). `mlflow-skinny` is enough for a server; a database needs `mlflow`.
+        tags: of the run.
+
+    Example:
+        >>> DigitsTrainer(config, run_dir="runs/digits", trackers=[MlflowTracker("digits")]).fit()
+    """
+
+    service = "mlflow"
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._experiment, self._tracking_uri, self._tags = experiment, tracking_uri, dict(tags or {})
+        self._client: Any = None
+
+    def join(self, run: RunInfo, known: str | None) -> str:
+        """Marks the run as running again, or creates it."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        client = MlflowClient(self._tracking_uri)
+        joined = os.environ.get("MLFLOW_RUN_ID") or known
+        if joined:
+            client.update_run(joined, status="RUNNING")
+        else:
+            joined = str(client.create_run(self._experiment_id(client), run_name=run.name, tags=self._tags).info.run_id)
+        if joined != known:
+            params = [Param(name, str(value)[:_CHARACTERS]) for name, value in _flat(run.config)]
+            for first in range(0, len(params), _PARAMS_AT_ONCE):
+                client.log_batch(joined, params=params[first : first + _PARAMS_AT_ONCE])
+        self._client = client
+        return joined
+
+    def send_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Sends numbers, in one call."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        values = [Metric(name, float(value), now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def send_images(self, images: Mapping[str, np.ndarray[Any, Any]], *, step: int) -> None:
+        """Sends images; MLflow needs Pillow for it."""
+        for name, pixels in images.items():
+            self._client.log_image(self._id, pixels, key=name, step=step)
+
+    def finish(self, status: str) -> None:
+        """Ends the run with MLflow's word for the status."""
+        if self._client is not None:
+            self._client.set_tag(self._id, "headway.status", status)
+            self._client.set_terminated(self._id, _STATUS.get(status, "FINISHED"))
+            self._client = None
+
+    def _experiment_id(self, client: Any) -> str:
+        if self._experiment is None and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+            return given
+        name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+        found = client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else client.create_experiment(name))
+
+
+def _flat(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings by dotted paths."""
+    if isinstance(config, Mapping) and config:
+        for key, value in config.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    elif path:
+        yield path, config

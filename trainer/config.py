@@ -10,7 +10,8 @@ from .errors import ConfigError
 from .progress import Duration
 
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
+NonFinite = Literal["raise", "skip", "retry"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 
 
@@ -108,12 +109,20 @@ class TrainerConfig:
         global_batch_size: samples of one update over all ranks. Stays what it is when the number of ranks changes.
         micro_batch_size: at most this many samples in one forward pass of one rank; accumulation follows.
         gradient_accumulation_steps: micro-batches of one update and rank, for loaders that bring their own batches.
-        precision: "bf16" runs forward passes under autocast; the weights stay float32.
+        precision: "bf16" and "fp16" run forward passes under autocast, "fp16" with a loss scaler; the weights stay
+            float32. "bf16-true" keeps the weights themselves in bfloat16.
         float8: multiplies in float8 in the linear layers whose sizes allow it, by torchao; refused where the hardware
             cannot. Goes with precision "bf16" and `parallel.compile`, without which it is slower.
         freeze: shell patterns over names of parameters that are not trained, such as "model.encoder.*" or "*.bias"; one
             that begins with "!" takes parameters back. A module with nothing left to train stays in evaluation mode.
         max_grad_norm: clips the norm of the whole gradient; it is measured in any case.
+        max_grad_value: clips each number of the gradient to plus or minus this, after the norm.
+        grad_norm_groups: shell patterns over names of parameters, such as "model.blocks.*": the norm of the gradient of
+            each group is logged as "grad_norm/<pattern>".
+        non_finite: what becomes of an update whose gradient is NaN or infinite: "raise" ends the run, "skip" goes on
+            with the next batch, "retry" computes the same batch again, with fresh random numbers.
+        max_non_finite: so many in a row are skipped or tried again; one more ends the run.
+        max_non_finite_total: so many over the whole run.
         log_every: time between two flushes of the training metrics.
         evaluate_every: time between two evaluations, where there is data for it; None evaluates at the end only.
         evaluate_at_start: also evaluates before the first update of the run, with what is drawn as the first weights.
@@ -135,6 +144,11 @@ class TrainerConfig:
     float8: bool = False
     freeze: tuple[str, ...] = ()
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+    grad_norm_groups: tuple[str, ...] = ()
+    non_finite: NonFinite = "raise"
+    max_non_finite: int = 3
+    max_non_finite_total: int = 100
     log_every: Duration = Duration(50, "steps")
     evaluate_every: Duration | None = Duration(1, "epochs")
     evaluate_at_start: bool = False
@@ -152,11 +166,16 @@ class TrainerConfig:
             _positive(name, getattr(self, name))
         _positive("gradient_accumulation_steps", self.gradient_accumulation_steps, optional=False)
         _strings(self, "freeze", "patterns")
+        _strings(self, "grad_norm_groups", "patterns")
         _positive("evaluate_batches", self.evaluate_batches)
         if self.sanity_batches != 0:
             _positive("sanity_batches", self.sanity_batches, optional=False)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm is above zero, not {self.max_grad_norm}; leave it out to clip nothing")
+        _one_of("non_finite", self.non_finite, NonFinite)
+        for name in ("max_non_finite", "max_non_finite_total"):
+            _positive(name, getattr(self, name), optional=False)
+        for name in ("max_grad_norm", "max_grad_value"):
+            if (limit := getattr(self, name)) is not None and not limit > 0:
+                raise ConfigError(f"{name} is above zero, not {limit}; leave it out to clip nothing")
         if self.log_every.unit == "seconds":
             raise ConfigError(
                 f"log_every counts steps or epochs, not {self.log_every}: ranks would flush at other steps"

@@ -50,11 +50,16 @@ def as_stream(data: Any) -> BatchStream:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A `GlobalBatch` that a loader's batches make up."""
+    """A `GlobalBatch` that a loader's batches make up, with the rows of each where they are known."""
 
     micro_batches: Sequence[Any]
     num_samples: Sequence[int]
     global_num_samples: int | None
+    rows: Sequence[Sequence[int]] = ()
+
+    def row_ids(self) -> Sequence[Sequence[int]]:
+        """Returns the places of the rows in the loader's dataset."""
+        return self.rows
 
 
 class LoaderStream:
@@ -117,7 +122,7 @@ class LoaderStream:
         self._indices.batches = [[(epoch, row) for row in each] for each in rows] if self._loader.num_workers else rows
         self._batches = batches = iter(self._read())
         for micro_batches, num_samples, total in plan:
-            yield LoadedBatch([next(batches) for _ in micro_batches], num_samples, total)
+            yield LoadedBatch([next(batches) for _ in micro_batches], num_samples, total, micro_batches)
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -56,7 +58,7 @@ class Loop:
         self.metrics = MeanMetrics()
         self.update = Update(trainer, self.metrics)
         self.recorder = Recorder(trainer, self.metrics, self.update)
-        self._state = RunState(trainer, self.recorder, self.metrics, data)
+        self._state = RunState(trainer, self.recorder, self.metrics, self.update, data)
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
         self._checkpoints = Schedule(config.checkpoint.every)
@@ -66,6 +68,7 @@ class Loop:
         self._stopped: StopStatus | None = None
         self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
+        self._has_warned = False
         if config.checkpoint.save_best and not validation:
             raise ConfigError("checkpoint.save_best needs an evaluation, and there is no validation data")
 
@@ -104,8 +107,7 @@ class Loop:
         self._trainer.callbacks.on_epoch_start(self._trainer)
         with closing(self._global_batches(epoch)) as batches:
             for batch in batches:
-                self._advance(batch)
-                self._do_what_is_due()
+                self._do_what_is_due(applied=self._advance(batch))
                 if self._stopped or progress.step == self._config.max_steps or self._is_cut_here():
                     break
             else:
@@ -120,7 +122,7 @@ class Loop:
                 return self._end_epoch()
         # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
         self._finish()
-        self.recorder.flush()
+        self._flush()
         metrics = self._trainer.history.so_far()
         self._trainer.callbacks.on_epoch_end(self._trainer, metrics)
         return metrics
@@ -128,7 +130,7 @@ class Loop:
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Makes one update and returns its metrics."""
         self._advance(batch)
-        return self.recorder.flush()
+        return self._flush()
 
     def evaluate(self, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates on these sets; None if a request to stop cuts it short."""
@@ -171,32 +173,41 @@ class Loop:
             self._stop(self._requests.agree_now().stop or "stopped")
         generators.load_state_dict(before)
 
-    def _advance(self, batch: GlobalBatch) -> None:
-        """Makes one update, and counts it."""
+    def _advance(self, batch: GlobalBatch) -> bool:
+        """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
         progress = self._progress
-        self.update(batch)
+        refusal = self.update(batch)
         # A stream that cannot tell has as many samples on every rank, as near as anybody knows.
         samples = batch.global_num_samples or sum(batch.num_samples) * self._world.size
-        progress.step += 1
         progress.step_in_epoch += 1
         progress.offset += samples
+        if refusal is not None:
+            # What was saved at this step stands before the batch that was skipped.
+            self._state.last_saved_step = None
+            self._trainer.callbacks.on_step_skipped(self._trainer, refusal)
+            return False
+        progress.step += 1
         progress.samples += samples
         self.recorder.count(batch)
         self._trainer.callbacks.on_step_end(self._trainer)
+        return True
 
-    def _do_what_is_due(self) -> None:
-        """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update."""
+    def _do_what_is_due(self, *, applied: bool) -> None:
+        """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update.
+
+        What comes every so many updates has been done already where the last one was not applied.
+        """
         progress, agreed = self._progress, self._requests.agree()
-        if self._logs.due(progress, ended="steps"):
-            self.recorder.flush()
+        if applied and self._logs.due(progress, ended="steps"):
+            self._flush()
         if agreed.stop:
             self._stop(agreed.stop)
             return
-        if agreed.evaluate or self._evaluations.due(progress, ended="steps"):
+        if agreed.evaluate or (applied and self._evaluations.due(progress, ended="steps")):
             self._evaluate()
             self._heed()
         self._save_if_best()
-        if agreed.save or self._checkpoints.due(progress, ended="steps"):
+        if agreed.save or (applied and self._checkpoints.due(progress, ended="steps")):
             self._save_unless_saved()
         if self._has_clocks and self._world.is_main:
             # Clocks differ between ranks: the main one's decides, and the others hear of it like of any request.
@@ -208,6 +219,18 @@ class Loop:
                 self._checkpoints.done(elapsed_s)
                 self._requests.save()
 
+    def _flush(self) -> dict[str, float]:
+        """Logs the interval since the last time, and warns once of a loss that poisons nothing but the log."""
+        record = self.recorder.flush()
+        if not math.isfinite(loss := record.get("train/loss", 0.0)) and not self._has_warned and self._world.is_main:
+            self._has_warned = True
+            warnings.warn(
+                f"train/loss is {loss} at step {self._progress.step}, and the gradient is finite: training goes on, "
+                "and the means over the epoch leave it out. Does the step return the loss that it learns from?",
+                stacklevel=2,
+            )
+        return record
+
     def _end_epoch(self) -> dict[str, float]:
         progress, trainer = self._progress, self._trainer
         progress.epoch += 1
@@ -216,7 +239,7 @@ class Loop:
             for scheduler in trainer.schedulers.values():
                 if not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
-        self.recorder.flush()
+        self._flush()
         if self._evaluations.due(progress, ended="epochs"):
             self._evaluate()
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)

@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from .config import ParallelConfig, Precision
 from .errors import ConfigError
+from .precision import cast_weights
 from .recomputation import recomputed
 from .world import World
 
@@ -42,7 +43,8 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     Args:
         model: on the meta device, or with real weights, which then are the main rank's on every rank.
         config: what to do with it.
-        precision: "bf16" gathers sharded parameters in bfloat16; gradients are reduced in float32.
+        precision: "bf16" and "fp16" gather sharded parameters in that format, "bf16-true" keeps them in it; their
+            gradients are reduced in float32.
         world: the ranks to spread it over.
 
     Raises:
@@ -51,6 +53,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     """
     check_strategy(config, world)
     _check_birth(model)
+    cast_weights(model, precision)
     if is_sharded(model):
         _materialise(model, world.device, world.device)
         return
@@ -218,8 +221,8 @@ def _fully_shard(
     else:
         mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16" else None,
-        reduce_dtype=torch.float32 if precision == "bf16" else None,
+        param_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
+        reduce_dtype=None if precision == "fp32" else torch.float32,
     )
     # Pinned memory is what a GPU copies from without waiting; without a GPU there is none.
     offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()

@@ -90,7 +90,7 @@ class Progress:
     Attributes:
         step: optimizer updates.
         epoch: completed passes over the data, so also the index of the one in progress.
-        step_in_epoch: updates of the epoch in progress.
+        step_in_epoch: updates of the epoch in progress, with those that were skipped.
         offset: samples of the epoch in progress that all ranks together have consumed.
         micro_batches: forward and backward passes of this rank.
         samples: samples learned from, over all ranks and epochs.

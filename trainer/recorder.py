@@ -91,7 +91,7 @@ class Recorder:
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
         per_rank = trainer.world.gather((self._tokens, self.waited_s / seconds))
         samples = progress.samples - self._samples
-        record |= self._update.last_learning_rates()
+        record |= self._update.last_learning_rates() | self._update.counters()
         if self._steps:
             record["samples_per_s"] = samples / seconds
             record["step_s"] = seconds / self._steps

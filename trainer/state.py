@@ -21,6 +21,7 @@ from .recorder import Recorder, as_plain
 from .result import FitResult, Status
 from .rng import RngState
 from .streams import BatchStream, Stateful
+from .update import Update
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -33,14 +34,18 @@ class RunState:
         trainer: whose state it is.
         recorder: its trackers' state belongs to it.
         metrics: what has been added since the last flush belongs to it.
+        update: its loss scale and counts belong to it.
         data: the position is in the trainer's progress; what the data is must not change under it.
 
     Attributes:
         last_saved_step: the update after which the newest checkpoint of this run was saved, if there is one.
     """
 
-    def __init__(self, trainer: Trainer[Any], recorder: Recorder, metrics: MeanMetrics, data: BatchStream) -> None:
+    def __init__(
+        self, trainer: Trainer[Any], recorder: Recorder, metrics: MeanMetrics, update: Update, data: BatchStream
+    ) -> None:
         self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
+        self._update = update
         self._store: CheckpointStore | None = None
         config = trainer.config.checkpoint
         if trainer.run_dir is not None:
@@ -179,6 +184,7 @@ class RunState:
                 for name, each in trainer.optimizers.items()
             },
             **{f"schedulers/{name}": each for name, each in trainer.schedulers.items()},
+            "update": self._update,
             "progress": trainer.progress,
             "history": trainer.history,
             "best": self._best,

@@ -49,6 +49,15 @@ class GlobalBatch(Protocol):
         ...
 
 
+@runtime_checkable
+class NamesRows(Protocol):
+    """A `GlobalBatch` that can say which rows of the data it holds, for the error that blames some of them."""
+
+    def row_ids(self) -> Sequence[Sequence[int | str]]:
+        """Returns the rows of each micro-batch by what they are called in the data; nothing where nobody knows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Feed:
     """What a stream must know of the run before it can be read; other packages take it by shape, not by import.

@@ -1,4 +1,4 @@
-"""The arithmetic of one optimizer update: accumulate, weigh, synchronise once, measure, guard, clip, step, schedule.
+"""The arithmetic of one optimizer update: accumulate, weigh, synchronise once, unscale, measure, guard, clip, step.
 
 The gradient of an update is that of the mean loss over all its samples (or tokens), however they are cut into
 micro-batches and ranks. With w the weight of a micro-batch and W their sum over all ranks, each loss is multiplied by
@@ -7,26 +7,34 @@ w * ranks / W before backward; DDP and FSDP2 then average over the ranks, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from .blame import Suspects
 from .errors import StepError
+from .gradients import norm_groups, report_unused
 from .metrics import MeanMetrics
 from .nested import move
-from .nonfinite import NonFiniteGuard
+from .nonfinite import Arrival, NonFiniteGuard, can_skip, skipping
 from .parallel import whole, without_gradient_sync
-from .precision import autocast
+from .precision import autocast, loss_scaler, without_autocast
 from .streams import GlobalBatch
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 Weight = float | torch.Tensor
+
+AT_ONCE = ("cpu",)
+"""Kinds of devices whose numbers can be looked at without waiting for anything."""
 
 
 class Update:
@@ -35,6 +43,11 @@ class Update:
     It does what the step leaves undone. A step that returns a loss gets backward and optimizer step; one that called
     `trainer.backward(loss)` gets the optimizer step; one that called `trainer.step(optimizer)` too gets nothing more.
 
+    An update whose gradient is not finite is refused where the norm is looked at in time: always on a CPU; on another
+    device under a policy other than "raise", and with float16. Then the optimizers leave weights and moments alone, and
+    what the steps returned is not logged. A fused optimizer is told on the device, and the host waits for the norm
+    while the optimizer is at work, so that the device does not run dry; for others the host waits before their step.
+
     Args:
         trainer: set up, with its models, optimizers and schedulers.
         metrics: gets what the steps return, and the norm of the gradient.
@@ -42,6 +55,9 @@ class Update:
     Attributes:
         is_last_micro_batch: whether the gradients of the micro-batch in hand complete the update.
         learning_rates: those that produced the last update, by name.
+
+    Raises:
+        ConfigError: a pattern of `grad_norm_groups` matches no parameter, or "fp16" is to train float16 weights.
     """
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics) -> None:
@@ -54,38 +70,140 @@ class Update:
         self._schedulers = [each for each in by_step if not isinstance(each, ReduceLROnPlateau)]
         self._optimizers = list(trainer.optimizers.values())
         self._group_names = _group_names(trainer.optimizers)
+        self._norm_groups = norm_groups(trainer.models, trainer.config.grad_norm_groups)
         self._weighs_itself = trainer.weighs_itself
         self._moves = trainer.device.type != "cpu"
-        self._guard = NonFiniteGuard(trainer)
+        self._scaler = loss_scaler(trainer.config.precision, self._optimizers)
+        self._guard = NonFiniteGuard(trainer.config, sees_every_norm=self._scaler is not None)
+        self._turns = Turns(self._optimizers) if len(self._optimizers) > 1 else None
         self._scale: Weight = 1.0
-        self._went_backward = False
+        self._micro_batch = 0
+        self._went_backward = self._is_applied = False
+        self._refusal: str | None = None
         self._stepped: set[Optimizer] = set()
+        self._losses: list[tuple[int, torch.Tensor, Weight]] = []
+        self._unchecked = set(self._optimizers)
         self.is_last_micro_batch = True
         self.learning_rates: list[float] = []
 
-    def __call__(self, batch: GlobalBatch) -> None:
-        """Makes the update. Every rank must call this with its part of the same global batch."""
-        trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
-        callbacks.on_step_start(trainer)
+    def __call__(self, batch: GlobalBatch) -> str | None:
+        """Makes the update. Every rank must call this with its part of the same global batch.
+
+        Returns:
+            Why the update was not applied, on every rank alike; None if it was.
+
+        Raises:
+            NonFiniteError: its gradient is not finite, or that of an earlier update was not, and the policy or its
+                bounds have it so.
+        """
+        trainer, guard = self._trainer, self._guard
+        trainer.callbacks.on_step_start(trainer)
         micro_batches = batch.micro_batches
         if self._moves:
             micro_batches = [move(micro_batch, trainer.device) for micro_batch in micro_batches]
         weights = self._weights(batch, micro_batches)
         scales = self._scales(batch, weights)
+        while True:
+            overflows = self._scaler is not None and self._scaler.may_be_to_blame
+            outputs = self._attempt(batch, micro_batches, scales)
+            if self._refusal is None or self._is_applied or overflows or not guard.retries:
+                break
+            guard.retried += 1
+        if self._refusal is None:
+            guard.applied()
+            if self._scaler is not None:
+                self._scaler.grow()
+        else:
+            guard.skipped += 1
+            if self._scaler is not None:
+                self._scaler.shrink()
+            if not self._is_applied:
+                return self._refusal
+        for each, weight, counts in zip(outputs, weights, batch.num_samples, strict=True):
+            if counts:
+                self._metrics.add(each, weight, "train/")
+        return None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Runs backward for a step that calls it itself, inside its forward pass."""
+        self._went_backward = True
+        if self._turns is not None:
+            self._turns.before_backward()
+        with without_autocast(self._config.precision, self._trainer.device):
+            self._backward(loss)
+
+    def step(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Steps one optimizer when the gradients are complete, and returns their norm before clipping; else None."""
+        if optimizer not in self._optimizers:
+            raise StepError(
+                "step() got an optimizer that is no attribute of the trainer: set it in configure_optimizers()"
+            )
+        if self._turns is not None:
+            self._turns.step(optimizer)
+        if not self.is_last_micro_batch:
+            return None
+        self._stepped.add(optimizer)
+        with without_autocast(self._config.precision, self._trainer.device):
+            norm = self._step([optimizer])
+        # The forward pass around this call keeps casts of the weights as they were before.
+        torch.clear_autocast_cache()
+        return norm
+
+    def settle(self) -> None:
+        """Waits until all updates so far are known to be finite; a checkpoint may be written then."""
+        self._guard.settle()
+
+    def last_learning_rates(self) -> dict[str, float]:
+        """Returns the learning rates that produced the last update: "lr", or "lr/<group>" where there are several."""
+        return {name: float(rate) for name, rate in zip(self._group_names, self.learning_rates, strict=False)}
+
+    def counters(self) -> dict[str, float]:
+        """Returns what the log says of loss scale and of updates that were not applied, where there can be any."""
+        counters = {}
+        if self._scaler is not None:
+            counters["loss_scale"] = self._scaler.scale
+        if self._guard.waits:
+            counters["skipped_steps"] = float(self._guard.skipped)
+        if self._guard.retries:
+            counters["retried_steps"] = float(self._guard.retried)
+        return counters
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the loss scale, and the counts of the guard."""
+        return {"scaler": self._scaler and self._scaler.state_dict(), "guard": self._guard.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Takes them over; a run that was not in float16 before begins with a fresh scale."""
+        self._guard.load_state_dict(state["guard"])
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _attempt(
+        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[Weight]
+    ) -> list[Mapping[str, Any]]:
+        """Computes the gradients, steps if they are finite, and returns what each step returned."""
+        trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
+        turns = self._turns
         self._stepped.clear()
+        self._batch, self._losses, self._refusal, self._is_applied = batch, [], None, False
+        if turns is not None:
+            turns.begin_update()
+        taken = []
         last = len(micro_batches) - 1
         for i, micro_batch in enumerate(micro_batches):
             batch_idx = progress.micro_batches
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
-            self._scale = scales[i]
-            if i == last:
+            self._scale, self._micro_batch = scales[i], i
+            # Turns end between two micro-batches, which takes gradients that have met.
+            if i == last or (turns is not None and turns.may_step):
                 outputs = self._forward_backward(micro_batch, batch_idx)
             else:
                 with without_gradient_sync(self._models):
                     outputs = self._forward_backward(micro_batch, batch_idx)
-            if batch.num_samples[i]:
-                self._metrics.add(outputs, weights[i], "train/")
+            if turns is not None:
+                turns.end_micro_batch()
+            taken.append(outputs)
             progress.micro_batches += 1
             callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
         if not self._stepped:
@@ -94,29 +212,7 @@ class Update:
             # Nor does an update begin with what the loss of one model has left in another: a generator's in its critic.
             for optimizer in self._optimizers:
                 optimizer.zero_grad(set_to_none=True)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Runs backward, with the loss weighed so that the update's gradient is that of the mean over its samples."""
-        _check_loss(loss)
-        self._went_backward = True
-        if not (isinstance(self._scale, float) and self._scale == 1.0):
-            loss = loss * self._scale
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """Steps one optimizer when the gradients are complete, and returns their norm before clipping; else None."""
-        if not self.is_last_micro_batch:
-            return None
-        if optimizer not in self._optimizers:
-            raise StepError(
-                "step() got an optimizer that is no attribute of the trainer: set it in configure_optimizers()"
-            )
-        self._stepped.add(optimizer)
-        return self._step([optimizer])
-
-    def settle(self) -> None:
-        """Waits until all updates so far are known to be finite; a checkpoint may be written then."""
-        self._guard.settle()
+        return taken
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
         self._went_backward = False
@@ -130,7 +226,7 @@ class Update:
                     f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; it must return "
                     'the loss, or a dict with a "loss", or call self.backward(loss) itself'
                 )
-            self.backward(outputs["loss"])
+            self._backward(outputs["loss"])
         elif not isinstance(outputs, Mapping | None):
             raise StepError(
                 f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; after calling "
@@ -138,35 +234,99 @@ class Update:
             )
         return outputs or {}
 
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Runs backward, with the loss weighed so that the update's gradient is that of the mean over its samples."""
+        _check_loss(loss)
+        scale = self._scale
+        self._losses.append((self._micro_batch, loss, scale))
+        if self._scaler is not None:
+            # In float32: a loss that came as float16 would overflow.
+            loss, scale = loss.float(), scale * self._scaler.scale
+        if not (isinstance(scale, float) and scale == 1.0):
+            loss = loss * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
-        trainer = self._trainer
+        """Measures the gradients of some optimizers, and steps these if they are finite; returns the norm."""
+        trainer, guard = self._trainer, self._guard
+        if self._scaler is not None:
+            self._scaler.unscale([p.grad for p in _with_gradient(optimizers)])
         trainer.callbacks.on_gradients_ready(trainer)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        parameters = _with_gradient(optimizers)
         if not parameters:
             raise StepError(
                 "no parameter of the optimizer got a gradient: the loss does not depend on the model, or the optimizer "
                 "was given other parameters than the model's"
             )
+        if self._unchecked:
+            self._check_gradients(optimizers)
         norm = whole(get_total_norm([p.grad for p in parameters]))
-        measured = self._guard.check(norm)
-        limit = self._config.max_grad_norm
-        # Where the norm is known on the host, gradients below the limit are not multiplied by one. 1e-6 as in the call.
-        if limit is not None and not (isinstance(measured, float) and measured + 1e-6 <= limit):
-            clip_grads_with_norm_(parameters, limit, norm)
-        self.learning_rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        measured: float | torch.Tensor = norm
+        arrival: Arrival | None = None
+        not_finite: torch.Tensor | None = None
+        if norm.device.type in AT_ONCE:
+            measured = norm.item()
+            if not math.isfinite(measured):
+                return self._refuse(optimizers, norm, measured)
+        elif guard.waits:
+            arrival = Arrival(norm)
+            if all(can_skip(optimizer) for optimizer in optimizers):
+                not_finite = norm.isfinite().logical_not().float()
+            elif not math.isfinite(value := arrival.wait()):
+                return self._refuse(optimizers, norm, value)
+        else:
+            guard.watch(trainer.progress.step + 1, Arrival(norm), self._suspects())
+        norms = {"grad_norm": measured} | {
+            f"grad_norm/{pattern}": whole(get_total_norm([p.grad for p in parameters if p in group]))
+            for pattern, group in self._norm_groups.items()
+        }
+        self._clip(parameters, norm, measured)
+        rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
-            optimizer.step()
+            with skipping(optimizer, not_finite) if not_finite is not None else nullcontext():
+                optimizer.step()
+        if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
+            return self._refuse(optimizers, norm, value)
+        for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         for scheduler in self._schedulers:
             if scheduler.optimizer in optimizers:
                 scheduler.step()
-        self._metrics.add({"grad_norm": measured})
+        self._is_applied = True
+        self.learning_rates = rates
+        self._metrics.add(norms)
         return norm
 
-    def last_learning_rates(self) -> dict[str, float]:
-        """Returns the learning rates that produced the last update: "lr", or "lr/<group>" where there are several."""
-        return {name: float(rate) for name, rate in zip(self._group_names, self.learning_rates, strict=False)}
+    def _refuse(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
+        """Leaves everything as it is, and takes note that an update was to be made of a gradient that is not finite."""
+        if self._scaler is not None and self._scaler.may_be_to_blame:
+            self._refusal = f"the gradient overflows at loss scale {self._scaler.scale:g}"
+        else:
+            self._guard.tolerate(self._trainer.progress.step + 1, value, self._suspects())
+            self._refusal = f"the norm of the gradient is {value}"
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _clip(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor, measured: float | torch.Tensor) -> None:
+        limit, largest = self._config.max_grad_norm, self._config.max_grad_value
+        # Where the norm is known on the host, gradients below the limit are not multiplied by one. 1e-6 as in the call.
+        if limit is not None and not (isinstance(measured, float) and measured + 1e-6 <= limit):
+            clip_grads_with_norm_(parameters, limit, norm)
+        if largest is not None:
+            clip_grad_value_(parameters, largest)
+
+    def _suspects(self) -> Suspects:
+        return Suspects(self._world, self._models, self._batch, self._losses)
+
+    def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Names, once, the parameters that have no gradient in the first update of their optimizer."""
+        first = self._unchecked.intersection(optimizers)
+        self._unchecked -= first
+        forgotten = {
+            p for o in first for group in o.param_groups for p in group["params"] if p.requires_grad and p.grad is None
+        }
+        report_unused(self._models, forgotten, is_main=self._world.is_main)
 
     def _weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[Weight]:
         if not self._weighs_itself:
@@ -187,6 +347,11 @@ class Update:
         total = self._world.sum(torch.as_tensor(own, dtype=torch.float64, device=self._trainer.device).clone())
         factor = (size / total.clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
+
+
+def _with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [p for group in groups for p in group["params"] if p.grad is not None]
 
 
 def _check_loss(loss: Any) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, CheckpointConfig, NonFiniteError, ParallelConfig, StepError, Trainer, World
+from headway.trainer import Callback, CheckpointConfig, ParallelConfig, StepError, Trainer, World
 from headway.trainer.parallel import whole
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
@@ -223,94 +223,7 @@ def test_the_norm_is_global_and_from_before_clipping_D5() -> None:
             assert strategy == pytest.approx(alone, rel=1e-4)
 
 
-# ---- Not finite ----------------------------------------------------------------------------------------------------
-
-
-class Explodes(TinyTrainer):
-    """Gets NaN as its third loss, on the last rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = super().training_step(batch, batch_idx)
-        if self.training and self.global_step == 2 and self.world.rank == self.world.size - 1:
-            outputs["loss"] = outputs["loss"] * float("nan")
-        return outputs
-
-
-class Remembers(Callback):
-    """Keeps the weights and the moments after each update, and the error at the end."""
-
-    def __init__(self) -> None:
-        self.states: list[tuple[dict[str, torch.Tensor], Any]] = []
-        self.errors: list[BaseException | None] = []
-
-    def on_step_end(self, trainer: Trainer[Any]) -> None:
-        self.states.append((weights(trainer), trainer.global_step))
-
-    def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        self.errors.append(error)
-
-
-def _explode(world: World, folder: str, strategy: str = "ddp", **changes: Any) -> dict[str, Any]:
-    spy = Remembers()
-    config = _config(
-        max_steps=6,
-        global_batch_size=16,
-        micro_batch_size=4,
-        parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
-        checkpoint=CheckpointConfig(every=2),  # type: ignore[arg-type]
-        **changes,
-    )
-    trainer = Explodes(config, run_dir=folder, world=world, callbacks=[spy])
-    with pytest.raises(NonFiniteError) as raised:
-        trainer.fit()
-    before, after = spy.states[-1][0], weights(trainer)
-    return {
-        "message": str(raised.value),
-        "step": trainer.global_step,
-        "unchanged": all(torch.equal(after[name], value) for name, value in before.items()),
-        "told": spy.errors == [raised.value],
-        "saved": sorted(path.name for path in Path(folder, "checkpoints").iterdir()),
-    }
-
-
-def _assert_refused(result: dict[str, Any]) -> None:
-    assert "gradient of step 3 is nan" in result["message"]
-    assert result["step"] == 2
-    assert result["unchanged"]
-    assert result["told"]
-    assert result["saved"] == ["step-00000002"]
-
-
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_loss_that_is_not_finite_ends_the_run_D8(tmp_path: Path, max_grad_norm: float | None) -> None:
-    result = _explode(ALONE, str(tmp_path), max_grad_norm=max_grad_norm)
-    _assert_refused(result)
-    assert "rank 0: model.first.weight, model.first.bias, model.blocks.0.0.weight" in result["message"]
-    assert result["message"].count("model.") == 8
-    assert "and more" not in result["message"]
-
-
-def _explode_on_ranks(world: World, folder: str) -> list[dict[str, Any]]:
-    return [_explode(world, f"{folder}/{strategy}", strategy) for strategy in ("ddp", "fsdp")]
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_D8(tmp_path: Path) -> None:
-    for rank in run_on_ranks(_explode_on_ranks, 2, str(tmp_path)):
-        for result in rank:
-            _assert_refused(result)
-            assert "rank 1: model." in result["message"]
-
-
-def test_one_gradient_that_is_not_finite_is_named_D8() -> None:
-    class OneGradient(TinyTrainer):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            outputs = super().training_step(batch, batch_idx)
-            if batch_idx == 0:
-                self.model.last.bias.register_hook(lambda gradient: gradient * float("inf"))
-            return outputs
-
-    with pytest.raises(NonFiniteError, match=r"step 1 is (inf|nan) \(rank 0: model\.last\.bias\)"):
-        OneGradient(_config(), world=ALONE).fit()
+# ---- Gradients of zero, and none ------------------------------------------------------------------------------------
 
 
 def test_a_gradient_of_zero_is_legal_D11() -> None:
@@ -335,7 +248,9 @@ def test_parameters_that_are_frozen_or_unused_stay_as_they_are_D11() -> None:
 
     spy = Gradients()
     trainer = Partly(_config(max_steps=2), world=ALONE, callbacks=[spy])
-    trainer.fit()
+    with pytest.warns(UserWarning, match="model.unused.weight, model.unused.bias got no gradient") as warned:
+        trainer.fit()
+    assert len(warned) == 1
     moved = {name for name, value in weights(trainer).items() if not torch.equal(value, spy.before[name])}
     assert moved == {name for name in spy.before if "first" not in name and "unused" not in name}
 

@@ -41,7 +41,9 @@ class ModelState:
     def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Lets a checkpoint be read straight into the live weights."""
         if self._places is None:
-            self._places = {(name, key): value for name, model in self._models.items() for key, value in _named(model)}
+            self._places = {
+                (name, key): value for name, model in self._models.items() for key, value in named_state(model)
+            }
         live = self._places.get((path[0], "/".join(path[1:])))
         return live.detach() if live is not None and live.shape == size else None
 
@@ -131,7 +133,7 @@ class OptimizerState:
         """The names of the parameters in the order of the optimizer's numbers."""
         known: dict[int, str] = {}
         for model, module in self._models.items():
-            for key, value in _named(module):
+            for key, value in named_state(module):
                 known.setdefault(id(value), f"{model}.{key}")  # the first name of a tied weight
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if strangers := [index for index, parameter in enumerate(held) if id(parameter) not in known]:
@@ -157,7 +159,8 @@ def _plain(key: str) -> str:
     return ".".join(each for each in key.split(".") if each not in _WRAPPINGS)
 
 
-def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns the live parameters and buffers of a model by the keys of the unwrapped one, sharded ones sharded."""
     # Not named_parameters(): of a sharded model that is gathered just now it gives the gathered ones.
     state = plain_state(model, keep_vars=True)
     return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]

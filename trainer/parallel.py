@@ -189,6 +189,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of something as one with the other ranks' parts, cut as another tensor is."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with its parts from all ranks put together. Every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

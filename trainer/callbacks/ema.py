@@ -1,0 +1,212 @@
+"""An exponential moving average of the weights: sharded as they are, in float32, swapped in where it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..errors import CheckpointError, ConfigError
+from ..model_state import named_state
+from ..parallel import local, sharded_like, whole
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class Ema(Callback):
+    """Averages the trainable weights of all models: `average = decay * average + (1 - decay) * weight` after an update.
+
+    It is updated by updates that were applied and by no others: once for all micro-batches of one, never by one that
+    was skipped. Each rank averages the shards that it has, so that it works under every strategy; weights in half
+    precision are averaged in float32. Buffers, and parameters that are frozen when the run is set up, are the model's
+    own. The averages are in every checkpoint, and go on exactly, also at another number of ranks and under another
+    strategy.
+
+    During evaluations the averages are in the models, and afterwards the weights are again, bit for bit, whatever
+    happened: that takes the memory of a second copy of this rank's weights while it lasts.
+
+    Args:
+        decay: what stays of the average at each of its own updates, from 0 to below 1.
+        update_every: so many updates of the weights make one of the average.
+        start_step: the average begins with the weights as they are after this update.
+        device: where the averages lie; by default, where the weights do. On "cpu" they cost no memory of a GPU, but
+            each update of them waits for it.
+        evaluate: whether evaluations use the averages; one of several `Ema` at most may say so.
+
+    Raises:
+        ConfigError: an argument makes no sense, or two `Ema` want to be evaluated.
+
+    Example:
+        >>> ema = Ema(decay=0.999)
+        >>> trainer = Digits(config, callbacks=[ema])
+        >>> result = trainer.fit()
+        >>> ema.weights()["model"]["layer.weight"]  # or, with all that takes a model: `with ema.applied(): ...`
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.9999,
+        *,
+        update_every: int = 1,
+        start_step: int = 0,
+        device: torch.device | str | None = None,
+        evaluate: bool = True,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"decay is a number from 0 to below 1, such as 0.999, not {decay!r}")
+        for name, value, least in (("update_every", update_every, 1), ("start_step", start_step, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} is a whole number from {least}, not {value!r}")
+        self.decay, self.update_every, self.start_step, self.evaluate = decay, update_every, start_step, evaluate
+        self._device = torch.device(device) if device is not None else None
+        self._models: Mapping[str, nn.Module] = {}
+        self._parameters: dict[tuple[str, str], nn.Parameter] = {}
+        self._averages: list[torch.Tensor] = []
+        self._has_begun = False
+
+    def on_setup_start(self, trainer: Trainer[Any]) -> None:
+        """Refuses a second average for evaluations.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if sum(isinstance(each, Ema) and each.evaluate for each in trainer.callbacks) > 1:
+            raise ConfigError(
+                "several Ema callbacks want their averages evaluated, and an evaluation has one set of weights: "
+                "give evaluate=False to all but one"
+            )
+
+    @torch.no_grad()
+    def on_setup_end(self, trainer: Trainer[Any]) -> None:
+        """Takes the memory of the averages."""
+        self._models, self._has_begun = trainer.models, False
+        self._parameters = _trainable(trainer.models)
+        self._averages = [self._new_average(local(parameter)) for parameter in self._parameters.values()]
+
+    @torch.no_grad()
+    def on_step_start(self, trainer: Trainer[Any]) -> None:
+        """Begins with the weights as they are, whether they were drawn, loaded or trained."""
+        if not self._has_begun and trainer.global_step >= self.start_step:
+            self._has_begun = True
+            for average, weight in zip(self._averages, self._weights(), strict=True):
+                average.copy_(weight)
+
+    @torch.no_grad()
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        """Averages."""
+        if not self._has_begun or (trainer.global_step - self.start_step) % self.update_every:
+            return
+        # Other dtypes and devices one at a time: a copy of all of them at once might not fit.
+        alike: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for average, weight in zip(self._averages, self._weights(), strict=True):
+            if average.dtype == weight.dtype and average.device == weight.device:
+                alike[0].append(average)
+                alike[1].append(weight)
+            else:
+                average.lerp_(weight.to(average), 1 - self.decay)
+        if alike[0]:
+            torch._foreach_lerp_(*alike, 1 - self.decay)
+
+    def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
+        """Evaluates the averages, once they have begun."""
+        return self.applied() if self.evaluate else nullcontext()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the averages into the models, and the weights back at the end. Any rank may: nothing is sent.
+
+        Inside it, whatever uses the models uses the averages: forward passes, exports. Do not train or save in there.
+        Before the average has begun, it does nothing.
+        """
+        if not self._has_begun:
+            yield
+            return
+        with torch.no_grad():
+            weights = [weight.clone() for weight in self._weights()]
+        try:
+            self._write(self._averages)
+            yield
+        finally:
+            self._write(weights)
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns a copy of the whole state of each model with the averages in it, by its name and the keys of its own.
+
+        On the averages' device, in their dtype. Every rank must call this: sharded tensors are put together.
+        """
+        averages = {
+            id(parameter): sharded_like(average, parameter)
+            for parameter, average in zip(self._parameters.values(), self._averages, strict=True)
+            if self._has_begun
+        }
+        return {
+            name: {key: whole(averages.get(id(tensor), tensor)).clone() for key, tensor in named_state(model)}
+            for name, model in self._models.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the averages by model and key, sharded like the weights that they are of."""
+        averages: dict[str, dict[str, torch.Tensor]] = {}
+        for ((model, key), parameter), average in zip(self._parameters.items(), self._averages, strict=True):
+            averages.setdefault(model, {})[key] = sharded_like(average, parameter)
+        return {"has_begun": self._has_begun, "averages": averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes them over.
+
+        Raises:
+            CheckpointError: they are of other parameters, or parameters of other shapes.
+        """
+        saved = {
+            (model, key): average for model, each in state_dict["averages"].items() for key, average in each.items()
+        }
+        if differing := sorted(
+            f"{model}.{key}"
+            for model, key in saved.keys() | self._parameters.keys()
+            if (model, key) not in saved
+            or (model, key) not in self._parameters
+            or saved[model, key].shape != self._parameters[model, key].shape
+        ):
+            raise CheckpointError(
+                "the averages in the checkpoint are not those of the parameters that are trained now; these differ: "
+                f"{', '.join(differing[:8])}{' and more' if len(differing) > 8 else ''}"
+            )
+        for name, average in zip(self._parameters, self._averages, strict=True):
+            average.copy_(local(saved[name]))
+        self._has_begun = state_dict["has_begun"]
+
+    def _weights(self) -> list[torch.Tensor]:
+        """This rank's shards of the weights. Under `no_grad`, where they need no gradient of their own."""
+        return [local(parameter) for parameter in self._parameters.values()]
+
+    def _new_average(self, weight: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return torch.zeros_like(weight, dtype=wide, device=self._device or weight.device, requires_grad=False)
+
+    @torch.no_grad()
+    def _write(self, values: list[torch.Tensor]) -> None:
+        # What was gathered for a forward pass without a backward one stays gathered, and would be used again.
+        for model in self._models.values():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        for weight, value in zip(self._weights(), values, strict=True):
+            weight.copy_(value)
+
+
+def _trainable(models: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
+    """The parameters that get gradients, by model and key; a tied one once, by its first key."""
+    found: dict[int, tuple[tuple[str, str], nn.Parameter]] = {}
+    for name, model in models.items():
+        for key, tensor in named_state(model):
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                found.setdefault(id(tensor), ((name, key), tensor))
+    return dict(found.values())

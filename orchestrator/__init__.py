@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from .config import resolve
     from .errors import RunConflictError, StorageError, TrainingFailedError
     from .experiment import Experiment, Retries, Scaling
+    from .planning import Plan, plan
     from .result import RunResult
     from .runs import Run, find_run, list_runs
     from .training import fit
 
 __all__ = [
     "Experiment",
+    "Plan",
     "Retries",
     "Run",
     "RunConflictError",
@@ -25,11 +27,13 @@ __all__ = [
     "find_run",
     "fit",
     "list_runs",
+    "plan",
     "resolve",
 ]
 
 _HOME = {
     "Experiment": "experiment",
+    "Plan": "planning",
     "Retries": "experiment",
     "Run": "runs",
     "RunConflictError": "errors",
@@ -40,6 +44,7 @@ _HOME = {
     "find_run": "runs",
     "fit": "training",
     "list_runs": "runs",
+    "plan": "planning",
     "resolve": "config",
 }
 

@@ -47,6 +47,9 @@ def fit(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the whole config as YAML, and end.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be trained, taken and written, and end.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray and the workers print.")] = False,
 ) -> None:
     """Trains a run, or goes on with it."""
@@ -59,6 +62,11 @@ def fit(
     experiment = resolve(target, overrides or [])
     if print_config:
         print(to_yaml(experiment), end="")
+        return
+    if dry_run:
+        from .planning import plan
+
+        print(plan(experiment))
         return
     from .training import fit as fit_experiment
 

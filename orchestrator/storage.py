@@ -71,6 +71,14 @@ class Folder:
         except Exception as error:  # every file system has errors of its own
             raise StorageError(f"{self.place} cannot be written: {type(error).__name__}: {error}") from error
 
+    def check_writable(self) -> None:
+        """Finds out whether the folder could be made and written, as far as that goes without writing."""
+        if not self.is_local:
+            return
+        there = next(each for each in (Path(self._root), *Path(self._root).parents) if each.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise StorageError(f"{self.place} cannot be written: {there} is no folder that this user can write to")
+
     def read(self, name: str) -> str | None:
         """Returns the text of a file; None if there is none."""
         try:

@@ -81,16 +81,20 @@ def _check_training(experiment: Experiment) -> None:
     Raises:
         ConfigError: what the trainer, or its data, has against it.
     """
-    device = torch.device("cuda" if experiment.scaling.gpus_per_worker else "cpu")
-    first = World(rank=0, size=experiment.scaling.workers, local_rank=0, device=device)
     try:
-        experiment.trainer(experiment.config, world=first).check()
+        experiment.trainer(experiment.config, world=first_world(experiment)).check()
     except ConfigError:
         raise
     except Exception as error:
         # An error of the user's own code is the worker's to tell: there it has its place and its traceback.
         if type(error).__module__.startswith("headway."):
             raise ConfigError(str(error)) from error
+
+
+def first_world(experiment: Experiment) -> World:
+    """Returns the world as its first worker will see it, for what can be found out before there is one."""
+    device = torch.device("cuda" if experiment.scaling.gpus_per_worker else "cpu")
+    return World(rank=0, size=experiment.scaling.workers, local_rank=0, device=device)
 
 
 def _existing_checkpoint(path: str) -> str:

@@ -57,7 +57,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     if is_sharded(model):
         _materialise(model, world.device, world.device)
         return
-    blocks = _blocks(model, config)
+    blocks = blocks_of(model, config)
     if config.activation_checkpointing != "none":
         for parent, name, block in blocks:
             parent.register_module(name, recomputed(block, config.activation_checkpointing))
@@ -130,7 +130,7 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
                 f"{name} is compiled already, and what is compiled cannot be sharded: set the bare module in "
                 "configure_models(); config.parallel.compile=True compiles it in the right order"
             )
-    blocks = [block for model in models.values() for _, _, block in _blocks(model, config)]
+    blocks = [block for model in models.values() for _, _, block in blocks_of(model, config)]
     if missing := set(config.shard_modules) - {type(block).__name__ for block in blocks}:
         inside = {type(each).__name__ for model in models.values() for each in model.modules() if each is not model}
         raise ConfigError(
@@ -203,7 +203,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _blocks(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:
+def blocks_of(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:
     """The modules that are treated one at a time, outermost first, each with its parent and its name there."""
     wanted = set(config.shard_modules)
     if not wanted:

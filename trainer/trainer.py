@@ -16,7 +16,7 @@ from . import initialise, parallel
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, HeadwayError
 from .evaluation_metrics import EvaluationMetrics
 from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
 from .float8 import check_float8, convert_to_float8
@@ -31,6 +31,7 @@ from .requests import Requests, StopStatus
 from .result import FitResult, History, Status
 from .rng import seed_everything
 from .signals import stop_on_signals
+from .sketch import Sketch, sketch_of
 from .streams import BatchStream, Feed
 from .trackers.base import Tracker
 from .trackers.jsonl import JsonlTracker
@@ -421,6 +422,34 @@ class Trainer(OwnHooks, Generic[C]):
             for stream in self._streams():
                 stream.close()
 
+    def sketch(self) -> Sketch:
+        """Finds out what this training would take. Takes no memory, reads no row and needs no other rank.
+
+        Models and optimizers are made on the meta device, and the data is opened. A trainer of which a sketch was made
+        is good for nothing else.
+
+        Raises:
+            ConfigError, DataError: what `fit` would refuse.
+        """
+        self._check_config()
+        self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
+        try:
+            self._configure_models()
+            self._open_data()
+            unknown = ""
+            try:
+                self._build_optimizers()
+            except HeadwayError:
+                raise
+            except Exception as error:
+                # Some want parameters that have values: fused ones, those of other packages.
+                unknown = f"on the meta device configure_optimizers() raises {type(error).__name__}: {error}"
+            assert self._data is not None
+            return sketch_of(self, self._data, self._validation, unknown)
+        finally:
+            for stream in self._streams():
+                stream.close()
+
     def setup(self) -> None:
         """Builds models, optimizers and data, once. `fit`, `evaluate` and the others call it. Every rank must."""
         if self._is_set_up:
@@ -468,8 +497,9 @@ class Trainer(OwnHooks, Generic[C]):
     def _streams(self) -> list[BatchStream]:
         return ([] if self._data is None else [self._data]) + list(self._validation.values())
 
-    def _build_models(self) -> None:
-        config, world = self.config, self.world
+    def _configure_models(self) -> None:
+        """Makes the models, as far as that goes without other ranks."""
+        config = self.config
         with torch.device("meta"):
             self.configure_models()
         self.models = {name: each for name, each in self._attributes(nn.Module).items() if _has_state(each)}
@@ -481,9 +511,13 @@ class Trainer(OwnHooks, Generic[C]):
         # A callback may have put another model in the place of one.
         self.models = {name: getattr(self, name) for name in self.models}
         freeze(self.models, config.freeze)
+        parallel.check_modules(self.models, config.parallel)
+
+    def _build_models(self) -> None:
+        config, world = self.config, self.world
+        self._configure_models()
         if config.float8:
             convert_to_float8(self.models)
-        parallel.check_modules(self.models, config.parallel)
         self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
         for model in self.models.values():
             parallel.shard(model, config.parallel, precision=config.precision, world=world)

@@ -36,7 +36,7 @@ class Display:
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Shows a record of the metrics: on a terminal in the bar, elsewhere as a line."""
-        if "step_s" not in record:
+        if "elapsed_s" not in record:
             return
         training = {name: value for name, value in record.items() if not name.startswith("validation/")}
         text = progress_line(training, total_steps=self._total, left_s=self._pace.left_s(record, self._total))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,15 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
+Meter = Callable[[Mapping[str, float]], Mapping[str, float]]
+"""Gets a record that is due and returns what it adds to it; called on every rank, so it may use a collective."""
+
+
 class Recorder:
     """Reads the metrics when they are due, and gives them to hooks, history and trackers.
+
+    The throughput is that of training: without evaluations and saves, and without the first update of an attempt, which
+    compiles, allocates and waits for data to begin. Samples and tokens that only keep ranks in step do not count.
 
     Args:
         trainer: whose run it is.
@@ -31,14 +38,17 @@ class Recorder:
 
     Attributes:
         waited_s: how long the loop has waited for data since the last flush; the loop adds to it.
+        meters: asked at every flush, in their order, for what they add to the record.
     """
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: Update) -> None:
         self._trainer, self._metrics, self._update = trainer, metrics, update
         self.trackers = TrackerList()
+        self.meters: list[Meter] = []
         self._counts_tokens = trainer.counts_tokens
         self._began_s = time.perf_counter()
         self._flushed_samples = 0
+        self._is_warm = False
         self._new_interval()
 
     def use(self, trackers: Sequence[Tracker]) -> None:
@@ -57,6 +67,7 @@ class Recorder:
             resumed=resumed,
         )
         self.trackers.start(run, step=trainer.progress.step)
+        self._is_warm = False
         self._new_interval()
 
     def elapsed_s(self) -> float:
@@ -65,6 +76,10 @@ class Recorder:
 
     def count(self, batch: GlobalBatch) -> None:
         """Takes note of an update, for the throughput."""
+        if not self._is_warm:
+            self._is_warm = True
+            self._new_interval()
+            return
         self._steps += 1
         if self._counts_tokens:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
@@ -89,16 +104,25 @@ class Recorder:
         record = self._metrics.read(trainer.world)
         # After the read, which waits for the device: what it has yet to compute is not done.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
-        per_rank = trainer.world.gather((self._tokens, self.waited_s / seconds))
+        per_rank = trainer.world.gather((seconds, float(self._tokens), self.waited_s / seconds))
+        # The slowest rank's, so that records are equal on every rank.
+        seconds = max(each for each, _, _ in per_rank)
         samples = progress.samples - self._samples
         record |= self._update.last_learning_rates() | self._update.counters()
         if self._steps:
             record["samples_per_s"] = samples / seconds
             record["step_s"] = seconds / self._steps
-            # The slowest rank's: the others wait for it in the next collective.
-            record["data_wait"] = max(waited for _, waited in per_rank)
+            # Of the rank that waits longest: the others wait for it in the next collective.
+            waits = [wait for _, _, wait in per_rank]
+            record["data_wait"] = max(waits)
+            if len(waits) > 1:
+                record["data_wait_rank"] = waits.index(max(waits))
             if self._counts_tokens:
-                record["tokens_per_s"] = sum(tokens for tokens, _ in per_rank) / seconds
+                record["tokens_per_s"] = sum(tokens for _, tokens, _ in per_rank) / seconds
+        if self._paused_s:
+            record["paused_s"] = self._paused_s
+        for meter in self.meters:
+            record |= meter(record)
         progress.elapsed_s = record["elapsed_s"] = self.elapsed_s()
         # The means cover what an interrupted attempt has added before, the throughput does not.
         trainer.history.add(record, samples=progress.samples - self._flushed_samples)
@@ -142,7 +166,8 @@ class Recorder:
     def _new_interval(self) -> None:
         self._interval_s = time.perf_counter()
         self._samples = self._trainer.progress.samples
-        self._steps = self._tokens = 0
+        self._steps = 0
+        self._tokens: int | torch.Tensor = 0
         self.waited_s = self._paused_s = 0.0
 
 

@@ -23,10 +23,11 @@ from .float8 import check_float8, convert_to_float8
 from .freezing import freeze
 from .loaders import LoadedBatch, as_stream
 from .loop import Loop
+from .memory import explain, is_out_of_memory
 from .nested import batch_size
 from .precision import autocast
 from .progress import Progress
-from .recorder import as_plain
+from .recorder import Meter, as_plain
 from .requests import Requests, StopStatus
 from .result import FitResult, History, Status
 from .rng import seed_everything
@@ -205,9 +206,21 @@ class Trainer(OwnHooks, Generic[C]):
         """
         raise AssertionError("asked only when overridden")
 
-    def num_tokens(self, batch: Any) -> int:
-        """Returns the tokens of a micro-batch, for the throughput in the log; 0 where the word means nothing."""
+    def num_tokens(self, batch: Any) -> int | torch.Tensor:
+        """Returns the tokens of a micro-batch that are no padding, for the throughput in the log.
+
+        Args:
+            batch: as the data gives it, not yet moved to the device, so that counting a mask waits for nothing.
+        """
         return 0
+
+    def flops_per_sample(self) -> float | None:
+        """Returns the floating-point operations of forward and backward for a sample; see `callbacks.Throughput`."""
+        return None
+
+    def flops_per_token(self) -> float | None:
+        """Returns the same for a token; where neither is known, it is estimated from the number of parameters."""
+        return None
 
     def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
         """Returns the callbacks of every run of this class."""
@@ -280,6 +293,15 @@ class Trainer(OwnHooks, Generic[C]):
         """Gives images by name, [channels, height, width], to the trackers. Every rank may; the main rank's count."""
         self.callbacks.on_log_images(self, images)
         self._loop.recorder.log_images(images)
+
+    def add_meter(self, meter: Meter) -> None:
+        """Asks a function for numbers to add to every training record, under names of its own: from `on_setup_end` on.
+
+        Args:
+            meter: gets the record so far, when it is due. Every rank must add the same, in the same order: a meter may
+                use a collective, and what it returns must be equal on every rank.
+        """
+        self._loop.recorder.meters.append(meter)
 
     def print(self, text: str) -> None:
         """Prints once, from the main rank, where the person is looking: also when this rank is on another machine."""
@@ -394,6 +416,8 @@ class Trainer(OwnHooks, Generic[C]):
             return result
         except BaseException as raised:
             error = raised
+            if is_out_of_memory(error):
+                explain(error, self)
             raise
         finally:
             self._end(error, status)

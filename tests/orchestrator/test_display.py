@@ -20,7 +20,15 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "restored", "step": 10, "epoch": 0},
     {"event": "of_a_later_version"},
 ]
-RECORD = {"step": 5, "epoch": 0, "attempt": 1, "train/loss": 1.5, "tokens_per_s": 2000.0, "step_s": 0.1}
+RECORD = {
+    "step": 5,
+    "epoch": 0,
+    "attempt": 1,
+    "train/loss": 1.5,
+    "tokens_per_s": 2000.0,
+    "step_s": 0.1,
+    "elapsed_s": 1.0,
+}
 
 
 def shown(*, terminal: bool) -> str:
@@ -39,7 +47,7 @@ def shown(*, terminal: bool) -> str:
 def test_a_file_gets_one_line_for_each_thing_and_no_control_characters() -> None:
     assert shown(terminal=False).splitlines() == [
         "attempt 1: 2 workers on a",
-        "step 5/100 · epoch 0 · loss 1.5 · 2,000 tokens/s",
+        "step 5/100 · epoch 0 · loss 1.5 · 2,000 tokens/s · 10s left",
         "[bold]hello[/bold]",
         "step 10 · validation/loss 0.5",
         "step 10 · checkpoint /runs/a/checkpoints/step-00000010",

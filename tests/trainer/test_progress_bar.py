@@ -136,9 +136,15 @@ def test_durations_are_written_for_people(seconds: float, text: str) -> None:
     assert human_duration(seconds) == text
 
 
-def test_time_left_leaves_the_first_interval_of_every_attempt_out() -> None:
+def test_time_left_leaves_the_first_update_of_every_attempt_out() -> None:
     pace = Pace()
-    records = [(50, 1, 9.0), (100, 1, 0.1), (150, 1, 0.2), (150, 2, 9.0), (200, 2, 0.1)]
-    left = [pace.left_s({"step": s, "attempt": a, "step_s": t}, 1000) for s, a, t in records]
+    records: list[tuple[int, int, dict[str, float]]] = [
+        (1, 1, {}),
+        (100, 1, {"step_s": 0.1}),
+        (150, 1, {"step_s": 0.2}),
+        (151, 2, {}),
+        (200, 2, {"step_s": 0.1}),
+    ]
+    left = [pace.left_s({"step": step, "attempt": attempt, **took}, 1000) for step, attempt, took in records]
     assert left == [None, pytest.approx(90.0), pytest.approx(850 * 0.13), None, pytest.approx(80.0)]
     assert pace.left_s({"step": 250, "attempt": 2, "step_s": 0.1}, None) is None

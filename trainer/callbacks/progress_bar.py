@@ -23,7 +23,7 @@ class ProgressBar(Callback):
     """Shows the main rank's records, and on a terminal a bar that moves with every update.
 
     Where the output is no terminal (a file, a pipe, a cluster's log) it is one line per record, without control
-    characters. The time left is that of training: without the first interval of an attempt, and without evaluations.
+    characters. The time left is that of training: without the first update of an attempt, and without evaluations.
 
     Args:
         stream: where to write; standard output by default.
@@ -55,10 +55,11 @@ class ProgressBar(Callback):
         if not trainer.world.is_main:
             return
         record = {"step": trainer.global_step, "epoch": trainer.current_epoch, "attempt": trainer.attempt, **metrics}
-        if "step_s" in record:
+        is_training = "elapsed_s" in record
+        if is_training:
             self._record = record
             self._left_s, self._left_at = self._pace.left_s(record, trainer.total_steps), trainer.global_step
-        if not self._is_live or "step_s" not in record:
+        if not self._is_live or not is_training:
             left_s = None if self._is_live else self._left_s
             self.print(progress_line(record, total_steps=trainer.total_steps, left_s=left_s))
         else:
@@ -130,15 +131,17 @@ class Pace:
         """Takes in a training record of the log and returns the seconds of training left, or None while nobody knows.
 
         Args:
-            record: with "step", "attempt" and "step_s". The first of an attempt tells nothing: it warms up.
+            record: with "step" and "attempt", and with "step_s" unless it has but the first update of an attempt.
             total_steps: updates of the whole run, if that is known.
         """
         if record["attempt"] != self._attempt:
             self._attempt, self._step_s = record["attempt"], None
+        if "step_s" in record:
+            new_s = float(record["step_s"])
+            self._step_s = new_s if self._step_s is None else 0.7 * self._step_s + 0.3 * new_s
+        if total_steps is None or self._step_s is None:
             return None
-        new_s = float(record["step_s"])
-        self._step_s = new_s if self._step_s is None else 0.7 * self._step_s + 0.3 * new_s
-        return None if total_steps is None else max(total_steps - record["step"], 0) * self._step_s
+        return max(total_steps - int(record["step"]), 0) * self._step_s
 
 
 def progress_line(record: Mapping[str, Any], *, total_steps: int | None = None, left_s: float | None = None) -> str:

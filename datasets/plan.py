@@ -134,6 +134,13 @@ class EpochPlan:
         shuffle: False keeps the order of the source.
         shards: logical shards, fixed for the run.
         tail: "keep" delivers every row exactly once; "drop" ends after the last full global batch.
+
+    Example:
+        >>> import numpy as np
+        >>> from headway.datasets.plan import EpochPlan
+        >>> plan = EpochPlan(np.array([60, 40]), seed=0, epoch=0, shards=4)
+        >>> plan.rows, plan.steps(16), plan.samples(16)
+        (100, 6, 96)
     """
 
     fragment_rows: npt.NDArray[np.int64]

@@ -40,7 +40,10 @@ class ParquetStream:
         engine: "ray" reads by Ray Data, "threads" in this process; "auto" takes Ray Data where Ray is connected.
 
     Example:
-        >>> stream = ParquetStream("data/train", columns=["tokens"])  # doctest: +SKIP
+        >>> from headway.datasets.stream import ParquetStream
+        >>> class Streamed(Digits):
+        ...     def configure_dataloaders(self):
+        ...         return ParquetStream("data/train", columns=["tokens"]), ParquetStream("data/held-out")
     """
 
     guarantee: Literal["exact"] = "exact"

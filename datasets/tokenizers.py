@@ -18,6 +18,12 @@ class ByteTokenizer:
     Attributes:
         bos, eos: what comes before a document and after it.
         vocab_size: how many different tokens there are.
+
+    Example:
+        >>> from headway.datasets.tokenizers import ByteTokenizer
+        >>> tokens = ByteTokenizer()("def")
+        >>> tokens.tolist(), ByteTokenizer().decode(tokens)
+        ([256, 100, 101, 102, 257], 'def')
     """
 
     bos = 256

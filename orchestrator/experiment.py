@@ -27,6 +27,10 @@ class Scaling:
         gpus_per_worker: GPUs that a worker reserves; with any, ranks talk by NCCL instead of Gloo.
         resources_per_worker: other things that a worker reserves, by Ray's names ("memory" in bytes, or your own).
         wait: how long to wait for machines that the cluster does not have yet; None: what is missing is an error.
+
+    Example:
+        >>> Scaling(workers=4, gpus_per_worker=1).in_total
+        {'CPU': 4, 'GPU': 4}
     """
 
     workers: int = 1
@@ -70,6 +74,10 @@ class Retries:
     Attributes:
         max_failures: workers that crashed, hung or raised; one failure of the whole group counts once.
         max_preemptions: machines that were taken away with notice; None: as often as it happens.
+
+    Example:
+        >>> Retries(max_failures=1)
+        Retries(max_failures=1, max_preemptions=None)
     """
 
     max_failures: int = 3
@@ -94,6 +102,11 @@ class Experiment:
         scaling: the workers.
         retries: what happens when workers fail.
         storage: where runs lie: a folder that all machines see, or an fsspec URI. Made absolute.
+
+    Example:
+        >>> experiment = Experiment(name="digits", trainer=Digits, config=config, scaling=Scaling(workers=2))
+        >>> experiment.run_dir.endswith("/runs/digits")  # result = fit(experiment)
+        True
     """
 
     name: str

@@ -1,10 +1,13 @@
-"""The reference in docs/reference has every public name, and the run is drawn as it is."""
+"""The reference in docs/reference has every public name, its examples run, and the run is drawn as it is."""
 
 from __future__ import annotations
 
+import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,6 +42,68 @@ def test_every_public_name_is_on_a_page_of_the_reference(package: str) -> None:
     assert [name for name in exported if id(resolve(f"{package}.{name}")) not in shown] == [], (
         f"add `::: {package}.NAME` to a page in docs/reference"
     )
+
+
+READ = {
+    "CallbackList", "Checkpoint", "Description", "File", "FitResult", "Prepared", "PrepareProgress", "Progress", "Run",
+    "RunInfo", "RunResult", "Source", "TrackerList",
+}  # fmt: skip
+"""Classes that Headway makes, and users read. Errors and protocols have no examples either."""
+
+DOCUMENTED = documented()
+
+
+def test_every_class_that_users_make_has_an_example() -> None:
+    made = {
+        path: each
+        for path, each in DOCUMENTED.items()
+        if inspect.isclass(each) and not issubclass(each, Exception) and not getattr(each, "_is_protocol", False)
+    }
+    without = {path for path, each in made.items() if "Example:\n" not in (each.__doc__ or "")}
+    assert {path.rpartition(".")[2] for path in without} == READ & {path.rpartition(".")[2] for path in made}
+
+
+def test_every_class_and_function_of_the_reference_says_what_it_is() -> None:
+    bare = [
+        path
+        for path, each in DOCUMENTED.items()
+        if (inspect.isclass(each) or inspect.isroutine(each)) and not (each.__doc__ or "").strip()
+    ]
+    assert bare == []
+
+
+EXAMPLES = [
+    example
+    for path, each in DOCUMENTED.items()
+    if isinstance(each, ModuleType) or inspect.isclass(each) or inspect.isroutine(each)
+    for example in doctest.DocTestFinder(exclude_empty=True).find(each, path, globs={})
+    if example.examples
+]
+
+
+@pytest.fixture(scope="module")
+def beginning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the names that the reference says its examples have."""
+    page = (ROOT / "docs/reference/index.md").read_text()
+    (code,) = re.findall(r"(?s)```python\n(.*?)```", page)
+    folder, names = tmp_path_factory.mktemp("examples"), {"__name__": "beginning"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(compile(code, "docs/reference/index.md", "exec"), names)
+    return folder, names
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[example.name for example in EXAMPLES])
+def test_the_examples_of_the_reference_run(
+    example: doctest.DocTest, beginning: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, names = beginning
+    monkeypatch.chdir(folder)
+    example.globs = dict(names)
+    told: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=told.append, clear_globs=False)
+    assert "".join(told) == ""
+    assert not [line for line in example.examples if "SKIP" in line.source], "an example that is skipped does not run"
 
 
 def test_nothing_is_on_two_pages_or_twice_on_one() -> None:

@@ -55,6 +55,11 @@ class CheckpointStore:
 
     Raises:
         ConfigError: `keep_last` is neither a whole number from 1 nor "all".
+
+    Example:
+        >>> store = CheckpointStore("runs/digits/checkpoints", world=World.alone("cpu"))
+        >>> store.newest_good().step
+        4
     """
 
     def __init__(

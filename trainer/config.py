@@ -36,6 +36,10 @@ class ParallelConfig:
         cpu_offload: keeps parameter shards, their gradients and the optimizer's state in the memory of the CPU, where
             the optimizer then computes; for "fsdp" and "hsdp". Saves memory of the GPU and costs a good part of the
             speed.
+
+    Example:
+        >>> ParallelConfig(strategy="fsdp", activation_checkpointing="full", shard_modules=["Block"]).shard_modules
+        ('Block',)
     """
 
     strategy: Strategy = "ddp"
@@ -75,6 +79,10 @@ class CheckpointConfig:
         monitor: the metric of an evaluation by which the best checkpoint is chosen, which stays, too.
         mode: "min" where lower is better, "max" where higher is.
         save_best: whether an evaluation that is the best so far is saved at once.
+
+    Example:
+        >>> CheckpointConfig(every="10m", keep_last=5).every
+        Duration(amount=600.0, unit='seconds')
     """
 
     every: Duration | None = Duration(1, "epochs")
@@ -131,6 +139,15 @@ class TrainerConfig:
             `validation_step` shows at once. Nothing of it is logged, and no callback hears of it.
         parallel: how the model is spread over the ranks.
         checkpoint: when the state is saved.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class DigitsConfig(TrainerConfig):
+        ...     learning_rate: float = 3e-3
+        >>> config = DigitsConfig(max_epochs=5, global_batch_size=64, evaluate_every="500 steps")
+        >>> config.learning_rate, str(config.evaluate_every)
+        (0.003, '500 steps')
     """
 
     max_epochs: int | None = None

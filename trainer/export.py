@@ -67,7 +67,8 @@ def export_safetensors(
 
     Example:
         >>> export_safetensors(result.last_checkpoint, "digits.safetensors", dtype=torch.bfloat16)
-        >>> model.load_state_dict(safetensors.torch.load_file("digits.safetensors"))
+        >>> from safetensors.torch import load_file
+        >>> model.load_state_dict(load_file("digits.safetensors"))
         <All keys matched successfully>
     """
     weights = load_weights(checkpoint_path, model=model)

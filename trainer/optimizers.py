@@ -35,7 +35,7 @@ def decay_groups(model: nn.Module, weight_decay: float, *, decay_embeddings: boo
         ConfigError: nothing in the model can be trained.
 
     Example:
-        >>> groups = decay_groups(torch.nn.Linear(4, 4), weight_decay=0.1)
+        >>> groups = optimizers.decay_groups(torch.nn.Linear(4, 4), weight_decay=0.1)
         >>> [(group["name"], group["weight_decay"], len(group["params"])) for group in groups]
         [('decay', 0.1, 1), ('no_decay', 0.0, 1)]
     """
@@ -83,7 +83,7 @@ def adamw(
         ConfigError: nothing in the model can be trained.
 
     Example:
-        >>> optimizer = adamw(torch.nn.Linear(4, 4), learning_rate=3e-4, weight_decay=0.1)
+        >>> optimizer = optimizers.adamw(torch.nn.Linear(4, 4), learning_rate=3e-4, weight_decay=0.1)
     """
     groups = decay_groups(model, weight_decay, decay_embeddings=decay_embeddings)
     parameters = [parameter for group in groups for parameter in group["params"]]

@@ -32,6 +32,10 @@ class Duration:
 
     Raises:
         ConfigError: the amount or the unit is not one of these.
+
+    Example:
+        >>> str(Duration.parse("2h30m")), str(Duration(500, "steps"))
+        ('9000s', '500 steps')
     """
 
     amount: float

@@ -75,7 +75,7 @@ def cosine(
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> scheduler = cosine(optimizer, total_steps=1000, warmup_fraction=0.05, minimum=0.1)
+        >>> scheduler = schedules.cosine(optimizer, total_steps=1000, warmup_fraction=0.05, minimum=0.1)
     """
     warmup = _warmup(total_steps, warmup_steps, warmup_fraction, needs_end=True)
     return _schedule(_fall_as_cosine, optimizer, total_steps, warmup, minimum)

@@ -37,8 +37,13 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         options: what `Trainer` takes besides.
 
     Example:
-        >>> trainer = SupervisedTrainer(model=model, optimizer=torch.optim.AdamW(model.parameters()),
-        ...     loss_fn=torch.nn.functional.cross_entropy, train=loader, config=TrainerConfig(max_epochs=3))
+        >>> trainer = SupervisedTrainer(
+        ...     model=model,
+        ...     optimizer=torch.optim.AdamW(model.parameters()),
+        ...     loss_fn=nn.functional.cross_entropy,
+        ...     train=loader,
+        ...     config=TrainerConfig(max_epochs=1),
+        ... )
         >>> trainer.fit().status
         'completed'
     """

@@ -92,6 +92,19 @@ class Trainer(OwnHooks, Generic[C]):
 
     Raises:
         ConfigError: the config is no `TrainerConfig`.
+
+    Example:
+        >>> class Line(Trainer[TrainerConfig]):
+        ...     def configure_models(self):
+        ...         self.model = nn.Linear(1, 1)
+        ...     def configure_optimizers(self):
+        ...         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        ...     def configure_dataloaders(self):
+        ...         return [torch.rand(8, 1) for _ in range(10)]
+        ...     def training_step(self, batch, batch_idx):
+        ...         return (self.model(batch) - 2 * batch).square().mean()
+        >>> Line(TrainerConfig(max_epochs=2)).fit().steps
+        20
     """
 
     scheduler_interval: Literal["step", "epoch"] = "step"

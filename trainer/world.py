@@ -32,6 +32,11 @@ class World:
         device: where this rank computes.
         owns_process_group: whether `close` ends the process group, because this object began it.
         control: a second process group on the CPU, for what must not wait for the device; None where the first is one.
+
+    Example:
+        >>> world = World.alone("cpu")
+        >>> world.is_main, world.gather("alone")
+        (True, ['alone'])
     """
 
     rank: int

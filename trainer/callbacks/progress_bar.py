@@ -121,7 +121,14 @@ class ProgressBar(Callback):
 
 
 class Pace:
-    """Seconds per update, smoothed over records, for whoever shows the time left."""
+    """Seconds per update, smoothed over records, for whoever shows the time left.
+
+    Example:
+        >>> pace = Pace()
+        >>> pace.left_s({"step": 50, "attempt": 1, "step_s": 0.2}, total_steps=100)
+        >>> pace.left_s({"step": 60, "attempt": 1, "step_s": 0.1}, total_steps=100)
+        4.0
+    """
 
     def __init__(self) -> None:
         self._attempt: object = None

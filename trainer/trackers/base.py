@@ -40,6 +40,16 @@ class Tracker:
     The order of calls: `load_state_dict` if there is a checkpoint, `start`, any number of `log`, `log_images`,
     `rewind` and `state_dict`, `finish`. What was logged after the checkpoint that a run resumes from, or after the step
     that it rewinds to, will be logged again: a tracker sees to it that no step appears twice.
+
+    Example:
+        >>> class Lowest(Tracker):
+        ...     loss = float("inf")
+        ...     def log(self, metrics, *, step, epoch):
+        ...         self.loss = min(self.loss, metrics.get("validation/loss", self.loss))
+        >>> lowest = Lowest()
+        >>> result = Digits(config, trackers=[lowest]).fit()
+        >>> lowest.loss == result.metrics["validation/loss"]
+        True
     """
 
     def start(self, run: RunInfo, *, step: int) -> None:

@@ -12,6 +12,10 @@ class ConsoleTracker(Tracker):
 
     Args:
         write: gets each line; give it `trainer.print` to share a terminal with a progress bar.
+
+    Example:
+        >>> ConsoleTracker().log({"train/loss": 1.5}, step=50, epoch=0)
+        step 50 · epoch 0 · train/loss 1.5
     """
 
     def __init__(self, write: Callable[[str], object] = print) -> None:

@@ -22,8 +22,10 @@ class CsvTracker(RecordFile):
             a run has none. An object of a store cannot be appended to: it is written whole at each record.
 
     Example:
-        >>> DigitsTrainer(config, run_dir="runs/digits", trackers=[CsvTracker()]).fit()
-        >>> pandas.read_csv("runs/digits/metrics.csv").plot(x="step", y="train/loss")
+        >>> Digits(config, run_dir="runs/table", trackers=[CsvTracker()]).fit().steps
+        4
+        >>> print(Path("runs/table/metrics.csv").read_text()[:10])
+        step,epoch
     """
 
     filename = "metrics.csv"

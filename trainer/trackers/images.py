@@ -40,7 +40,8 @@ class ImageFilesTracker(Tracker):
         ConfigError: `limit` is below 1.
 
     Example:
-        >>> DigitsTrainer(config, run_dir="runs/digits", trackers=[ImageFilesTracker(limit=4)]).fit()
+        >>> Digits(config, run_dir="runs/pictures", trackers=[ImageFilesTracker(limit=4)]).fit().status
+        'completed'
     """
 
     def __init__(self, limit: int = 8, path: str | os.PathLike[str] | None = None) -> None:

@@ -25,7 +25,8 @@ class JsonlTracker(RecordFile):
             where a run has none. An object of a store cannot be appended to: it is written whole at each record.
 
     Example:
-        >>> DigitsTrainer(config, trackers=[JsonlTracker("logs/digits.jsonl")]).fit()
+        >>> Digits(config, trackers=[JsonlTracker("logs/digits.jsonl")]).fit().status
+        'completed'
     """
 
     filename = "metrics.jsonl"
@@ -50,7 +51,8 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path: of the file, or an fsspec URI; no file is no records.
 
     Example:
-        >>> [record["train/loss"] for record in read_records("runs/digits/metrics.jsonl") if "train/loss" in record]
+        >>> [record["step"] for record in read_records("runs/digits/metrics.jsonl")]
+        [4]
     """
     return [record for line in open_lines(os.fspath(path)).read() if (record := _parse(line))]
 

@@ -35,7 +35,8 @@ class MlflowTracker(ServiceTracker):
         tags: of the run.
 
     Example:
-        >>> DigitsTrainer(config, run_dir="runs/digits", trackers=[MlflowTracker("digits")]).fit()
+        >>> tracker = MlflowTracker("digits", tracking_uri="http://localhost:5000", tags={"team": "a"})
+        >>> trainer = Digits(config, run_dir="runs/served", trackers=[tracker])
     """
 
     service = "mlflow"

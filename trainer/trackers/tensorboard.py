@@ -20,6 +20,10 @@ class TensorBoardTracker(Tracker):
     Args:
         path: of the folder of the event files, or a URI that TensorBoard can write to; nothing is written where there
             is neither a path nor a run directory.
+
+    Example:
+        >>> Digits(config, run_dir="runs/curves", trackers=[TensorBoardTracker()]).fit().status
+        'completed'
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:

@@ -29,7 +29,8 @@ class WandbTracker(ServiceTracker):
         options: further arguments for `wandb.init`, such as `entity`, `group` or `tags`.
 
     Example:
-        >>> DigitsTrainer(config, run_dir="runs/digits", trackers=[WandbTracker("digits", mode="offline")]).fit()
+        >>> Digits(config, run_dir="runs/offline", trackers=[WandbTracker("digits", mode="offline")]).fit().status
+        'completed'
     """
 
     service = "wandb"

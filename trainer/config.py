@@ -12,6 +12,7 @@ from .progress import Duration
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
 NonFinite = Literal["raise", "skip", "retry"]
+ChangedData = Literal["raise", "reset"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 
 
@@ -137,6 +138,13 @@ class TrainerConfig:
         evaluate_batches: at most so many batches of each evaluation set and rank; None evaluates on all rows.
         sanity_batches: so many batches of each set are tried before the first update of the run, so that a mistake in
             `validation_step` shows at once. Nothing of it is logged, and no callback hears of it.
+        init_from: a checkpoint whose weights the run begins with, and nothing else of it: the counters are zero and
+            the optimizers fresh. A run that goes on from its own checkpoints has no more use for it.
+        init_keys: shell patterns of the names of the weights that are taken from there, such as "model.encoder.*"; one
+            that begins with "!" leaves weights out, as ("*", "!model.head.*") does. Empty takes all. What is chosen
+            must be there, on both sides, and in the same shape.
+        changed_data: what to do where a run is to go on with other training data than it had: "raise", or "reset",
+            which reads the new data from its beginning.
         parallel: how the model is spread over the ranks.
         checkpoint: when the state is saved.
 
@@ -171,6 +179,9 @@ class TrainerConfig:
     evaluate_at_start: bool = False
     evaluate_batches: int | None = None
     sanity_batches: int = 0
+    init_from: str | None = None
+    init_keys: tuple[str, ...] = ()
+    changed_data: ChangedData = "raise"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -184,6 +195,12 @@ class TrainerConfig:
         _positive("gradient_accumulation_steps", self.gradient_accumulation_steps, optional=False)
         _strings(self, "freeze", "patterns")
         _strings(self, "grad_norm_groups", "patterns")
+        _strings(self, "init_keys", "patterns")
+        _one_of("changed_data", self.changed_data, ChangedData)
+        if self.init_keys and self.init_from is None:
+            raise ConfigError(
+                f"init_keys={list(self.init_keys)} chooses among the weights of init_from, which is not set"
+            )
         _positive("evaluate_batches", self.evaluate_batches)
         if self.sanity_batches != 0:
             _positive("sanity_batches", self.sanity_batches, optional=False)

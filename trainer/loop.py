@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ class Loop:
         data: the training data, open.
         validation: the sets of validation data, open, by name; an only one may be called "".
 
+    Attributes:
+        in_doubt: whether an error has left the models who knows where; the next run then goes back to a checkpoint.
+
     Raises:
         ConfigError: nothing says when an epoch of the data ends.
     """
@@ -65,6 +68,7 @@ class Loop:
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
+        self.in_doubt = False
         self._stopped: StopStatus | None = None
         self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
@@ -72,16 +76,18 @@ class Loop:
         if config.checkpoint.save_best and not validation:
             raise ConfigError("checkpoint.save_best needs an evaluation, and there is no validation data")
 
-    def run(self, resume: str) -> FitResult:
+    def run(self, resume: str, restore: Collection[str]) -> FitResult:
         """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
         self._stopped = None
-        resumed_from = self._state.restore(resume)
+        goes_on = resume == "auto" and self._progress.step > 0 and not self.in_doubt
+        resumed_from = None if goes_on else self._state.restore(resume, restore)
+        self.in_doubt = False
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self._progress.elapsed_s)
         reason = self._reached_limit()
         if reason is None:
             self._state.check_storage()
-        self.recorder.start(resumed=resumed_from is not None)
+        self.recorder.start(resumed=goes_on or resumed_from is not None)
         if reason is None:
             if self._config.sanity_batches and self._progress.step == 0:
                 self._rehearse()
@@ -131,6 +137,15 @@ class Loop:
         """Makes one update and returns its metrics."""
         self._advance(batch)
         return self._flush()
+
+    def initialise(self) -> None:
+        """Takes the weights that the config begins with, for what is called without `run`."""
+        self._state.initialise()
+
+    def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
+        """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
+        with self._state.weights_of(checkpoint):
+            return self.evaluate(sets)
 
     def evaluate(self, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates on these sets; None if a request to stop cuts it short."""

@@ -87,6 +87,24 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
     )
 
 
+def replicate_again(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
+    """Wraps a model for the process group that follows the one in which it was replicated."""
+    return replicate(model.module, config, world) if isinstance(model, DistributedDataParallel) else model
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Refuses a sharded model whose process group has ended.
+
+    Raises:
+        ConfigError: its shards belong to the ranks of that group.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "fit has ended the process group that it began, and a sharded model cannot go on in another. Give the "
+            "trainer a world that outlives fit: `with World.from_environment() as world: trainer = ...(world=world)`"
+        )
+
+
 def check_strategy(config: ParallelConfig, world: World) -> None:
     """Refuses a strategy that does not fit the number of ranks.
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .streams import Guarantee
+
 Status = Literal["completed", "stopped", "time_limit", "interrupted", "failed"]
 
 
@@ -29,6 +31,8 @@ class FitResult:
         best_metric: the best value of that metric in any evaluation of the run, saved or not; None if none was finite.
         best_step: the update after which it was measured.
         resumed_from: path of the checkpoint that this call of `fit` began from.
+        data_guarantee: what of its place in the training data a resumed run finds again: "exact", any; "epoch", the
+            start of the epoch in progress, so that samples may be seen twice; "none", nothing.
     """
 
     status: Status
@@ -42,6 +46,7 @@ class FitResult:
     best_metric: float | None = None
     best_step: int | None = None
     resumed_from: str | None = None
+    data_guarantee: Guarantee = "none"
 
 
 @dataclass(slots=True)

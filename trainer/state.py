@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from .best import Best
 from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
 from .config import CheckpointConfig
 from .errors import ConfigError, DataError
+from .initial_weights import BorrowedWeights, InitialWeights
 from .metrics import MeanMetrics
 from .model_state import ModelState, OptimizerState
 from .recorder import Recorder, as_plain
@@ -25,6 +27,10 @@ from .update import Update
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+
+COMPONENTS = ("models", "optimizers", "schedulers", "progress", "data", "callbacks", "rng")
+"""What of a checkpoint can be restored or left: "progress" is counters, history and records; "data" its position."""
 
 
 class RunState:
@@ -58,6 +64,7 @@ class RunState:
             )
         self._best = Best(config.mode)
         self._misses_monitor = False
+        self._is_initialised = False
         self.last_saved_step: int | None = None
 
     def save(self) -> Checkpoint:
@@ -80,6 +87,7 @@ class RunState:
                 "config": as_plain(trainer.config),
                 "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
                 "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
+                "total_steps": trainer.total_steps,
                 "versions": _versions(),
             },
         )
@@ -114,40 +122,120 @@ class RunState:
         if self._store is not None:
             self._store.check()
 
-    def restore(self, resume: str) -> Checkpoint | None:
-        """Loads what `Trainer.fit(resume=...)` asks for, and returns it. Every rank must call this.
+    def restore(self, resume: str, components: Collection[str] = COMPONENTS) -> Checkpoint | None:
+        """Loads what `Trainer.fit(resume=..., restore=...)` asks for, and returns it. Every rank must call this.
+
+        Where there is nothing to go on from, the run begins with the weights that `init_from` names, if it does.
 
         Raises:
             CheckpointError: there are checkpoints and none of them is good, or the one asked for is not.
+            ConfigError: it makes no sense.
             DataError: the data is not what it was when the checkpoint was saved.
         """
-        store, trainer = self._store, self._trainer
+        store, config = self._store, self._trainer.config
+        _check_components(components)
         if store is None or resume == "never":
             if resume not in ("auto", "never"):
                 raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir to go on in")
+            self.initialise()
             return None
+        if config.init_from is not None and resume != "auto":
+            raise ConfigError(
+                f"init_from={config.init_from!r} takes weights only, and resume={resume!r} takes all: choose one"
+            )
         store.clean()
         checkpoint = store.newest_good() if resume == "auto" else read_checkpoint(resume)
         if checkpoint is None:
+            self.initialise()
             return None
-        before = checkpoint.meta.get("data", {}).get("fingerprint")
-        if before != self._data.fingerprint:
-            raise DataError(
-                f"the training data has changed since {checkpoint.path} was saved: its fingerprint was {before} and is "
-                f"{self._data.fingerprint}. Bring the old data back, or begin another run"
+        # A run that began with other weights goes on with its own; it must be the run that began with them.
+        began_from = checkpoint.meta.get("config", {}).get("init_from")
+        if config.init_from not in (None, began_from):
+            raise ConfigError(
+                f"init_from={config.init_from!r} begins a new run, and this one has a checkpoint already, "
+                f"{checkpoint.path}, of a run that began "
+                f"{f'from {began_from}' if began_from else 'without'}: leave it out to go on, or begin another run"
             )
-        store.load(self._parts(), rank_parts=self._rank_parts(), checkpoint=checkpoint)
-        self.last_saved_step = checkpoint.step if resume == "auto" else None
-        progress = trainer.progress
-        if self._data.guarantee != "exact" and progress.step_in_epoch:
+        is_other_data = self._check_data(checkpoint, components)
+        parts = {name: part for name, part in self._parts().items() if _component(name) in components}
+        rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
+        store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
+        self._find_place(begin_epoch_again="data" not in components or is_other_data)
+        self._tell_of_another_length(checkpoint)
+        self._trainer.callbacks.on_restored(self._trainer)
+        return checkpoint
+
+    def initialise(self) -> None:
+        """Takes the weights that `init_from` names, once, before the first update. Every rank must call this.
+
+        Raises:
+            CheckpointError: they are not there, or not those of these models.
+        """
+        trainer = self._trainer
+        config = trainer.config
+        if config.init_from is None or self._is_initialised or trainer.progress.step:
+            return
+        weights = InitialWeights(trainer.models, config.init_keys)
+        checkpoint = self._load_alone(config.init_from, {"models": weights})
+        self._is_initialised = True
+        trainer.print(f"began with the weights of {checkpoint.path}: {weights.report()}")
+
+    @contextmanager
+    def weights_of(self, checkpoint: str) -> Iterator[None]:
+        """Lends the models the weights of a checkpoint, and averages of them to the callbacks that evaluate these.
+
+        Nothing else is restored, and at the end all is as it was. Every rank must call this.
+
+        Raises:
+            CheckpointError: it is not there, or not of these models.
+        """
+        borrowed = BorrowedWeights(self._trainer.models, self._trainer.callbacks)
+        with borrowed.given_back():
+            self._load_alone(checkpoint, borrowed.parts)
+            yield
+
+    def _load_alone(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
+        checkpoint = read_checkpoint(path)
+        CheckpointStore(path, world=self._trainer.world).load(parts, rank_parts={}, checkpoint=checkpoint)
+        return checkpoint
+
+    def _check_data(self, checkpoint: Checkpoint, components: Collection[str]) -> bool:
+        """Returns whether the data has changed, where the config says that it may."""
+        before, now = checkpoint.meta.get("data", {}).get("fingerprint"), self._data.fingerprint
+        if before == now or "data" not in components:
+            return bool(before != now)
+        if self._trainer.config.changed_data == "reset":
+            self._trainer.print(f"the training data was {before} and is {now}: it is read from its beginning")
+            return True
+        raise DataError(
+            f"the training data has changed since {checkpoint.path} was saved: its fingerprint was {before} and is "
+            f'{now}. Bring the old data back, begin another run, or go on with changed_data="reset", which reads '
+            "the data from its beginning"
+        )
+
+    def _find_place(self, *, begin_epoch_again: bool) -> None:
+        """Begins the epoch in progress again, where the data cannot go on from, or is not to."""
+        progress = self._trainer.progress
+        if self._data.guarantee != "exact" and progress.step_in_epoch and not begin_epoch_again:
             warnings.warn(
                 f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} "
                 f"begins again, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
-                stacklevel=2,
+                stacklevel=3,
             )
+            begin_epoch_again = True
+        if begin_epoch_again:
             progress.step_in_epoch = progress.offset = 0
-        trainer.callbacks.on_restored(trainer)
-        return checkpoint
+
+    def _tell_of_another_length(self, checkpoint: Checkpoint) -> None:
+        """Says what becomes of the learning rate where the limit of the run has been moved."""
+        before, now = checkpoint.meta.get("total_steps"), self._trainer.total_steps
+        if before != now and self._trainer.schedulers:
+            self._trainer.print(
+                f"the run was {before or 'an unknown number of'} steps long and is {now or 'an unknown number'} now: a "
+                "schedule that is a function of the step (headway.trainer.schedules, LambdaLR) is that of the new "
+                "length from here on; torch's other schedulers keep the settings that they were saved with"
+            )
 
     def result(self, status: Status, reason: str, resumed_from: Checkpoint | None) -> FitResult:
         """Says how the run ended, as of now."""
@@ -166,6 +254,7 @@ class RunState:
             best_metric=self._best.value,
             best_step=self._best.step,
             resumed_from=resumed_from.path if resumed_from else None,
+            data_guarantee=self._data.guarantee,
         )
 
     def _metrics_of_this_state(self) -> dict[str, float]:
@@ -194,6 +283,22 @@ class RunState:
 
     def _rank_parts(self) -> dict[str, Stateful]:
         return {"rng": RngState(), "metrics": self._metrics}
+
+
+def _component(part: str) -> str:
+    """What a part of a checkpoint belongs to; what the arithmetic of an update keeps goes with the optimizers."""
+    kind = part.split("/")[0]
+    if kind in ("history", "best", "recorder", "metrics"):
+        return "progress"
+    return kind if kind in COMPONENTS else "optimizers"
+
+
+def _check_components(components: Collection[str]) -> None:
+    if isinstance(components, str) or (unknown := set(components) - set(COMPONENTS)):
+        what = components if isinstance(components, str) else ", ".join(sorted(unknown))
+        raise ConfigError(f"restore takes some of {', '.join(COMPONENTS)}, not {what!r}")
+    if "data" in components and "progress" not in components:
+        raise ConfigError('a position in the data is a part of the progress: restore "progress" as well, or not "data"')
 
 
 def _versions() -> dict[str, str]:

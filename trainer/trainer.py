@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -33,6 +33,7 @@ from .result import FitResult, History, Status
 from .rng import seed_everything
 from .signals import stop_on_signals
 from .sketch import Sketch, sketch_of
+from .state import COMPONENTS
 from .streams import BatchStream, Feed
 from .trackers.base import Tracker
 from .trackers.jsonl import JsonlTracker
@@ -78,7 +79,8 @@ class Trainer(OwnHooks, Generic[C]):
             on from what is there. None writes nothing and always begins anew.
         callbacks: called after those of `configure_callbacks`; functions `(trainer, epoch, metrics)` are welcome.
         trackers: instead of those of `configure_trackers`; one that writes `metrics.jsonl` is always there besides.
-        world: the ranks to train on; by default what `torchrun` set up, or this process alone.
+        world: the ranks to train on; by default what `torchrun` set up, or this process alone. A process group that
+            the trainer begins by itself ends with `fit`; one that a given world began is its owner's to end.
         attempt: which life of the run this is, for its records.
         printer: where `print` goes on the main rank.
 
@@ -145,6 +147,7 @@ class Trainer(OwnHooks, Generic[C]):
         self.callbacks = CallbackList()
         self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
         self._printer = printer
+        self._owns_world = world is None
         self._is_set_up = False
         self._data: BatchStream | None = None
         self._validation: dict[str, BatchStream] = {}
@@ -337,26 +340,34 @@ class Trainer(OwnHooks, Generic[C]):
         """Returns the module that the user wrote, inside any nesting of compile, DDP, FSDP, checkpointing, averages."""
         return parallel.unwrap(module)
 
-    def evaluate(self, data: Any = None) -> dict[str, float]:
+    def evaluate(self, data: Any = None, *, checkpoint: str | Path | Checkpoint | None = None) -> dict[str, float]:
         """Evaluates on the validation data, or on other data (or sets by name). Every rank must call this.
 
         Every row counts once, at every number of ranks. Nothing is logged; works before, after and without `fit`.
         Returns nothing if a request to stop cuts it short.
 
+        Args:
+            data: instead of the validation data.
+            checkpoint: whose weights to evaluate, with the averages in it where a callback such as `Ema` evaluates
+                these. Nothing else is restored, and afterwards the models have the weights that they had.
+
         Raises:
             DataError: there is no data.
+            CheckpointError: the checkpoint is not there, or not one of these models.
         """
         self.setup()
-        if data is None:
-            if not self._validation:
-                raise DataError(
-                    "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
-                )
-            return self._loop.evaluate(self._validation) or {}
+        if data is None and not self._validation:
+            raise DataError(
+                "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
+            )
         with ExitStack() as opened:
-            sets = self._open_sets(data)
-            for stream in sets.values():
+            sets = self._validation if data is None else self._open_sets(data)
+            for stream in sets.values() if data is not None else ():
                 opened.callback(stream.close)
+            if checkpoint is not None:
+                path = checkpoint.path if isinstance(checkpoint, Checkpoint) else str(checkpoint)
+                return self._loop.evaluate_weights_of(path, sets) or {}
+            self._loop.initialise()
             return self._loop.evaluate(sets) or {}
 
     def save_checkpoint(self) -> Checkpoint:
@@ -406,12 +417,18 @@ class Trainer(OwnHooks, Generic[C]):
 
     # ---- The loop --------------------------------------------------------------------------------------------------
 
-    def fit(self, *, resume: Literal["auto", "never"] | str = "auto") -> FitResult:
+    def fit(
+        self, *, resume: Literal["auto", "never"] | str = "auto", restore: Collection[str] = COMPONENTS
+    ) -> FitResult:
         """Trains, or goes on, until a limit is reached or a stop is asked for. Every rank must call this.
 
         Args:
-            resume: "auto" goes on from the newest good checkpoint of `run_dir` and begins anew where there is none;
+            resume: "auto" goes on from the newest good checkpoint of `run_dir` and begins anew where there is none; a
+                trainer that has trained already goes on from where it stands, unless an error ended that;
                 "never" begins anew; a path goes on from that checkpoint.
+            restore: what to take of it, some of "models", "optimizers", "schedulers", "progress" (counters and
+                history), "data" (the position in it), "callbacks" and "rng"; the rest stays fresh. Without "data" the
+                epoch in progress begins again, on whatever data there is now.
 
         Raises:
             ConfigError, DataError: what was asked for makes no sense; raised before the first step.
@@ -424,7 +441,7 @@ class Trainer(OwnHooks, Generic[C]):
             with stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
                 self._check_config()
                 self.setup()
-                result = self._loop.run(resume)
+                result = self._loop.run(resume, restore)
             status = result.status
             return result
         except BaseException as raised:
@@ -438,11 +455,13 @@ class Trainer(OwnHooks, Generic[C]):
     def train_epoch(self) -> dict[str, float]:
         """Trains to the end of the epoch in progress and returns its metrics. Every rank must call this."""
         self.setup()
+        self._loop.initialise()
         return self._loop.train_epoch()
 
     def train_step(self, batch: Any) -> dict[str, float]:
         """Makes one update from one batch of this rank and returns its metrics. Every rank must call this."""
         self.setup()
+        self._loop.initialise()
         rows = batch_size(batch)
         return self._loop.train_step(LoadedBatch([batch], [rows], rows if self.world.size == 1 else None))
 
@@ -489,6 +508,8 @@ class Trainer(OwnHooks, Generic[C]):
 
     def setup(self) -> None:
         """Builds models, optimizers and data, once. `fit`, `evaluate` and the others call it. Every rank must."""
+        if self.world.has_ended:
+            self._rejoin()
         if self._is_set_up:
             return
         self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
@@ -510,6 +531,16 @@ class Trainer(OwnHooks, Generic[C]):
         seed_everything(self.config.seed, rank=self.world.rank)
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
+
+    def _rejoin(self) -> None:
+        """Goes on after a `fit`, which has ended the process group that this trainer began."""
+        for model in self.models.values():
+            # Before the first collective: all ranks raise, or none does.
+            parallel.check_unsharded(model)
+        self.world.rejoin()
+        for name, model in self.models.items():
+            self.models[name] = parallel.replicate_again(model, self.config.parallel, self.world)
+            setattr(self, name, self.models[name])
 
     def _check_config(self) -> None:
         if self.config.max_epochs is None and self.config.max_steps is None:
@@ -609,10 +640,12 @@ class Trainer(OwnHooks, Generic[C]):
         self._requests.forget()
         try:
             with ExitStack() as last_first:
-                last_first.callback(self.world.close)
+                if self._owns_world:
+                    last_first.callback(self.world.close)
                 for stream in self._streams():
                     last_first.callback(stream.close)
                 if self._is_set_up:
+                    self._loop.in_doubt = error is not None
                     last_first.callback(self._loop.recorder.finish, status)
                 self.callbacks.on_fit_end(self, error)
         except BaseException as failure:

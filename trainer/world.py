@@ -5,6 +5,7 @@ Alone, every collective is the identity, so nothing above this file asks whether
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import time
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from .errors import ConfigError
 
@@ -30,7 +33,7 @@ class World:
         size: number of processes.
         local_rank: of this process among those of its machine.
         device: where this rank computes.
-        owns_process_group: whether `close` ends the process group, because this object began it.
+        rendezvous: where the ranks met, if this object began the process group, and so is to end it.
         control: a second process group on the CPU, for what must not wait for the device; None where the first is one.
 
     Example:
@@ -43,7 +46,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
-    owns_process_group: bool = False
+    rendezvous: Rendezvous | None = None
     control: dist.ProcessGroup | None = None
 
     @classmethod
@@ -55,7 +58,8 @@ class World:
     def from_environment(cls, *, timeout_s: float = 1800.0, with_cpus: bool = False) -> World:
         """Joins the process group that `torchrun` describes in the environment; alone where there is none.
 
-        A process group that exists already is joined, and left standing by `close`.
+        A process group that exists already is joined, and left standing by `close`. One that this begins is ended by
+        `close`, at the latest when Python ends; as a context manager, a world ends it with the block.
 
         Args:
             timeout_s: after which a collective gives up.
@@ -74,12 +78,11 @@ class World:
                 "`torchrun`, or unset RANK and WORLD_SIZE to train in one process"
             )
         device = _best_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(
-            backend(device.type, with_cpus=with_cpus),
-            timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
-        return replace(cls.attach(), owns_process_group=True)
+        rendezvous = Rendezvous.from_environment(device, backend(device.type, with_cpus=with_cpus), timeout_s)
+        rendezvous.begin_process_group()
+        world = replace(cls.attach(), rendezvous=rendezvous)
+        atexit.register(world.close)
+        return world
 
     @classmethod
     def attach(cls, device: torch.device | str | None = None) -> World:
@@ -95,6 +98,16 @@ class World:
             device=on,
             control=dist.new_group(backend="gloo") if on.type != "cpu" else None,
         )
+
+    @property
+    def owns_process_group(self) -> bool:
+        """Whether `close` ends the process group, because this object began it."""
+        return self.rendezvous is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `close` has ended the process group; `rejoin` begins another."""
+        return self.owns_process_group and not dist.is_initialized()
 
     @property
     def reaches_cpus(self) -> bool:
@@ -173,6 +186,60 @@ class World:
             # A model in DDP keeps gloo's threads alive, which may have yet to give back the last tensors they sent;
             # one that does so while Python ends aborts the program. https://github.com/pytorch/pytorch/pull/179291
             time.sleep(_GIVE_BACK_S)
+
+    def rejoin(self) -> None:
+        """Begins another process group of the same ranks where `close` has ended the first. Every rank must call this.
+
+        What holds on to the first group, as DDP and FSDP do, does not know of the second.
+        """
+        if self.rendezvous is not None and self.has_ended:
+            self.rendezvous.begin_process_group()
+            # Frozen for everybody else: it is the same world, which many hold on to.
+            object.__setattr__(self, "control", World.attach(self.device).control)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """Where the ranks of a process group meet, and meet again once it has ended.
+
+    Attributes:
+        store: outlives the process groups: it is what `torchrun` keeps, or the main rank.
+        groups: how many process groups have begun.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    timeout: datetime.timedelta
+    groups: int = 0
+
+    @classmethod
+    def from_environment(cls, device: torch.device, backend: str, timeout_s: float) -> Rendezvous:
+        """Meets the others where `torchrun` says."""
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        return cls(store, rank, size, device, backend, timeout)
+
+    def begin_process_group(self) -> None:
+        """Begins the next one. Every rank must call this."""
+        self.groups += 1
+        dist.init_process_group(
+            self.backend,
+            # Without a prefix of its own the second would find the addresses of the first, where nobody listens.
+            store=PrefixStore(f"headway-{self.groups}", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self.timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
 
 
 def backend(device_type: str, *, with_cpus: bool = False) -> str:

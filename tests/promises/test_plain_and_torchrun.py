@@ -33,10 +33,11 @@ def folder(tmp_path: Path) -> Path:
 
 def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "NCCL", "RAY"))}
+    path = [str(folder / "shim"), str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(folder / "shim"), "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -81,3 +82,54 @@ def test_an_error_is_the_exit_code_of_the_program(folder: Path) -> None:
     assert done.returncode == 1
     assert "headway.trainer.errors.CheckpointError: cannot write to" in done.stderr
     assert "Not a directory" in done.stderr
+
+
+AFTER_FIT = """
+import sys
+import torch
+from headway.trainer import ConfigError, ParallelConfig, World
+from tests.tiny import TinyConfig, TinyTrainer
+
+strategy, outlives = sys.argv[1:]
+config = TinyConfig(max_epochs=1, parallel=ParallelConfig(strategy=strategy))
+
+def main(**options):
+    trainer = TinyTrainer(config, **options)
+    result = trainer.fit()
+    assert torch.distributed.is_initialized() == (outlives == "outlives")
+    metrics = trainer.evaluate()
+    assert metrics["validation/loss"] == result.metrics["validation/loss"], (metrics, result.metrics)
+    trainer.train_epoch()
+    again = trainer.fit()
+    assert (again.status, again.epochs) == ("completed", 2)
+    trainer.print(f"fitted again after {again.steps}")
+
+if outlives == "outlives":
+    with World.from_environment() as world:
+        main(world=world)
+    assert not torch.distributed.is_initialized()
+elif strategy == "fsdp":
+    try:
+        main()
+    except ConfigError as error:
+        print(error)
+else:
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "outlives", "says"),
+    [
+        ("ddp", "", "fitted again after 12"),
+        ("fsdp", "outlives", "fitted again after 12"),
+        ("fsdp", "", "Give the trainer a world that outlives fit"),
+    ],
+)
+def test_a_trainer_is_of_use_after_fit_C14(folder: Path, strategy: str, outlives: str, says: str) -> None:
+    """`fit` ends the process group that the trainer began, and whoever goes on joins another."""
+    (folder / "after.py").write_text(AFTER_FIT)
+    done = _python(folder, *TORCHRUN, "after.py", strategy, outlives)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+    assert "destroy_process_group" not in done.stderr

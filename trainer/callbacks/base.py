@@ -208,6 +208,14 @@ class CallbackList(Callback):
         """Returns the contexts of all callbacks that have one, as one; an error in entering or leaving says whose."""
         return _nested(self._contexts, trainer) if self._contexts else nullcontext()
 
+    def with_evaluation_context(self) -> dict[str, Callback]:
+        """Returns the callbacks that put a context around evaluations, by the names of their states."""
+        return {
+            key: callback
+            for key, callback in self._by_key.items()
+            if type(callback).evaluation_context is not Callback.evaluation_context
+        }
+
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
 

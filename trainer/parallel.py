@@ -162,13 +162,20 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
         )
 
 
-def without_gradient_sync(models: Mapping[str, nn.Module]) -> AbstractContextManager[object]:
-    """Keeps the gradients of a pass on this rank: for all micro-batches of an update but the last."""
+def without_gradient_sync(
+    models: Mapping[str, nn.Module], *, also_sharded: bool = True
+) -> AbstractContextManager[object]:
+    """Keeps the gradients of a pass on this rank: for all micro-batches of an update but the last.
+
+    Args:
+        models: those that train.
+        also_sharded: False has sharded gradients meet all the same, without which parameters have no `grad`.
+    """
     stack = ExitStack()
     for model in models.values():
         if isinstance(model, DistributedDataParallel):
             stack.enter_context(model.no_sync())
-        elif isinstance(model, FSDPModule):
+        elif isinstance(model, FSDPModule) and also_sharded:
             model.set_requires_gradient_sync(False)
             stack.callback(model.set_requires_gradient_sync, True)
     return stack

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -83,6 +84,12 @@ class Update:
         self._stepped: set[Optimizer] = set()
         self._losses: list[tuple[int, torch.Tensor, Weight]] = []
         self._unchecked = set(self._optimizers)
+        self._replicated = {
+            p
+            for model in self._models.values()
+            if isinstance(model, DistributedDataParallel)
+            for p in model.parameters()
+        }
         self.is_last_micro_batch = True
         self.learning_rates: list[float] = []
 
@@ -195,11 +202,11 @@ class Update:
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
             self._scale, self._micro_batch = scales[i], i
-            # Turns end between two micro-batches, which takes gradients that have met.
-            if i == last or (turns is not None and turns.may_step):
+            if i == last:
                 outputs = self._forward_backward(micro_batch, batch_idx)
             else:
-                with without_gradient_sync(self._models):
+                # A turn that ends takes gradients back, for which they have to be there.
+                with without_gradient_sync(self._models, also_sharded=turns is None or not turns.may_step):
                     outputs = self._forward_backward(micro_batch, batch_idx)
             if turns is not None:
                 turns.end_micro_batch()
@@ -249,6 +256,9 @@ class Update:
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
         """Measures the gradients of some optimizers, and steps these if they are finite; returns the norm."""
         trainer, guard = self._trainer, self._guard
+        if self._replicated and len(self._losses) > self._micro_batch + 1:
+            # DDP reduces the gradients of the first backward after a forward, and lets those of a second one be.
+            self._world.average([p.grad for p in _with_gradient(optimizers) if p in self._replicated])
         if self._scaler is not None:
             self._scaler.unscale([p.grad for p in _with_gradient(optimizers)])
         trainer.callbacks.on_gradients_ready(trainer)

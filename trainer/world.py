@@ -9,6 +9,7 @@ import atexit
 import datetime
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -124,6 +125,17 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replaces tensors by their means over all ranks, in place. Same shapes and dtypes everywhere."""
+        if self.size == 1:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            dist.all_reduce(flat)
+            means = flat.div_(self.size).split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
     def sum_of(self, *values: int) -> list[int]:
         """Adds whole numbers up over all ranks. Waits for the other ranks, not for the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, CheckpointConfig, ParallelConfig, StepError, Trainer, World
+from headway.trainer import Callback, CheckpointConfig, ConfigError, ParallelConfig, StepError, Trainer, World
 from headway.trainer.parallel import whole
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
@@ -223,6 +224,49 @@ def test_the_norm_is_global_and_from_before_clipping_D5() -> None:
             assert strategy == pytest.approx(alone, rel=1e-4)
 
 
+def _clipped_by_value(world: World, strategy: str) -> list[float]:
+    """Each number of the gradient is cut off where SGD with a rate of 1 would move a weight by more."""
+    spy, losses = Gradients(), Losses()
+    config = _config(
+        max_grad_value=0.01,
+        max_grad_norm=0.5,
+        grad_norm_groups=("model.blocks.*", "*.bias"),
+        global_batch_size=16,
+        micro_batch_size=4,
+        parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+    )
+    trainer = SgdTrainer(config, world=world, callbacks=[spy, losses])
+    trainer.fit()
+    record, gradients = losses.records[1], spy.gradients[0]
+    norm = torch.cat([value.flatten() for value in gradients.values()]).norm()
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    for name, value in weights(trainer).items():
+        gradient = gradients[name.removeprefix("model.")] * min(1.0, 0.5 / norm.item())
+        torch.testing.assert_close(spy.before[name] - value, gradient.clamp(-0.01, 0.01), atol=1e-6, rtol=1e-4)
+    for pattern, part in (("model.blocks.*", "blocks."), ("*.bias", ".bias")):
+        group = [value.flatten() for name, value in gradients.items() if part in name]
+        assert record[f"grad_norm/{pattern}"] == pytest.approx(torch.cat(group).norm().item(), rel=1e-5)
+    return [record["grad_norm"], record["grad_norm/model.blocks.*"], record["grad_norm/*.bias"]]
+
+
+def _clipped_on_ranks(world: World) -> list[list[float]]:
+    return [_clipped_by_value(world, "ddp"), _clipped_by_value(world, "fsdp")]
+
+
+def test_numbers_are_clipped_by_value_and_norms_logged_by_group() -> None:
+    alone = _clipped_by_value(ALONE, "ddp")
+    for rank in run_on_ranks(_clipped_on_ranks, 2):
+        for norms in rank:
+            assert norms == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_group_without_parameters_is_refused_before_the_first_step() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'blocks\.\*' matches no parameter; patterns match whole names, such as model\."
+    ):
+        TinyTrainer(_config(grad_norm_groups=("blocks.*",)), world=ALONE).setup()
+
+
 # ---- Gradients of zero, and none ------------------------------------------------------------------------------------
 
 
@@ -253,6 +297,34 @@ def test_parameters_that_are_frozen_or_unused_stay_as_they_are_D11() -> None:
     assert len(warned) == 1
     moved = {name for name, value in weights(trainer).items() if not torch.equal(value, spy.before[name])}
     assert moved == {name for name in spy.before if "first" not in name and "unused" not in name}
+
+
+class Unused(TinyTrainer):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.unused = nn.Linear(2, 2)
+
+
+def _unused_on_ranks(world: World) -> list[str]:
+    told = []
+    with pytest.raises(StepError) as raised:
+        Unused(_config(max_steps=3, global_batch_size=16), world=world).fit()
+    told.append(str(raised.value))
+    for parallel in (ParallelConfig(find_unused_parameters=True), ParallelConfig(strategy="fsdp")):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            Unused(_config(max_steps=3, global_batch_size=16, parallel=parallel), world=world).fit()
+        told += [str(each.message) for each in warned if "got no gradient" in str(each.message)]
+    return told
+
+
+def test_unused_parameters_are_named_where_ddp_waits_for_them_D11() -> None:
+    main, other = run_on_ranks(_unused_on_ranks, 2)
+    assert main[0] == other[0]
+    assert main[0].startswith("model.unused.weight, model.unused.bias got no gradient in the first update, and DDP")
+    assert len(main) == 3
+    assert len(other) == 1
+    assert all(each.startswith("model.unused.weight, model.unused.bias got no gradient") for each in main[1:])
 
 
 # ---- Steps that do it themselves -----------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ def train_group(
             torch_config=TorchConfig(
                 backend=backend(
                     "cuda" if scaling.gpus_per_worker else "cpu", with_cpus=experiment.config.parallel.cpu_offload
-                )
+                ),
+                timeout_s=math.ceil(experiment.config.parallel.timeout.amount),
             ),
             scaling_config=ScalingConfig(
                 num_workers=scaling.workers,

@@ -8,6 +8,7 @@ from .errors import CheckpointError, ConfigError, DataError, HeadwayError, NonFi
 from .export import export_pretrained, export_safetensors, load_weights
 from .progress import Duration, Progress
 from .result import FitResult
+from .sketch import Sketch
 from .streams import BatchStream, Stateful
 from .supervised import SupervisedTrainer
 from .trackers.base import Tracker
@@ -29,6 +30,7 @@ __all__ = [
     "NonFiniteError",
     "ParallelConfig",
     "Progress",
+    "Sketch",
     "Stateful",
     "StepError",
     "SupervisedTrainer",

@@ -37,6 +37,9 @@ class ParallelConfig:
         cpu_offload: keeps parameter shards, their gradients and the optimizer's state in the memory of the CPU, where
             the optimizer then computes; for "fsdp" and "hsdp". Saves memory of the GPU and costs a good part of the
             speed.
+        timeout: a rank that has waited so long for the others gives up. Not for a process group that exists already.
+        step_timeout: the same after the first update of an attempt, which may have to compile and to find its peers;
+            long enough for one step, one batch of an evaluation and the end of a checkpoint. None keeps `timeout`.
 
     Example:
         >>> ParallelConfig(strategy="fsdp", activation_checkpointing="full", shard_modules=["Block"]).shard_modules
@@ -51,12 +54,19 @@ class ParallelConfig:
     compile: bool = False
     activation_checkpointing: ActivationCheckpointing = "none"
     cpu_offload: bool = False
+    timeout: Duration = Duration(1800, "seconds")
+    step_timeout: Duration | None = None
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, Strategy)
         _one_of("activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing)
         _strings(self, "shard_modules", "class names")
         _positive("shard_size", self.shard_size)
+        _parse_durations(self, "timeout", "step_timeout")
+        for name in ("timeout", "step_timeout"):
+            value = getattr(self, name)
+            if (value is None and name == "timeout") or (value is not None and value.unit != "seconds"):
+                raise ConfigError(f'{name} is a time such as "30m", not {value}')
         if (self.strategy == "hsdp") != (self.shard_size is not None):
             raise ConfigError(
                 f"shard_size belongs to strategy 'hsdp', which needs it; there is strategy={self.strategy!r} with "

@@ -69,6 +69,7 @@ class Loop:
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
         self.in_doubt = False
+        self._step_timeout = config.parallel.step_timeout
         self._stopped: StopStatus | None = None
         self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
@@ -192,6 +193,9 @@ class Loop:
         """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
         progress = self._progress
         refusal = self.update(batch)
+        if self._step_timeout is not None:
+            self._world.set_timeout(self._step_timeout.amount)
+            self._step_timeout = None
         # A stream that cannot tell has as many samples on every rank, as near as anybody knows.
         samples = batch.global_num_samples or sum(batch.num_samples) * self._world.size
         progress.step_in_epoch += 1

@@ -126,11 +126,11 @@ def sketch_of(trainer: Trainer[Any], train: BatchStream, validation: Mapping[str
         unknown: why there are no optimizers; empty if there are.
     """
     config = trainer.config
-    models = {name: size_of(model, config.parallel) for name, model in trainer.models.items()}
+    models = {name: size_of(model, config.parallel, config.precision) for name, model in trainer.models.items()}
     optimizer_bytes: int | None = None
     if not unknown:
         try:
-            optimizer_bytes = sum(state_bytes(each) for each in trainer.optimizers.values())
+            optimizer_bytes = sum(state_bytes(each, config.precision) for each in trainer.optimizers.values())
         except Exception as error:
             unknown = f"its first step on the meta device raises {type(error).__name__}"
     return Sketch(
@@ -147,8 +147,12 @@ def sketch_of(trainer: Trainer[Any], train: BatchStream, validation: Mapping[str
     )
 
 
-def size_of(model: nn.Module, config: ParallelConfig) -> ModelSize:
-    """Measures a model that is not wrapped yet, wherever its tensors lie."""
+def size_of(model: nn.Module, config: ParallelConfig, precision: Precision) -> ModelSize:
+    """Measures a model that is not wrapped yet, wherever its tensors lie, in the format in which it is kept."""
+
+    def kept(tensors: Iterable[torch.Tensor]) -> int:
+        return sum(each.numel() * _dtype(each, precision).itemsize for each in tensors)
+
     parameters = list(model.parameters())
     inside = [list(block.parameters()) for _, _, block in blocks_of(model, config)]
     in_blocks = {id(parameter) for block in inside for parameter in block}
@@ -156,15 +160,15 @@ def size_of(model: nn.Module, config: ParallelConfig) -> ModelSize:
         kind=type(model).__name__,
         parameters=sum(each.numel() for each in parameters),
         trainable=sum(each.numel() for each in parameters if each.requires_grad),
-        parameter_bytes=_bytes(parameters),
-        trainable_bytes=_bytes(each for each in parameters if each.requires_grad),
-        buffer_bytes=_bytes(model.buffers()),
-        block_bytes=max((_bytes(block) for block in inside), default=0),
-        rest_bytes=_bytes(each for each in parameters if id(each) not in in_blocks),
+        parameter_bytes=kept(parameters),
+        trainable_bytes=kept(each for each in parameters if each.requires_grad),
+        buffer_bytes=kept(model.buffers()),
+        block_bytes=max((kept(block) for block in inside), default=0),
+        rest_bytes=kept(each for each in parameters if id(each) not in in_blocks),
     )
 
 
-def state_bytes(optimizer: Optimizer) -> int:
+def state_bytes(optimizer: Optimizer, precision: Precision) -> int:
     """Counts what the state of an optimizer takes after its first step, by making one on the meta device.
 
     The optimizer is left as it was. Raises whatever it raises on parameters without values.
@@ -173,7 +177,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     optimizer.state = defaultdict(dict)
     # Fused kernels are made for devices; what they keep is the same.
     optimizer.param_groups = [
-        {**group, "params": [_shadow(each) for each in group["params"] if each.requires_grad]}
+        {**group, "params": [_shadow(each, precision) for each in group["params"] if each.requires_grad]}
         | ({"fused": False} if group.get("fused") else {})
         for group in groups
     ]
@@ -203,7 +207,7 @@ def memory_per_rank(
         everything = sum(each.parameter_bytes for each in sizes)
         most = max(2 * each.block_bytes + each.rest_bytes for each in sizes)
         gathered = most if config.reshard_after_forward else everything
-        gathered = gathered // 2 if precision == "bf16" else gathered
+        gathered = gathered // 2 if precision in ("bf16", "fp16") else gathered
     return MemoryPerRank(
         parameters=_part(sum(each.parameter_bytes for each in sizes), parts),
         gradients=_part(sum(each.trainable_bytes for each in sizes), parts),
@@ -218,11 +222,15 @@ def _data_size(stream: BatchStream) -> DataSize:
     return DataSize(samples=stream.samples_in_epoch(0), steps=stream.steps_in_epoch(0), guarantee=stream.guarantee)
 
 
-def _shadow(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape and dtype without memory, with a gradient."""
-    shadow = nn.Parameter(torch.empty_like(parameter, device="meta"))
+def _shadow(parameter: nn.Parameter, precision: Precision) -> nn.Parameter:
+    """A parameter of the same shape without memory, with a gradient, in the format in which it is kept."""
+    shadow = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=_dtype(parameter, precision)))
     shadow.grad = torch.empty_like(shadow)
     return shadow
+
+
+def _dtype(tensor: torch.Tensor, precision: Precision) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16-true" and tensor.is_floating_point() else tensor.dtype
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

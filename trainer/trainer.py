@@ -134,7 +134,9 @@ class Trainer(OwnHooks, Generic[C]):
             raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), not {config!r:.80}")
         self.config = config
         self.run_dir = str(run_dir) if run_dir is not None else None
-        self.world = world or World.from_environment(with_cpus=config.parallel.cpu_offload)
+        self.world = world or World.from_environment(
+            timeout_s=config.parallel.timeout.amount, with_cpus=config.parallel.cpu_offload
+        )
         self.attempt = attempt
         self.progress = Progress()
         self.history = History()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -99,6 +100,20 @@ class World:
             device=on,
             control=dist.new_group(backend="gloo") if on.type != "cpu" else None,
         )
+
+    def set_timeout(self, seconds: float) -> None:
+        """Lets every collective from here on give up after so long, in all process groups. Every rank must call this.
+
+        Source: torchtitan does the same after its first step, by the same function, in `set_pg_timeouts` of
+        torchtitan/distributed/utils.py at cfb9326; torch has no public one.
+        """
+        if self.size > 1:
+            # What was begun under the longer time is over: nobody gives up on a rank that is still in its first step.
+            self.barrier()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            for group in list(distributed_c10d._world.pg_map):
+                distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
     @property
     def owns_process_group(self) -> bool:

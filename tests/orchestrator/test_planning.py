@@ -44,7 +44,7 @@ class Counts(Callback):
     [
         {},
         {"max_steps": 11, "evaluate_every": "4 steps", "checkpoint": CheckpointConfig(every=Duration(5))},
-        {"max_steps": 6, "evaluate_every": None, "checkpoint": CheckpointConfig(every=None)},
+        {"max_steps": 6, "precision": "bf16-true", "evaluate_every": None, "checkpoint": CheckpointConfig(every=None)},
         {"max_steps": 6, "evaluate_at_start": True, "checkpoint": CheckpointConfig(every=Duration(2), at_end=False)},
     ],
     ids=str,

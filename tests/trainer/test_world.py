@@ -1,13 +1,15 @@
 """The world: alone, every collective is the identity; together, every rank gets the same answer."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from headway.trainer.errors import ConfigError
-from headway.trainer.world import World
+from headway.trainer import ConfigError, Duration, ParallelConfig, World
 from tests.distributed import run_on_ranks
+from tests.tiny import TinyConfig, TinyTrainer
 
 
 def test_alone_every_collective_is_the_identity() -> None:
@@ -45,6 +47,32 @@ def test_every_rank_gets_the_same_answer() -> None:
         "none": False,
         "sum_of": [1, 4],
     }
+
+
+class Late(TinyTrainer):
+    """Its main rank takes long over the first step, and as long over the fourth."""
+
+    def on_step_start(self) -> None:
+        if self.world.is_main and self.global_step in (0, 3):
+            time.sleep(1.5)
+
+
+def _waits_for_the_main_rank(world: World) -> tuple[int, str]:
+    parallel = ParallelConfig(timeout=Duration(60, "seconds"), step_timeout=Duration(0.5, "seconds"))
+    trainer = Late(TinyConfig(max_steps=5, parallel=parallel), world=world)
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit()
+    # The ranks have lost each other, and the harness waits for them once more.
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return trainer.global_step, str(raised.value)
+
+
+def test_a_rank_gives_up_on_others_sooner_after_the_first_step() -> None:
+    """C13: the first step, which may have to compile, has the longer time."""
+    main, waiting = run_on_ranks(_waits_for_the_main_rank, 2)
+    assert (main[0], waiting[0]) == (3, 3)
+    assert "Timed out" in waiting[1]
 
 
 def _fails_on_rank_1(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headway.trainer.result import Status
+from headway.trainer.table import Table
 
 from .runs import Run
 
@@ -17,7 +18,7 @@ class RunResult:
         status: "completed", "stopped", "time_limit" or "interrupted". A failure is raised.
         reason: why, in words.
         metrics: the last value of every metric.
-        history: one dict per completed epoch.
+        history: one dict per completed epoch; `history.columns()` are lists by metric.
         steps, epochs: how far it is.
         attempts: lives of worker groups so far.
         run_dir: where its files lie.
@@ -31,7 +32,7 @@ class RunResult:
     reason: str
     run_dir: str
     metrics: dict[str, float] = field(default_factory=dict)
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: Table = field(default_factory=Table)
     steps: int = 0
     epochs: int = 0
     attempts: int = 0

@@ -6,11 +6,13 @@ from .checkpoint import Checkpoint, CheckpointStore
 from .config import CheckpointConfig, ParallelConfig, TrainerConfig
 from .errors import CheckpointError, ConfigError, DataError, HeadwayError, NonFiniteError, StepError
 from .export import export_pretrained, export_safetensors, load_weights
+from .nested import average_records, map_tensors
 from .progress import Duration, Progress
-from .result import FitResult
+from .result import FitResult, read_history
 from .sketch import Sketch
 from .streams import BatchStream, Stateful
 from .supervised import SupervisedTrainer
+from .table import Table
 from .trackers.base import Tracker
 from .trainer import Trainer
 from .world import World
@@ -34,13 +36,17 @@ __all__ = [
     "Stateful",
     "StepError",
     "SupervisedTrainer",
+    "Table",
     "Tracker",
     "Trainer",
     "TrainerConfig",
     "World",
+    "average_records",
     "export_pretrained",
     "export_safetensors",
     "load_weights",
+    "map_tensors",
     "optimizers",
+    "read_history",
     "schedules",
 ]

@@ -262,6 +262,7 @@ class Loop:
         if self._evaluations.due(progress, ended="epochs"):
             self._evaluate()
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
+        self.recorder.epoch(metrics)
         trainer.callbacks.on_epoch_end(trainer, metrics)
         self._save_if_best()
         if self._checkpoints.due(progress, ended="epochs"):

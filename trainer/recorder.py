@@ -13,6 +13,7 @@ import torch
 
 from .metrics import MeanMetrics
 from .progress import Duration
+from .result import PER_EPOCH
 from .streams import GlobalBatch
 from .trackers.base import RunInfo, Tracker, TrackerList
 from .update import Update
@@ -135,6 +136,11 @@ class Recorder:
         """Logs the result of an evaluation."""
         self._trainer.history.add_evaluation(metrics)
         self._log(metrics)
+
+    def epoch(self, metrics: Mapping[str, float]) -> None:
+        """Logs the means over an epoch: `read_history` finds them. They have a hook of their own."""
+        means = {f"{PER_EPOCH}{name}": value for name, value in metrics.items() if name not in ("epoch", "step")}
+        self.trackers.log(means, step=self._trainer.progress.step, epoch=self._trainer.progress.epoch)
 
     def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
         """Gives images to the trackers."""

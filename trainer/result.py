@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .streams import Guarantee
+from .table import Table
+from .trackers.jsonl import read_records
 
 Status = Literal["completed", "stopped", "time_limit", "interrupted", "failed"]
 
@@ -21,8 +24,9 @@ class FitResult:
             "interrupted" by a signal.
         reason: why, in words.
         metrics: the last value of every metric, by its name in the log.
-        history: one dict per completed epoch: "epoch" (from 1), "step", the means of the training metrics over the
-            epoch and the last evaluation in it.
+        history: one dict per completed epoch, over all attempts: "epoch" (from 1), "step", the means of the training
+            metrics over the epoch and the last evaluation in it. `history.columns()` are lists by metric, one value per
+            epoch.
         steps: optimizer updates, over all attempts.
         epochs: completed passes over the data.
         last_checkpoint: path of the newest checkpoint, from which a resumed run goes on.
@@ -38,7 +42,7 @@ class FitResult:
     status: Status
     reason: str
     metrics: dict[str, float]
-    history: list[dict[str, float]]
+    history: Table
     steps: int
     epochs: int
     last_checkpoint: str | None = None
@@ -47,6 +51,28 @@ class FitResult:
     best_step: int | None = None
     resumed_from: str | None = None
     data_guarantee: Guarantee = "none"
+
+
+def read_history(path: str | os.PathLike[str]) -> Table:
+    """Reads the history of a run from its `metrics.jsonl`: what `FitResult.history` is, also while the run goes on.
+
+    Args:
+        path: of the file, or an fsspec URI; no file is an empty history.
+
+    Example:
+        >>> read_history("runs/digits/metrics.jsonl") == result.history
+        True
+    """
+    rows = Table()
+    for record in read_records(path):
+        means = {name.removeprefix(PER_EPOCH): value for name, value in record.items() if name.startswith(PER_EPOCH)}
+        if means:
+            rows.append({"epoch": float(record["epoch"]), "step": float(record["step"]), **means})
+    return rows
+
+
+PER_EPOCH = "per_epoch/"
+"""What the names of the means over an epoch begin with in the log."""
 
 
 @dataclass(slots=True)

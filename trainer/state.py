@@ -23,6 +23,7 @@ from .recorder import Recorder, as_plain
 from .result import FitResult, Status
 from .rng import RngState
 from .streams import BatchStream, Stateful
+from .table import Table
 from .update import Update
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class RunState:
             status=status,
             reason=reason,
             metrics=dict(trainer.history.latest),
-            history=list(trainer.history.epochs),
+            history=Table(trainer.history.epochs),
             steps=trainer.progress.step,
             epochs=trainer.progress.epoch,
             last_checkpoint=kept[-1].path if kept else None,

@@ -29,7 +29,7 @@ ALLOWED = {
 ALLOWED_INSIDE_FUNCTIONS = {
     # torch depends on fsspec; a run that stays on this machine does not pay for the import, nor one without an export.
     # torchao is asked for by name, in the config, and need not be there.
-    "trainer": {"fsspec", "safetensors", "torchao"},
+    "trainer": {"fsspec", "pandas", "safetensors", "torchao"},
     "datasets": set(),
     "orchestrator": set(),
 }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from headway.trainer.nested import batch_size, map_tensors, move
+from headway.trainer.nested import average_records, batch_size, map_tensors, move
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -81,3 +83,50 @@ def test_tensors_change_and_the_rest_stays(nested: Any) -> None:
 )
 def test_rows_are_those_of_the_first_tensor_that_has_any(nested: Any, rows: int) -> None:
     assert batch_size(nested) == rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: torch.Tensor
+    inner: Pair
+
+
+def test_kinds_that_are_hard_to_make_stay_what_they_are() -> None:
+    nested = Slotted(ONE, Pair(torch.Size([2, 3]), {"a": (TWO, np.ones(2))}))
+    doubled = map_tensors(lambda tensor: tensor * 2, nested)
+    assert type(doubled) is Slotted
+    assert doubled.inner.x == torch.Size([2, 3])
+    assert doubled.x.sum() == 12
+    assert doubled.inner.y["a"][0].sum() == 6
+    assert doubled.inner.y["a"][1] is nested.inner.y["a"][1]
+    largest = map_tensors(lambda tensor: tensor + 1, torch.tensor([1.0, 5.0]).max(0))
+    assert type(largest) is torch.return_types.max
+    assert largest.values == 6
+
+
+def test_records_are_averaged_by_weight_nested_and_with_keys_missing() -> None:
+    records = [
+        {"loss": 1.0, "top": {"1": torch.tensor(0.5), "5": 1}, "name": "cat", "only": np.float32(3.0)},
+        {"loss": torch.tensor([4.0]), "top": {"1": 2.0}, "name": "dog", "shape": torch.ones(2)},
+        {},
+    ]
+    assert average_records(records, weights=[2, 1, 7]) == {"loss": 2.0, "top": {"1": 1.0, "5": 1.0}, "only": 3.0}
+    assert average_records(records)["loss"] == 2.5
+    assert average_records([]) == {}
+    assert records[0]["name"] == "cat"
+
+
+def test_nan_in_a_record_is_in_the_mean_unless_it_is_excluded() -> None:
+    records = [{"a": 1.0, "b": math.nan}, {"a": math.nan, "b": math.nan}, {"a": 4.0}]
+    assert math.isnan(average_records(records)["a"])
+    means = average_records(records, weights=[1, 5, 2], exclude_nan=True)
+    assert means["a"] == 3.0
+    assert math.isnan(means["b"])
+    assert average_records(records, weights=[1, 0, 2])["a"] == 3.0
+
+
+def test_records_that_cannot_be_averaged_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 records need as many weights, and there are 1"):
+        average_records([{}, {}], weights=[1.0])
+    with pytest.raises(ValueError, match="'top' is a dict in some records and a number in others"):
+        average_records([{"top": 1.0}, {"top": {"1": 2.0}}])

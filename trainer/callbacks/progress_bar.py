@@ -125,9 +125,9 @@ class Pace:
 
     Example:
         >>> pace = Pace()
-        >>> pace.left_s({"step": 50, "attempt": 1, "step_s": 0.2}, total_steps=100)
-        >>> pace.left_s({"step": 60, "attempt": 1, "step_s": 0.1}, total_steps=100)
-        4.0
+        >>> pace.left_s({"step": 1, "attempt": 1}, total_steps=100)
+        >>> pace.left_s({"step": 50, "attempt": 1, "step_s": 0.5}, total_steps=100)
+        25.0
     """
 
     def __init__(self) -> None:

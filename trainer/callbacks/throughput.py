@@ -56,7 +56,7 @@ class Throughput(Callback):
     for 6N.
 
     Example:
-        >>> trainer = Gpt(config, callbacks=[Throughput()])
+        >>> trainer = Digits(config, callbacks=[Throughput()])
     """
 
     def __init__(self, *, peak_flops: float | None = None) -> None:

@@ -1,0 +1,99 @@
+"""What is in a model: parameters, how many of them are trained, and the memory that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..memory import human_bytes
+from ..parallel import unwrap
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class ModelSummary(Callback):
+    """Prints a table of every model once, when training begins.
+
+    Attributes:
+        text: what was printed.
+
+    Example:
+        >>> trainer = Digits(config, callbacks=[ModelSummary()])
+    """
+
+    text = ""
+
+    def on_fit_start(self, trainer: Trainer[Any]) -> None:
+        """Prints."""
+        tables = [model_summary(model, name=name) for name, model in trainer.models.items()]
+        self.text = "\n\n".join(tables)
+        trainer.print(self.text)
+
+
+def model_summary(model: nn.Module, *, name: str = "model") -> str:
+    """Writes a table of a model's modules at the top: class, parameters, those that are trained, bytes with buffers.
+
+    The numbers are those of the whole model, on the meta device, sharded or not. A weight that several modules share
+    is counted in the first of them.
+
+    Args:
+        model: wrapped and compiled or not.
+        name: what the model is called.
+
+    Example:
+        >>> print(model_summary(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))))
+        model  class       parameters  trained  bytes
+        0      Linear              20       20   80 B
+        1      Linear               5        5   20 B
+        total  Sequential          25       25  100 B
+    """
+    module = unwrap(model)
+    seen: set[int] = set()
+    rows = [_row("(itself)", module, [*module.parameters(recurse=False), *module.buffers(recurse=False)], seen)]
+    rows = rows if rows[0].bytes else []
+    for child_name, child in module.named_children():
+        rows.append(_row(child_name, unwrap(child), [*child.parameters(), *child.buffers()], seen))
+    sums = (sum(getattr(row, column) for row in rows) for column in ("parameters", "trained", "bytes"))
+    rows.append(_Row("total", _kind(module), *sums))
+    cells = [(name, "class", "parameters", "trained", "bytes")]
+    cells += [(r.name, r.kind, f"{r.parameters:,}", f"{r.trained:,}", human_bytes(r.bytes)) for r in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        f"{line[0]:{widths[0]}}  {line[1]:{widths[1]}}  "
+        + "  ".join(f"{cell:>{width}}" for cell, width in zip(line[2:], widths[2:], strict=True))
+        for line in cells
+    )
+
+
+class _Row(NamedTuple):
+    name: str
+    kind: str
+    parameters: int
+    trained: int
+    bytes: int
+
+
+def _row(name: str, module: nn.Module, tensors: Iterable[torch.Tensor], seen: set[int]) -> _Row:
+    """Counts what has not been seen; a sharded tensor counts as a whole."""
+    new = {id(each): each for each in tensors if id(each) not in seen}.values()
+    seen.update(map(id, new))
+    parameters = [each for each in new if isinstance(each, nn.Parameter)]
+    return _Row(
+        name,
+        _kind(module),
+        sum(each.numel() for each in parameters),
+        sum(each.numel() for each in parameters if each.requires_grad),
+        sum(each.numel() * each.element_size() for each in new),
+    )
+
+
+def _kind(module: nn.Module) -> str:
+    name = type(module).__name__
+    # FSDP2 makes a class of its own out of that of each module that it shards.
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

@@ -10,7 +10,6 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .checkpoint import Checkpoint
 from .errors import ConfigError, DataError
@@ -22,6 +21,7 @@ from .recorder import Recorder
 from .requests import Requests, StopStatus
 from .result import FitResult
 from .rng import RngState
+from .scheduling import follow_evaluation, schedulers_at
 from .state import RunState
 from .streams import BatchStream, GlobalBatch
 from .update import Update, Weight
@@ -70,6 +70,7 @@ class Loop:
         )
         self.in_doubt = False
         self._step_timeout = config.parallel.step_timeout
+        self._is_running = False
         self._stopped: StopStatus | None = None
         self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
@@ -99,14 +100,18 @@ class Loop:
                 # The attempt before was told to stop just when it was due.
                 self._evaluate()
             self._heed()
-            reason = self._why_it_ends()
-        while reason is None:
-            self.train_epoch()
-            reason = self._why_it_ends()
+            reason = self.why_it_ends()
+        if reason is None:
+            self._is_running = True
+            try:
+                self._trainer.loop()
+            finally:
+                self._is_running = False
+            reason = self.why_it_ends() or "loop() has returned"
         self._finish()
         self._requests.close()
         # Asked again: a stop may have cut the last evaluation short.
-        return self._state.result(self._stopped or "completed", self._why_it_ends() or reason, resumed_from)
+        return self._state.result(self._stopped or "completed", self.why_it_ends() or reason, resumed_from)
 
     def train_epoch(self) -> dict[str, float]:
         """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
@@ -135,9 +140,14 @@ class Loop:
         return metrics
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Makes one update and returns its metrics."""
-        self._advance(batch)
-        return self._flush()
+        """Makes one update of a batch that is none of the epoch's, and returns its metrics.
+
+        Inside `run` it does what is due as well, and returns metrics only where these are due.
+        """
+        applied = self._advance(batch, of_epoch=False)
+        if not self._is_running:
+            return self._flush()
+        return self._do_what_is_due(applied=applied)
 
     def initialise(self) -> None:
         """Takes the weights that the config begins with, for what is called without `run`."""
@@ -189,7 +199,7 @@ class Loop:
             self._stop(self._requests.agree_now().stop or "stopped")
         generators.load_state_dict(before)
 
-    def _advance(self, batch: GlobalBatch) -> bool:
+    def _advance(self, batch: GlobalBatch, *, of_epoch: bool = True) -> bool:
         """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
         progress = self._progress
         refusal = self.update(batch)
@@ -198,8 +208,9 @@ class Loop:
             self._step_timeout = None
         # A stream that cannot tell has as many samples on every rank, as near as anybody knows.
         samples = batch.global_num_samples or sum(batch.num_samples) * self._world.size
-        progress.step_in_epoch += 1
-        progress.offset += samples
+        if of_epoch:
+            progress.step_in_epoch += 1
+            progress.offset += samples
         if refusal is not None:
             # What was saved at this step stands before the batch that was skipped.
             self._state.last_saved_step = None
@@ -211,17 +222,16 @@ class Loop:
         self._trainer.callbacks.on_step_end(self._trainer)
         return True
 
-    def _do_what_is_due(self, *, applied: bool) -> None:
-        """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update.
+    def _do_what_is_due(self, *, applied: bool) -> dict[str, float]:
+        """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update. Returns what it logs.
 
         What comes every so many updates has been done already where the last one was not applied.
         """
         progress, agreed = self._progress, self._requests.agree()
-        if applied and self._logs.due(progress, ended="steps"):
-            self._flush()
+        record = self._flush() if applied and self._logs.due(progress, ended="steps") else {}
         if agreed.stop:
             self._stop(agreed.stop)
-            return
+            return record
         if agreed.evaluate or (applied and self._evaluations.due(progress, ended="steps")):
             self._evaluate()
             self._heed()
@@ -237,6 +247,7 @@ class Loop:
             if self._checkpoints.due_by_clock(elapsed_s):
                 self._checkpoints.done(elapsed_s)
                 self._requests.save()
+        return record
 
     def _flush(self) -> dict[str, float]:
         """Logs the interval since the last time, and warns once of a loss that poisons nothing but the log."""
@@ -254,10 +265,8 @@ class Loop:
         progress, trainer = self._progress, self._trainer
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0
-        if trainer.scheduler_interval == "epoch":
-            for scheduler in trainer.schedulers.values():
-                if not isinstance(scheduler, ReduceLROnPlateau):
-                    scheduler.step()
+        for scheduler in schedulers_at(trainer, "epoch"):
+            scheduler.step()
         self._flush()
         if self._evaluations.due(progress, ended="epochs"):
             self._evaluate()
@@ -297,13 +306,7 @@ class Loop:
         if metrics:
             self.recorder.evaluation(metrics)
             self._best_is_unsaved = self._state.judge(metrics) and self._config.checkpoint.save_best
-        for scheduler in self._trainer.schedulers.values():
-            # What had no data says nothing of the model either.
-            if isinstance(scheduler, ReduceLROnPlateau) and metrics:
-                monitor = self._trainer.scheduler_monitor
-                if monitor not in metrics:
-                    raise ConfigError(f"scheduler_monitor is {monitor!r}, but an evaluation gives {', '.join(metrics)}")
-                scheduler.step(metrics[monitor])
+            follow_evaluation(self._trainer, metrics)
 
     def _save_unless_saved(self) -> None:
         if self._trainer.run_dir is not None and self._state.last_saved_step != self._progress.step:
@@ -329,7 +332,8 @@ class Loop:
         if self._config.checkpoint.at_end:
             self._save_unless_saved()
 
-    def _why_it_ends(self) -> str | None:
+    def why_it_ends(self) -> str | None:
+        """Returns why the run is to end here, or None if it is to go on; equal on every rank."""
         return self._requests.stop_reason if self._stopped else self._reached_limit()
 
     def _reached_limit(self) -> str | None:

@@ -31,6 +31,7 @@ from .recorder import Meter, as_plain
 from .requests import Requests, StopStatus
 from .result import FitResult, History, Status
 from .rng import seed_everything
+from .scheduling import Interval, check_intervals
 from .signals import stop_on_signals
 from .sketch import Sketch, sketch_of
 from .state import COMPONENTS
@@ -58,7 +59,7 @@ class Trainer(OwnHooks, Generic[C]):
         │  └─ configure_optimizers                                                    on_setup_end
         ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
         ├─ on_fit_start
-        ├─ until max_epochs, max_steps or a request to stop:                          on_epoch_start
+        ├─ loop(): until max_epochs, max_steps or a request to stop                   on_epoch_start
         │  ├─ for each global batch                                (update.py)        on_step_start
         │  │  ├─ for each micro-batch of this rank                                    on_batch_start
         │  │  │     training_step, backward; gradients meet at the last one           on_batch_end
@@ -109,11 +110,14 @@ class Trainer(OwnHooks, Generic[C]):
         20
     """
 
-    scheduler_interval: Literal["step", "epoch"] = "step"
-    """Whether schedulers move after every update or every epoch; a `ReduceLROnPlateau` follows `scheduler_monitor`."""
+    scheduler_interval: Interval | Mapping[str, Interval] = "step"
+    """Whether schedulers move after every update ("step"), "epoch" or "evaluation"; or a dict of these by their names.
 
-    scheduler_monitor: str = "validation/loss"
-    """The metric that a `ReduceLROnPlateau` gets after every evaluation."""
+    A `ReduceLROnPlateau` always moves after evaluations, by the value of `scheduler_monitor`.
+    """
+
+    scheduler_monitor: str | Mapping[str, str] = "validation/loss"
+    """The metric that a `ReduceLROnPlateau` gets after every evaluation; or a dict of these by their names."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -240,6 +244,16 @@ class Trainer(OwnHooks, Generic[C]):
         """Returns the same for a token; where neither is known, it is estimated from the number of parameters."""
         return None
 
+    def loop(self) -> None:
+        """Trains until `should_stop`, epoch by epoch. Override it to train in another order.
+
+        `fit` calls it when everything is set up and restored, unless there is nothing left to do, and evaluates and
+        saves afterwards. Call `train_epoch` and `train_step` in it, which log, evaluate, save and stop when that is due
+        or asked for; on every rank the same.
+        """
+        while not self.should_stop:
+            self.train_epoch()
+
     def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
         """Returns the callbacks of every run of this class."""
         return ()
@@ -278,6 +292,11 @@ class Trainer(OwnHooks, Generic[C]):
         in_epoch = min((each for each in (config.steps_per_epoch, in_data) if each is not None), default=None)
         by_epochs = config.max_epochs * in_epoch if config.max_epochs and in_epoch else None
         return min((each for each in (config.max_steps, by_epochs) if each is not None), default=None)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a limit is reached or all ranks have agreed to stop, and `loop` is to return. Equal on every rank."""
+        return self._loop.why_it_ends() is not None
 
     @property
     def is_accumulating_gradients(self) -> bool:
@@ -461,7 +480,11 @@ class Trainer(OwnHooks, Generic[C]):
         return self._loop.train_epoch()
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Makes one update from one batch of this rank and returns its metrics. Every rank must call this."""
+        """Makes one update from one batch of this rank and returns its metrics. Every rank must call this.
+
+        Inside `loop` it also does what is due, and returns metrics when `log_every` is due, otherwise nothing. The
+        batch is none of the epoch's: the position in the training data stays.
+        """
         self.setup()
         self._loop.initialise()
         rows = batch_size(batch)
@@ -601,6 +624,7 @@ class Trainer(OwnHooks, Generic[C]):
         self.configure_optimizers()
         self.optimizers = self._attributes(Optimizer)
         self.schedulers = self._attributes(LRScheduler)
+        check_intervals(self)
         if not self.optimizers:
             raise ConfigError(f"configure_optimizers() of {type(self).__name__} set no optimizer: self.optimizer = ...")
 

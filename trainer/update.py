@@ -16,7 +16,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .blame import Suspects
 from .errors import StepError
@@ -26,6 +25,7 @@ from .nested import move
 from .nonfinite import Arrival, NonFiniteGuard, can_skip, skipping
 from .parallel import whole, without_gradient_sync
 from .precision import autocast, loss_scaler, without_autocast
+from .scheduling import schedulers_at
 from .streams import GlobalBatch
 from .turns import Turns
 
@@ -67,8 +67,7 @@ class Update:
         self._config = trainer.config
         self._world = trainer.world
         self._models = trainer.models
-        by_step = trainer.schedulers.values() if trainer.scheduler_interval == "step" else ()
-        self._schedulers = [each for each in by_step if not isinstance(each, ReduceLROnPlateau)]
+        self._schedulers = schedulers_at(trainer, "step")
         self._optimizers = list(trainer.optimizers.values())
         self._group_names = _group_names(trainer.optimizers)
         self._norm_groups = norm_groups(trainer.models, trainer.config.grad_norm_groups)

@@ -1,0 +1,118 @@
+"""Loops of one's own: the same services, counters and endings as the loop that is there; schedulers at their time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+from headway.trainer import CheckpointConfig, ConfigError, World
+from tests.distributed import run_on_ranks
+from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer
+
+ALONE = World.alone("cpu")
+
+
+def _config(**changes: Any) -> TinyConfig:
+    """Four updates in an epoch."""
+    return TinyConfig(**{"num_rows": 32, "max_steps": 10, "evaluate_every": None, **changes})
+
+
+class Alternates(TinyTrainer):
+    """One epoch of the training data, then two batches of something else, and so on."""
+
+    def loop(self) -> None:
+        other = DataLoader(Rows(100), batch_size=5, sampler=range(90, 100))
+        self.returned: list[dict[str, float]] = []
+        while not self.should_stop:
+            self.train_epoch()
+            for batch in other:
+                if not self.should_stop:
+                    self.returned.append(self.train_step(batch))
+
+
+def test_a_loop_of_ones_own_has_all_services_G9(tmp_path: Path) -> None:
+    losses = Losses()
+    config = _config(log_every="5 steps", evaluate_every="3 steps", checkpoint=CheckpointConfig(every="4 steps"))  # type: ignore[arg-type]
+    trainer = Alternates(config, run_dir=tmp_path, world=ALONE, callbacks=[losses])
+    result = trainer.fit()
+    assert (result.status, result.reason, result.steps, result.epochs) == ("completed", "max_steps=10 reached", 10, 2)
+    assert list(losses.of("train/loss")) == [4, 5, 10]
+    assert list(losses.of("validation/loss")) == [3, 6, 9, 10]
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
+    assert [sorted(each)[-1:] for each in trainer.returned] == [["train/loss"], []]
+    assert [rows for step, rows in trainer.seen if step in (4, 5)] == [[90, 91, 92, 93, 94], [95, 96, 97, 98, 99]]
+    # What is none of the epoch's does not move the place in it: the second epoch is whole.
+    assert sorted(row for step, rows in trainer.seen if step >= 6 for row in rows) == list(range(32))
+
+
+def test_a_loop_of_ones_own_stops_and_goes_on(tmp_path: Path) -> None:
+    first = Alternates(_config(), run_dir=tmp_path, world=ALONE, callbacks=[StopAt(5)])
+    assert (first.fit().status, first.global_step) == ("interrupted", 5)
+    second = Alternates(_config(), run_dir=tmp_path, world=ALONE)
+    assert second.fit().steps == 10
+    whole = [rows for step, rows in second.seen if 5 <= step < 9]
+    assert sorted(row for rows in whole for row in rows) == list(range(32))
+
+
+def test_a_loop_may_return_early() -> None:
+    class Once(TinyTrainer):
+        def loop(self) -> None:
+            self.train_epoch()
+
+    result = Once(_config(), world=ALONE).fit()
+    assert (result.status, result.reason, result.steps) == ("completed", "loop() has returned", 4)
+    assert result.metrics["validation/loss"] > 0
+
+
+def _on_ranks(world: World) -> tuple[int, str, list[int]]:
+    stops = [StopAt(5)] if world.rank == 1 else []
+    trainer = Alternates(_config(global_batch_size=8), world=world, callbacks=stops)
+    result = trainer.fit()
+    return result.steps, result.status, [step for step, _ in trainer.seen]
+
+
+def test_ranks_leave_a_loop_of_ones_own_together() -> None:
+    one, two = run_on_ranks(_on_ranks, 2)
+    assert one == two
+    assert one[:2] == (6, "interrupted")
+
+
+# ---- Schedulers ----------------------------------------------------------------------------------------------------
+
+
+class Several(TinyTrainer):
+    scheduler_interval = {"b": "epoch", "c": "evaluation"}  # noqa: RUF012
+    scheduler_monitor = {"d": "validation/accuracy"}  # noqa: RUF012
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.a, self.b, self.c = (StepLR(self.optimizer, 1000) for _ in range(3))
+        self.d = ReduceLROnPlateau(self.optimizer, mode="max")
+
+
+def test_each_scheduler_moves_at_its_own_time_H2() -> None:
+    trainer = Several(_config(max_steps=12, evaluate_every="2 steps"), world=ALONE)
+    trainer.fit()
+    assert [each.last_epoch for each in (trainer.a, trainer.b, trainer.c, trainer.d)] == [12, 3, 6, 6]
+    assert 0 <= trainer.d.best <= 1
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("scheduler_interval", {"z": "step"}, "scheduler_interval names z; the schedulers are a, b, c, d"),
+        ("scheduler_monitor", {"z": "x"}, "scheduler_monitor names z"),
+        ("scheduler_interval", "batch", "one of step, epoch, evaluation, not 'batch'"),
+        ("scheduler_interval", {"a": "never"}, "not 'never'"),
+    ],
+)
+def test_a_time_that_never_comes_is_refused(attribute: str, value: Any, message: str) -> None:
+    trainer = Several(_config(), world=ALONE)
+    setattr(trainer, attribute, value)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit()

@@ -6,6 +6,7 @@ from .checkpoint import Checkpoint, CheckpointStore
 from .config import CheckpointConfig, ParallelConfig, TrainerConfig
 from .errors import CheckpointError, ConfigError, DataError, HeadwayError, NonFiniteError, StepError
 from .export import export_pretrained, export_safetensors, load_weights
+from .histogram import Histogram, histograms
 from .nested import average_records, map_tensors
 from .progress import Duration, Progress
 from .result import FitResult, read_history
@@ -29,6 +30,7 @@ __all__ = [
     "Duration",
     "FitResult",
     "HeadwayError",
+    "Histogram",
     "NonFiniteError",
     "ParallelConfig",
     "Progress",
@@ -44,6 +46,7 @@ __all__ = [
     "average_records",
     "export_pretrained",
     "export_safetensors",
+    "histograms",
     "load_weights",
     "map_tensors",
     "optimizers",

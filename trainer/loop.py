@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Collection, Generator, Mapping
-from contextlib import closing
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .checkpoint import Checkpoint
 from .errors import ConfigError, DataError
-from .evaluation import Evaluation
+from .evaluation import Evaluation, evaluating
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
+from .precision import autocast
 from .progress import Schedule
 from .recorder import Recorder
 from .requests import Requests, StopStatus
@@ -163,6 +164,16 @@ class Loop:
         return self._run_evaluation(
             Evaluation(self._trainer, sets, self._requests, max_batches=self._config.evaluate_batches)
         )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the models as they are in an evaluation, and the time left out."""
+        with (
+            self.recorder.paused(),
+            evaluating(self._trainer),
+            autocast(self._config.precision, self._trainer.device),
+        ):
+            yield
 
     def log(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
         """Takes in a number that a step logs by itself."""

@@ -91,6 +91,7 @@ class Recorder:
     def paused(self) -> Iterator[None]:
         """Leaves what happens inside out of the throughput."""
         began_s = time.perf_counter()
+        self._trainer.progress.elapsed_s = self.elapsed_s()  # a checkpoint is written in here
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from .evaluation_metrics import EvaluationMetrics
 from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
 from .float8 import check_float8, convert_to_float8
 from .freezing import freeze
+from .histogram import Histogram
 from .loaders import LoadedBatch, as_stream
 from .loop import Loop
 from .memory import explain, is_out_of_memory
@@ -285,6 +286,11 @@ class Trainer(OwnHooks, Generic[C]):
         return self.progress.micro_batches
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds inside `fit` over all attempts, up to now."""
+        return self._loop.recorder.elapsed_s()
+
+    @property
     def total_steps(self) -> int | None:
         """Updates of the whole run, as far as the config and the data tell; None where nobody knows."""
         config = self.config
@@ -339,6 +345,22 @@ class Trainer(OwnHooks, Generic[C]):
                 use a collective, and what it returns must be equal on every rank.
         """
         self._loop.recorder.meters.append(meter)
+
+    def log_text(self, texts: Mapping[str, str]) -> None:
+        """Gives texts by name to the trackers that take them. Every rank may; the main rank's count."""
+        self._loop.recorder.trackers.log_text(texts, step=self.progress.step)
+
+    def log_histograms(self, histograms: Mapping[str, Histogram]) -> None:
+        """Gives histograms by name to the trackers that take them. Every rank may; the main rank's count."""
+        self._loop.recorder.trackers.log_histograms(histograms, step=self.progress.step)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context for whatever looks at the models in training, as samples do: they are as in an evaluation.
+
+        In evaluation mode, without gradients, in the precision of the config, with averages where an evaluation has
+        them, and as before at the end; the time is left out of the throughput. Every rank must enter it.
+        """
+        return self._loop.evaluating()
 
     def print(self, text: str) -> None:
         """Prints once, from the main rank, where the person is looking: also when this rank is on another machine."""

@@ -104,7 +104,7 @@ def test_what_training_gives_is_judged_at_every_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "message"),
     [
-        ("validation/accuracy", r"watches 'validation/accuracy', which is not logged; there is validation/loss$"),
+        ("validation/accuracy", r"watches 'validation/accuracy', which is not logged; there is validation/loss"),
         ("loss", r"which is not logged; there is .*train/loss"),
     ],
 )

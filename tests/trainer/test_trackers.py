@@ -20,6 +20,7 @@ import fsspec
 import pytest
 import torch
 
+from headway.trainer import World, histograms
 from headway.trainer.errors import ConfigError
 from headway.trainer.trackers import (
     ConsoleTracker,
@@ -494,6 +495,25 @@ def test_tensorboard_hides_what_a_rewind_has_taken_back_F6(tmp_path: Path) -> No
     tracker.finish("completed")
 
 
+def test_tensorboard_takes_texts_as_they_are_and_histograms(tmp_path: Path) -> None:
+    values = torch.tensor([-1.0, 0.0, 0.5, 3.0])
+    tracker = TensorBoardTracker()
+    tracker.start(run_info(tmp_path), step=0)
+    tracker.log_text({"poem": "# no title\nbut *this*"}, step=3)
+    tracker.log_histograms(histograms({"weights": values}, World.alone("cpu"), bins=4), step=3)
+    tracker.finish("completed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0, "histograms": 0})
+    events.Reload()
+    (text,) = events.Tensors("poem/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == "    # no title\n    but *this*\n"
+    (event,) = events.Histograms("weights")
+    found = event.histogram_value
+    assert (event.step, found.min, found.max, found.num, found.sum) == (3, -1.0, 3.0, 4.0, 2.5)
+    assert [count for count in found.bucket if count] == [1.0, 2.0, 1.0]
+
+
 def wandb_history(folder: Path) -> list[dict[str, Any]]:
     """Reads the history of all offline runs: 7 bytes, then LevelDB's log of records, in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
@@ -528,6 +548,8 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
             tracker.log({"train/loss": float(step)}, step=step, epoch=0)
             tracker.log({"validation/loss": 2.0 * step}, step=step, epoch=0)
         tracker.log_images({"image": torch.rand(3, 4, 5), "byte": torch.zeros(1, 4, 5, dtype=torch.uint8)}, step=step)
+        tracker.log_text({"poem": "<b>no tag"}, step=step)
+        tracker.log_histograms(histograms({"weights": torch.rand(9)}, World.alone("cpu")), step=step)
         tracker.rewind(step - 1)
         tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
         state = tracker.state_dict()
@@ -537,6 +559,9 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
     assert [record["train/loss"] for record in history] == list(range(1, 8))
     assert [record["validation/loss"] for record in history] == [2 * step for step in range(1, 8)]
     assert [record["_step"] for record in history if any(name.startswith("image") for name in record)] == [5, 7]
+    media = [{name.split("/")[0] for name in record} & {"poem", "weights"} for record in history]
+    assert media == [set()] * 4 + [{"poem", "weights"}, set(), {"poem", "weights"}]
+    assert "&lt;b&gt;no tag" in next(iter(tmp_path.glob("wandb/*/files/media/html/poem*"))).read_text()
     assert {record["id"] for record in history} == {state["id"]}
 
     for name, value in {"NAME": "other", "RUN_ID": "abcd1234", "PROJECT": "elsewhere", "MODE": "offline"}.items():
@@ -579,6 +604,7 @@ def test_mlflow_is_one_run_with_every_step_once_and_a_true_status_F6(
             tracker.log({"train/loss": 1.0 / step, "bad": math.nan}, step=step, epoch=0)
             tracker.log({"validation/loss": 2.0 * step}, step=step, epoch=0)
         tracker.log_images({"validation/image": torch.rand(3, 4, 5)}, step=step)
+        tracker.log_text({"poem": f"after {step}"}, step=step)
         tracker.rewind(step - 1)
         tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
         tracker.finish(status)
@@ -593,5 +619,6 @@ def test_mlflow_is_one_run_with_every_step_once_and_a_true_status_F6(
     assert ended.data.params["parallel.strategy"] == "ddp"
     assert ended.data.tags["team"] == "a"
     assert ended.data.tags["headway.status"] == "completed"
+    assert [each.path[-6:-4] for each in client.list_artifacts(run.info.run_id, "texts/poem")] == ["05", "07", "08"]
     images = {image.path.split("+timestamp")[0] for image in client.list_artifacts(run.info.run_id, "images")}
     assert images == {f"images/validation~image+step+{step}" for step in (5, 7, 8)}

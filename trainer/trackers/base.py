@@ -14,6 +14,8 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from ..histogram import Histogram
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
@@ -60,6 +62,12 @@ class Tracker:
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
         """Writes images by name: tensors of shape [channels, height, width], uint8, or floats from 0 to 1."""
+
+    def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Writes texts by name, such as samples of a language model."""
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Writes histograms by name."""
 
     def rewind(self, step: int) -> None:
         """Forgets what was logged after update `step`: a run has gone back to it, and will make those updates again."""
@@ -114,6 +122,18 @@ class TrackerList(Tracker):
         for tracker in self._live:
             with self._guarded(tracker, "log_images"):
                 tracker.log_images(images, step=step)
+
+    def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Gives each the texts."""
+        for tracker in self._live:
+            with self._guarded(tracker, "log_text"):
+                tracker.log_text(texts, step=step)
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Gives each the histograms."""
+        for tracker in self._live:
+            with self._guarded(tracker, "log_histograms"):
+                tracker.log_histograms(histograms, step=step)
 
     def rewind(self, step: int) -> None:
         """Takes each back."""

@@ -83,6 +83,11 @@ class MlflowTracker(ServiceTracker):
         for name, pixels in images.items():
             self._client.log_image(self._id, pixels, key=name, step=step)
 
+    def send_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Sends texts, as files."""
+        for name, text in texts.items():
+            self._client.log_text(self._id, text, f"texts/{name}/step-{step:08d}.txt")
+
     def finish(self, status: str) -> None:
         """Ends the run with MLflow's word for the status."""
         if self._client is not None:

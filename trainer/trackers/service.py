@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ..histogram import Histogram
+
 
 class ServiceTracker(Tracker):
     """Sends the records to a service that can append but take nothing back, so that every step is there once.
@@ -41,6 +43,12 @@ class ServiceTracker(Tracker):
         """Sends images, uint8 of shape [height, width, channels]."""
         raise NotImplementedError
 
+    def send_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Sends texts, where the service takes some."""
+
+    def send_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Sends histograms, where the service takes some."""
+
     def start(self, run: RunInfo, *, step: int) -> None:
         """Joins the run of the earlier attempts, or begins one."""
         self._memory = open_lines(f"{run.run_dir.rstrip('/')}/{self.service}.json") if run.run_dir else None
@@ -63,6 +71,16 @@ class ServiceTracker(Tracker):
         """Sends images, unless their step was."""
         if self.is_new(step):
             self.send_images({name: pixels_HWC(image) for name, image in images.items()}, step=step)
+
+    def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Sends texts, unless their step was."""
+        if self.is_new(step):
+            self.send_text(texts, step=step)
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Sends histograms, unless their step was."""
+        if self.is_new(step):
+            self.send_histograms(histograms, step=step)
 
     def rewind(self, step: int) -> None:
         """Keeps what was sent; the steps that are made again are not sent again."""

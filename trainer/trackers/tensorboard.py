@@ -1,4 +1,4 @@
-"""Records and images for TensorBoard."""
+"""Records, images, texts and histograms for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from .base import RunInfo, Tracker
 
 if TYPE_CHECKING:
     import torch
+
+    from ..histogram import Histogram
 
 
 class TensorBoardTracker(Tracker):
@@ -50,6 +52,30 @@ class TensorBoardTracker(Tracker):
         if self._writer is not None:
             for name, image_CHW in images.items():
                 self._writer.add_image(name, image_CHW, step)
+            self._writer.flush()
+
+    def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Writes texts, as they are: not as Markdown."""
+        if self._writer is not None:
+            for name, text in texts.items():
+                self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)
+            self._writer.flush()
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Writes histograms."""
+        if self._writer is not None:
+            for name, each in histograms.items():
+                self._writer.add_histogram_raw(
+                    name,
+                    min=each.edges[0],
+                    max=each.edges[-1],
+                    num=sum(each.counts),
+                    sum=each.total,
+                    sum_squares=each.total_of_squares,
+                    bucket_limits=each.edges[1:],
+                    bucket_counts=each.counts,
+                    global_step=step,
+                )
             self._writer.flush()
 
     def rewind(self, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from .service import ServiceTracker
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ..histogram import Histogram
 
 _FROM_ENVIRONMENT = {"name": "WANDB_NAME", "dir": "WANDB_DIR", "resume": "WANDB_RESUME"}
 
@@ -63,6 +66,22 @@ class WandbTracker(ServiceTracker):
         import wandb
 
         self._run.log({name: wandb.Image(pixels) for name, pixels in images.items()}, step=step)
+
+    def send_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Sends texts, as they are."""
+        import wandb
+
+        self._run.log({name: wandb.Html(f"<pre>{escape(text)}</pre>") for name, text in texts.items()}, step=step)
+
+    def send_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Sends histograms."""
+        import wandb
+
+        made = {
+            name: wandb.Histogram(np_histogram=(list(each.counts), list(each.edges)))
+            for name, each in histograms.items()
+        }
+        self._run.log(made, step=step)
 
     def finish(self, status: str) -> None:
         """Ends the run, as failed if it failed."""

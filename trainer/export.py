@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,10 @@ from .model_state import plain_state
 from .parallel import unwrap, whole
 from .world import World
 
-T = TypeVar("T")
 
-
-def load_weights(checkpoint_path: str | os.PathLike[str], *, model: str | None = None) -> dict[str, torch.Tensor]:
+def load_weights(
+    checkpoint_path: str | os.PathLike[str], *, model: str | None = None, ema: bool | str = False
+) -> dict[str, torch.Tensor]:
     """Reads the weights and buffers of a checkpoint: for a script without trainer, cluster or GPU.
 
     However many ranks saved it, and however they had spread the model, these are whole tensors on the CPU by the names
@@ -31,18 +31,22 @@ def load_weights(checkpoint_path: str | os.PathLike[str], *, model: str | None =
     Args:
         checkpoint_path: directory or fsspec URI, such as `FitResult.last_checkpoint`.
         model: the name of the trainer's attribute; may be left out where there is one model.
+        ema: True takes the averages of the callback `Ema` in place of the weights that they are of; of several such
+            callbacks, their key says which, such as "Ema/1".
 
     Raises:
-        CheckpointError: it is none, or is damaged.
+        CheckpointError: it is none, is damaged, or has no averages.
         ConfigError: it has several models, or not this one.
 
     Example:
         >>> model.load_state_dict(load_weights(result.last_checkpoint))
         <All keys matched successfully>
     """
-    models = _read(checkpoint_path, "models")
-    state = choose_model(model, models, f"the checkpoint {os.fspath(checkpoint_path)}")
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    where = f"the checkpoint {os.fspath(checkpoint_path)}"
+    parts = _read(checkpoint_path, ("models", "callbacks") if ema else ("models",))
+    name = choose_model(model, parts["models"], where)
+    weights = {key: value for key, value in parts["models"][name].items() if isinstance(value, torch.Tensor)}
+    return _averaged(weights, name, parts["callbacks"], "Ema/0" if ema is True else ema, where) if ema else weights
 
 
 def export_safetensors(
@@ -50,6 +54,7 @@ def export_safetensors(
     file: str | os.PathLike[str],
     *,
     model: str | None = None,
+    ema: bool | str = False,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Writes the weights of a checkpoint to one safetensors file: as `load_weights`, with a cast on request.
@@ -60,6 +65,7 @@ def export_safetensors(
         checkpoint_path: directory or fsspec URI.
         file: path or fsspec URI; a file that exists is replaced at once.
         model: the name of the trainer's attribute; may be left out where there is one model.
+        ema: as in `load_weights`.
         dtype: of the floating-point tensors in the file; by default as saved.
 
     Raises:
@@ -71,7 +77,7 @@ def export_safetensors(
         >>> model.load_state_dict(load_file("digits.safetensors"))
         <All keys matched successfully>
     """
-    weights = load_weights(checkpoint_path, model=model)
+    weights = load_weights(checkpoint_path, model=model, ema=ema)
     write_safetensors(cast(weights, dtype), os.fspath(file))
 
 
@@ -81,6 +87,7 @@ def export_pretrained(
     module: nn.Module,
     *,
     model: str | None = None,
+    ema: bool | str = False,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Writes the weights of a checkpoint as a Hugging Face folder, which `from_pretrained` reads.
@@ -90,6 +97,7 @@ def export_pretrained(
         folder: a local path; made if it is not there.
         module: of the class that was trained, with its config; its own weights do not matter, it may be on "meta".
         model: the name of the trainer's attribute; may be left out where there is one model.
+        ema: as in `load_weights`.
         dtype: of the floating-point tensors; by default as saved.
 
     Raises:
@@ -100,7 +108,7 @@ def export_pretrained(
             f"{type(module).__name__} has no save_pretrained, as the models of Hugging Face have: take "
             "export_safetensors(checkpoint_path, file)"
         )
-    weights = load_weights(checkpoint_path, model=model)
+    weights = load_weights(checkpoint_path, model=model, ema=ema)
     write_pretrained(module, cast(weights, dtype), folder, config={})
 
 
@@ -164,8 +172,8 @@ def cast(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict
     return {name: done[id(tensor)] for name, tensor in weights.items()}
 
 
-def choose_model(name: str | None, models: Mapping[str, T], where: str) -> T:
-    """Returns the model of that name, or the only one.
+def choose_model(name: str | None, models: Mapping[str, object], where: str) -> str:
+    """Returns the name, or that of the only model.
 
     Raises:
         ConfigError: there are several, or not this one.
@@ -174,7 +182,26 @@ def choose_model(name: str | None, models: Mapping[str, T], where: str) -> T:
         raise ConfigError(f"{where} has several models: say which by model=, one of {', '.join(models)}")
     if name is not None and name not in models:
         raise ConfigError(f"{where} has no model {name!r}; it has {', '.join(models)}")
-    return models[name] if name is not None else next(iter(models.values()))
+    return name if name is not None else next(iter(models))
+
+
+def _averaged(
+    weights: Mapping[str, torch.Tensor], model: str, callbacks: Mapping[str, Any], key: str, where: str
+) -> dict[str, torch.Tensor]:
+    """The weights with the averages that a callback `Ema` has of them."""
+    if key not in callbacks:
+        there = [name for name in callbacks if name.startswith("Ema/")]
+        raise CheckpointError(f"{where} has no averages {key!r}; it has {', '.join(there) or 'none'}")
+    if not callbacks[key]["has_begun"]:
+        raise CheckpointError(f"{where} was saved before the averages {key!r} began: take a later one, or ema=False")
+    averages: Mapping[str, torch.Tensor] = callbacks[key]["averages"].get(model, {})
+    averaged = {**weights, **averages}
+    # A tied weight is saved under each of its names, equal to the bit, and averaged under the first.
+    for first, average in averages.items():
+        for name in weights.keys() - averages.keys():
+            if weights[name].shape == average.shape and torch.equal(weights[name], weights[first]):
+                averaged[name] = average
+    return averaged
 
 
 class _Taken:
@@ -190,12 +217,12 @@ class _Taken:
         self.state = state
 
 
-def _read(checkpoint_path: str | os.PathLike[str], part: str) -> dict[str, Any]:
+def _read(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) -> dict[str, dict[str, Any]]:
     checkpoint = read_checkpoint(checkpoint_path)
-    taken = _Taken()
+    taken = {part: _Taken() for part in parts}
     store = CheckpointStore(os.path.dirname(checkpoint.path), world=World.alone("cpu"))
-    store.load({part: taken}, rank_parts={}, checkpoint=checkpoint)
-    return taken.state
+    store.load(taken, rank_parts={}, checkpoint=checkpoint)
+    return {part: each.state for part, each in taken.items()}
 
 
 def write_safetensors(weights: Mapping[str, torch.Tensor], file: str) -> None:

@@ -442,8 +442,8 @@ class Trainer(OwnHooks, Generic[C]):
         """Writes the weights as they are now to a folder, by the model's own `save_pretrained` where it has one.
 
         A Hugging Face model is then read by `from_pretrained`, however it was sharded. A model without the method
-        becomes `model.safetensors`, with the trainer's config in `config.json`. Every rank must call this; the main one
-        writes.
+        becomes `model.safetensors`, with the trainer's config in `config.json`. Inside `with ema.applied():`, the
+        averages are written. Every rank must call this; the main one writes.
 
         Args:
             folder: a path on the main rank's machine; made if it is not there.
@@ -679,7 +679,7 @@ class Trainer(OwnHooks, Generic[C]):
         write: Callable[[nn.Module, dict[str, torch.Tensor]], None],
     ) -> None:
         self.setup()
-        module = choose_model(name, self.models, type(self).__name__)
+        module = self.models[choose_model(name, self.models, type(self).__name__)]
         weights = gather_weights(module, self.world)
         write_on_main(self.world, where, lambda: write(module, cast(weights, dtype)))
 

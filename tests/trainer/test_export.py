@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from headway.trainer import (
+    Callback,
     CheckpointError,
     ConfigError,
     ParallelConfig,
@@ -24,6 +25,7 @@ from headway.trainer import (
     export_safetensors,
     load_weights,
 )
+from headway.trainer.callbacks import Ema
 from headway.trainer.parallel import unwrap
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
@@ -77,9 +79,12 @@ class CausalTrainer(TinyTrainer):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-def train(trainer_class: type[TinyTrainer], world: World, run_dir: str, strategy: str) -> TinyTrainer:
+def train(
+    trainer_class: type[TinyTrainer], world: World, run_dir: str, strategy: str, *callbacks: Callback
+) -> TinyTrainer:
     parallel = ParallelConfig(strategy=strategy, activation_checkpointing="full")  # type: ignore[arg-type]
-    trainer = trainer_class(TinyConfig(max_steps=3, parallel=parallel), run_dir=run_dir, world=world)
+    config = TinyConfig(max_steps=3, parallel=parallel)
+    trainer = trainer_class(config, run_dir=run_dir, world=world, callbacks=callbacks)
     trainer.fit()
     return trainer
 
@@ -94,8 +99,11 @@ assert "ray" not in sys.modules and not torch.distributed.is_initialized()
 
 
 def train_sharded(world: World, folder: str) -> Any:
-    trainer = train(TiedTrainer, world, f"{folder}/tied", "fsdp")
+    ema = Ema(0.5)
+    trainer = train(TiedTrainer, world, f"{folder}/tied", "fsdp", ema)
     trainer.export(f"{folder}/now.safetensors")
+    with ema.applied():
+        trainer.export(f"{folder}/averages.safetensors")
     trainer.save_pretrained(f"{folder}/no-hugging-face", dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="cannot write /dev/null/x: .*Error"):
         trainer.save_pretrained("/dev/null/x")
@@ -124,6 +132,15 @@ def test_sharded_training_is_exported_whole_live_and_from_its_checkpoint(tmp_pat
     checkpoint = tmp_path / "tied" / "checkpoints" / "step-00000003"
     subprocess.run([sys.executable, "-c", PLAIN_SCRIPT, str(checkpoint), str(tmp_path / "read.pt")], check=True)
     torch.testing.assert_close(torch.load(tmp_path / "read.pt"), tied, rtol=0, atol=0)
+
+    # The averages, under both names of what is tied.
+    averages = load_file(tmp_path / "averages.safetensors")
+    assert not torch.equal(averages["head.weight"], tied["head.weight"])
+    torch.testing.assert_close(load_weights(checkpoint, ema=True), averages, rtol=0, atol=0)
+    export_safetensors(checkpoint, tmp_path / "averages-later.safetensors", ema="Ema/0")
+    torch.testing.assert_close(load_file(tmp_path / "averages-later.safetensors"), averages, rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="has no averages 'Ema/1'; it has Ema/0"):
+        load_weights(checkpoint, ema="Ema/1")
 
     # As Hugging Face has it, live and from the checkpoint.
     from transformers import LlamaForCausalLM
@@ -178,6 +195,12 @@ def test_one_of_several_models_is_exported_and_may_be_cast(tmp_path: Path) -> No
     torch.testing.assert_close(exported, {k: v.bfloat16() for k, v in critic.state_dict().items()}, rtol=0, atol=0)
     with pytest.raises(ConfigError, match="Deep has no save_pretrained"):
         export_pretrained(checkpoint, tmp_path / "x", critic, model="critic")
+
+
+def test_averages_that_have_not_begun_are_not_exported(tmp_path: Path) -> None:
+    train(TinyTrainer, World.alone("cpu"), str(tmp_path), "none", Ema(0.5, start_step=100))
+    with pytest.raises(CheckpointError, match="was saved before the averages 'Ema/0' began"):
+        load_weights(tmp_path / "checkpoints" / "step-00000003", ema=True)
 
 
 def test_a_checkpoint_that_is_damaged_or_none_is_not_exported_E2(tmp_path: Path) -> None:

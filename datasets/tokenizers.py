@@ -26,9 +26,9 @@ class ByteTokenizer:
         ([256, 100, 101, 102, 257], 'def')
     """
 
-    bos = 256
-    eos = 257
-    vocab_size = 258
+    bos: int = 256
+    eos: int = 257
+    vocab_size: int = 258
 
     def __call__(self, text: str) -> npt.NDArray[np.int32]:
         """Returns the tokens of a document, int32."""

@@ -42,7 +42,10 @@ class TrainingFailedError(HeadwayError, RuntimeError):
         worker_traceback: str = "",
     ) -> None:
         super().__init__(message)
-        self.rank, self.attempt, self.step, self.worker_traceback = rank, attempt, step, worker_traceback
+        self.rank: int | None = rank
+        self.attempt: int | None = attempt
+        self.step: int | None = step
+        self.worker_traceback: str = worker_traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_failed, (str(self), self.rank, self.attempt, self.step, self.worker_traceback))

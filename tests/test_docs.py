@@ -137,6 +137,13 @@ def test_every_snippet_of_a_page_runs_K1(page: Path, tmp_path: Path) -> None:
     run_page(page.read_text(), page.relative_to(ROOT).as_posix(), tmp_path)
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_pages_outside_docs_lead_somewhere(page: str) -> None:
+    """Those inside are checked where the site is built."""
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def test_blocks_of_a_page_share_a_folder_and_a_namespace(tmp_path: Path) -> None:
     page = """
 ```python title="part.py"

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import griffe
 import pytest
+import yaml
 
 from headway.trainer import Callback, CheckpointConfig, Duration
 from headway.trainer.callbacks.base import HOOKS
@@ -45,8 +47,8 @@ def test_every_public_name_is_on_a_page_of_the_reference(package: str) -> None:
 
 
 READ = {
-    "CallbackList", "Checkpoint", "Description", "File", "FitResult", "Prepared", "PrepareProgress", "Progress", "Run",
-    "RunInfo", "RunResult", "Source", "TrackerList",
+    "CallbackList", "Checkpoint", "Description", "File", "FitResult", "Plan", "Prepared", "PrepareProgress", "Progress",
+    "Run", "RunInfo", "RunResult", "Source", "TrackerList",
 }  # fmt: skip
 """Classes that Headway makes, and users read. Errors and protocols have no examples either."""
 
@@ -70,6 +72,32 @@ def test_every_class_and_function_of_the_reference_says_what_it_is() -> None:
         if (inspect.isclass(each) or inspect.isroutine(each)) and not (each.__doc__ or "").strip()
     ]
     assert bare == []
+
+
+def test_every_parameter_and_attribute_of_the_reference_has_a_type() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    (options,) = [plugin["mkdocstrings"]["handlers"]["python"] for plugin in config["plugins"] if plugin != "search"]
+    loader = griffe.GriffeLoader(
+        search_paths=[ROOT / path for path in options["paths"]],
+        extensions=griffe.load_extensions(*(f"{ROOT}/{path}" for path in options["options"]["extensions"])),
+        docstring_parser=griffe.Parser.google,
+        docstring_options={**options["options"]["docstring_options"], "warnings": False},
+    )
+    headway = loader.load("headway")
+    loader.resolve_aliases()
+    shown = [headway[path.removeprefix("headway.")] for path in DOCUMENTED]
+    shown = [each.final_target if each.is_alias else each for each in shown]
+    untyped = [
+        f"{each.path}: {item.name}"
+        for owner in shown
+        for each in (owner, *owner.members.values())
+        if not each.is_alias and each.docstring is not None
+        for section in each.docstring.parsed
+        if section.kind.value in ("parameters", "attributes")
+        for item in section.value
+        if item.annotation is None
+    ]
+    assert untyped == []
 
 
 EXAMPLES = [

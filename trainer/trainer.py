@@ -87,7 +87,7 @@ class Trainer(OwnHooks, Generic[C]):
         printer: where `print` goes on the main rank.
 
     Attributes:
-        config, world, progress, callbacks, trackers: as given, or made from what was given.
+        config, run_dir, world, attempt, progress, callbacks: as given, or made from what was given.
         models, optimizers, schedulers: by the names of the attributes that hold them, once set up.
         history: means over whole epochs.
         training: False during an evaluation.
@@ -137,28 +137,28 @@ class Trainer(OwnHooks, Generic[C]):
     ) -> None:
         if not isinstance(config, TrainerConfig):
             raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), not {config!r:.80}")
-        self.config = config
-        self.run_dir = str(run_dir) if run_dir is not None else None
-        self.world = world or World.from_environment(
+        self.config: C = config
+        self.run_dir: str | None = str(run_dir) if run_dir is not None else None
+        self.world: World = world or World.from_environment(
             timeout_s=config.parallel.timeout.amount, with_cpus=config.parallel.cpu_offload
         )
-        self.attempt = attempt
-        self.progress = Progress()
-        self.history = History()
+        self.attempt: int = attempt
+        self.progress: Progress = Progress()
+        self.history: History = History()
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
-        self.training = True
-        self.weighs_itself = type(self).loss_weight is not Trainer.loss_weight
-        self.counts_tokens = type(self).num_tokens is not Trainer.num_tokens
-        self.callbacks = CallbackList()
+        self.training: bool = True
+        self.weighs_itself: bool = type(self).loss_weight is not Trainer.loss_weight
+        self.counts_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
+        self.callbacks: CallbackList = CallbackList()
         self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
         self._printer = printer
         self._owns_world = world is None
         self._is_set_up = False
         self._data: BatchStream | None = None
         self._validation: dict[str, BatchStream] = {}
-        self.metrics = EvaluationMetrics({}, self.world)
+        self.metrics: EvaluationMetrics = EvaluationMetrics({}, self.world)
         self._born_on_meta: dict[str, nn.Module] = {}
         self._requests = Requests(self.world)
         self._loop: Loop

@@ -65,8 +65,8 @@ class EarlyStopping(Callback):
         if target is not None and divergence is not None and not is_better(target, divergence, mode=mode):
             raise ConfigError(f"target {target} is not better than divergence {divergence} in mode {mode!r}")
         self.monitor, self.patience, self.target, self.divergence = monitor, patience, target, divergence
-        self.best = Best(mode, min_delta)
-        self.without_gain = 0
+        self.best: Best = Best(mode, min_delta)
+        self.without_gain: int = 0
         self._warmup_left = warmup
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:

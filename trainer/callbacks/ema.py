@@ -46,7 +46,8 @@ class Ema(Callback):
         >>> ema = Ema(decay=0.999)
         >>> trainer = Digits(config, callbacks=[ema])
         >>> result = trainer.fit()
-        >>> ema.weights()["model"]["layer.weight"]  # or, with all that takes a model: `with ema.applied(): ...`
+        >>> ema.weights()["model"]["weight"].shape  # or, with all that takes a model: `with ema.applied(): ...`
+        torch.Size([10, 64])
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 from . import optimizers, schedules
 from .callbacks.base import Callback
 from .checkpoint import Checkpoint, CheckpointStore
-from .config import CheckpointConfig, ParallelConfig, TrainerConfig
-from .errors import CheckpointError, ConfigError, DataError, HeadwayError, NonFiniteError, StepError
+from .config import CheckpointConfig, LossSpikeConfig, ParallelConfig, TrainerConfig
+from .errors import CheckpointError, ConfigError, DataError, HeadwayError, LossSpikeError, NonFiniteError, StepError
 from .export import export_pretrained, export_safetensors, load_weights
 from .histogram import Histogram, histograms
 from .nested import average_records, map_tensors
@@ -31,6 +31,8 @@ __all__ = [
     "FitResult",
     "HeadwayError",
     "Histogram",
+    "LossSpikeConfig",
+    "LossSpikeError",
     "NonFiniteError",
     "ParallelConfig",
     "Progress",

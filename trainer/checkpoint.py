@@ -144,8 +144,11 @@ class CheckpointStore:
         """Returns the one with the best value of the metric, not verified; None if none has it. Any process may."""
         return self._retention.best(self.list())
 
-    def newest_good(self) -> Checkpoint | None:
+    def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
         """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
+
+        Args:
+            up_to: leaves out what was saved after more updates than this.
 
         Each damaged one on the way is named in a `CheckpointWarning` on the main rank, and in `passed_over` on all.
 
@@ -154,6 +157,8 @@ class CheckpointStore:
         """
         doing = f"look for checkpoints in {self._storage.path_of('')}"
         entries = self._on_main(doing, lambda: scan(self._storage))
+        if up_to is not None:
+            entries = [entry for entry in entries if entry.checkpoint is None or entry.checkpoint.step <= up_to]
         self.passed_over = []
         found: Checkpoint | None = None
         for entry in reversed(entries):

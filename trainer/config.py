@@ -115,6 +115,32 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossSpikeConfig:
+    """When the loss has jumped away, and how often the run then goes back to a checkpoint from before.
+
+    The loss is judged whenever the log is flushed, as it is logged: the mean over the interval and over all ranks.
+
+    Attributes:
+        metric: the name of the loss in the log.
+        factor: how many usual deviations above the median of the last losses are too much.
+        window: so many of the last losses say what is usual.
+        max_rollbacks: how often the run goes back, over all attempts; one spike more ends it.
+    """
+
+    metric: str = "train/loss"
+    factor: float = 10.0
+    window: int = 20
+    max_rollbacks: int = 3
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise ConfigError(f"factor is above zero, not {self.factor}")
+        if not isinstance(self.window, int) or self.window < 5:
+            raise ConfigError(f"window is a whole number from 5, not {self.window!r}")
+        _positive("max_rollbacks", self.max_rollbacks, optional=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """What every training can be told. Subclass it, frozen and keyword-only, to add what the model needs.
 
@@ -142,6 +168,8 @@ class TrainerConfig:
             with the next batch, "retry" computes the same batch again, with fresh random numbers.
         max_non_finite: so many in a row are skipped or tried again; one more ends the run.
         max_non_finite_total: so many over the whole run.
+        loss_spike: goes back to a checkpoint when the loss has jumped away, and on behind the data that did it; None
+            does not.
         log_every: time between two flushes of the training metrics.
         evaluate_every: time between two evaluations, where there is data for it; None evaluates at the end only.
         evaluate_at_start: also evaluates before the first update of the run, with what is drawn as the first weights.
@@ -184,6 +212,7 @@ class TrainerConfig:
     non_finite: NonFinite = "raise"
     max_non_finite: int = 3
     max_non_finite_total: int = 100
+    loss_spike: LossSpikeConfig | None = None
     log_every: Duration = Duration(50, "steps")
     evaluate_every: Duration | None = Duration(1, "epochs")
     evaluate_at_start: bool = False
@@ -215,6 +244,8 @@ class TrainerConfig:
         if self.sanity_batches != 0:
             _positive("sanity_batches", self.sanity_batches, optional=False)
         _one_of("non_finite", self.non_finite, NonFinite)
+        if self.loss_spike is not None and not isinstance(self.loss_spike, LossSpikeConfig):
+            raise ConfigError(f"loss_spike is a LossSpikeConfig, or left out, not {self.loss_spike!r}")
         for name in ("max_non_finite", "max_non_finite_total"):
             _positive(name, getattr(self, name), optional=False)
         for name in ("max_grad_norm", "max_grad_value"):

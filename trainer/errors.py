@@ -5,6 +5,7 @@ HeadwayError
 ├── DataError            the data is missing, empty, or not what it was
 ├── StepError            a step returned no loss, or a loss that nothing can be learned from
 ├── NonFiniteError       a loss or a gradient is NaN or infinite
+├── LossSpikeError       the loss has jumped away more often than the run may go back
 └── CheckpointError      a checkpoint cannot be written, or none of those present can be read
 """
 
@@ -27,6 +28,10 @@ class StepError(HeadwayError, TypeError):
 
 class NonFiniteError(HeadwayError, ArithmeticError):
     """A loss or the norm of the gradient is NaN or infinite."""
+
+
+class LossSpikeError(HeadwayError, ArithmeticError):
+    """The loss has jumped away more often than the run may go back to an earlier checkpoint."""
 
 
 class CheckpointError(HeadwayError, RuntimeError):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .checkpoint import Checkpoint
-from .errors import ConfigError, DataError
+from .config import LossSpikeConfig
+from .errors import ConfigError, DataError, LossSpikeError
 from .evaluation import Evaluation, evaluating
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
@@ -23,6 +24,7 @@ from .requests import Requests, StopStatus
 from .result import FitResult
 from .rng import RngState
 from .scheduling import follow_evaluation, schedulers_at
+from .spikes import SpikeDetector
 from .state import RunState
 from .streams import BatchStream, GlobalBatch
 from .update import Update, Weight
@@ -62,7 +64,8 @@ class Loop:
         self.metrics = MeanMetrics()
         self.update = Update(trainer, self.metrics)
         self.recorder = Recorder(trainer, self.metrics, self.update)
-        self._state = RunState(trainer, self.recorder, self.metrics, self.update, data)
+        self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
+        self._state = RunState(trainer, self.recorder, self.metrics, self.update, self._spikes, data)
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
         self._checkpoints = Schedule(config.checkpoint.every)
@@ -76,6 +79,8 @@ class Loop:
         self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
         self._has_warned = False
+        if config.loss_spike is not None and trainer.run_dir is None:
+            raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
         if config.checkpoint.save_best and not validation:
             raise ConfigError("checkpoint.save_best needs an evaluation, and there is no validation data")
 
@@ -240,6 +245,8 @@ class Loop:
         """
         progress, agreed = self._progress, self._requests.agree()
         record = self._flush() if applied and self._logs.due(progress, ended="steps") else {}
+        if self._goes_back(record):
+            applied = False
         if agreed.stop:
             self._stop(agreed.stop)
             return record
@@ -272,13 +279,51 @@ class Loop:
             )
         return record
 
+    def _goes_back(self, record: Mapping[str, float]) -> bool:
+        """Judges the loss of an interval; if it has jumped away, goes back to a checkpoint from before, and says so.
+
+        Raises:
+            ConfigError: there is no such loss.
+            LossSpikeError: the run has gone back often enough.
+        """
+        config, spikes, progress = self._config.loss_spike, self._spikes, self._progress
+        if config is None or not record:
+            return False
+        if config.metric not in record:
+            raise ConfigError(f"loss_spike.metric is {config.metric!r}, but the log has {', '.join(record)}")
+        loss, limit = record[config.metric], spikes.limit()
+        if not spikes.is_spike(loss, step=progress.step):
+            return False
+        what = f"{config.metric} is {loss:.6g} at step {progress.step}, where up to {limit:.6g} is usual"
+        if spikes.rollbacks >= config.max_rollbacks:
+            raise LossSpikeError(
+                f"{what}, and the run has gone back {spikes.rollbacks} times already (max_rollbacks): lower the "
+                "learning rate, clip the gradient, or look at the data"
+            )
+        self.update.settle()
+        with self.recorder.paused():
+            checkpoint = self._state.go_back(up_to=spikes.good_step)
+        if checkpoint is None:
+            self._trainer.print(f"{what}; there is no checkpoint from before to go back to, so training goes on")
+            return False
+        spikes.went_back(progress.step)
+        self.recorder.trackers.rewind(progress.step)
+        self.recorder.note({"rollbacks": float(spikes.rollbacks)})
+        self._trainer.print(
+            f"{what}; went back to the weights of step {progress.step} ({checkpoint.path}), and on behind the data "
+            f"that did it ({spikes.rollbacks} of at most {config.max_rollbacks} times)"
+        )
+        # A killed run must go on from here, and not from a checkpoint of the weights that were given up.
+        self.save()
+        return True
+
     def _end_epoch(self) -> dict[str, float]:
         progress, trainer = self._progress, self._trainer
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0
         for scheduler in schedulers_at(trainer, "epoch"):
             scheduler.step()
-        self._flush()
+        self._goes_back(self._flush())
         if self._evaluations.due(progress, ended="epochs"):
             self._evaluate()
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)

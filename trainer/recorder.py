@@ -143,6 +143,10 @@ class Recorder:
         means = {f"{PER_EPOCH}{name}": value for name, value in metrics.items() if name not in ("epoch", "step")}
         self.trackers.log(means, step=self._trainer.progress.step, epoch=self._trainer.progress.epoch)
 
+    def note(self, record: Mapping[str, float]) -> None:
+        """Logs what happened to the run at this step, and is no mean over an interval."""
+        self._log(record)
+
     def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
         """Gives images to the trackers."""
         self.trackers.log_images(images, step=self._trainer.progress.step)

@@ -19,9 +19,12 @@ from .errors import ConfigError, DataError
 from .initial_weights import BorrowedWeights, InitialWeights
 from .metrics import MeanMetrics
 from .model_state import ModelState, OptimizerState
+from .progress import Progress
 from .recorder import Recorder, as_plain
 from .result import FitResult, Status
 from .rng import RngState
+from .scheduling import schedulers_at
+from .spikes import SpikeDetector
 from .streams import BatchStream, Stateful
 from .table import Table
 from .update import Update
@@ -42,6 +45,7 @@ class RunState:
         recorder: its trackers' state belongs to it.
         metrics: what has been added since the last flush belongs to it.
         update: its loss scale and counts belong to it.
+        spikes: what it takes for a usual loss belongs to it.
         data: the position is in the trainer's progress; what the data is must not change under it.
 
     Attributes:
@@ -49,10 +53,16 @@ class RunState:
     """
 
     def __init__(
-        self, trainer: Trainer[Any], recorder: Recorder, metrics: MeanMetrics, update: Update, data: BatchStream
+        self,
+        trainer: Trainer[Any],
+        recorder: Recorder,
+        metrics: MeanMetrics,
+        update: Update,
+        spikes: SpikeDetector,
+        data: BatchStream,
     ) -> None:
         self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
-        self._update = update
+        self._update, self._spikes = update, spikes
         self._store: CheckpointStore | None = None
         config = trainer.config.checkpoint
         if trainer.run_dir is not None:
@@ -167,6 +177,34 @@ class RunState:
         self._trainer.callbacks.on_restored(self._trainer)
         return checkpoint
 
+    def go_back(self, *, up_to: int) -> Checkpoint | None:
+        """Takes what learns back to the newest good checkpoint of at most so many updates. Every rank must call this.
+
+        Models, optimizers, schedulers, callbacks and random numbers are as they were then, and so is the count of
+        updates; the position in the data, and what the run remembers of itself, stay as they are.
+
+        Returns:
+            The checkpoint; None if there is none, and nothing has changed.
+
+        Raises:
+            CheckpointError: none of those that are there is good.
+        """
+        assert self._store is not None
+        checkpoint, trainer, then = self._store.newest_good(up_to=up_to), self._trainer, Progress()
+        if checkpoint is None:
+            return None
+        learns = ("models", "optimizers", "schedulers", "callbacks")
+        parts = {name: part for name, part in self._parts().items() if name.split("/")[0] in learns}
+        self._store.load({**parts, "progress": then}, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
+        trainer.progress.step, trainer.progress.evaluated_step = then.step, then.evaluated_step
+        # Epochs do not come back: the data goes on.
+        for scheduler in schedulers_at(trainer, "epoch"):
+            for _ in range(then.epoch, trainer.progress.epoch):
+                scheduler.step()
+        self.last_saved_step = None
+        trainer.callbacks.on_restored(trainer)
+        return checkpoint
+
     def initialise(self) -> None:
         """Takes the weights that `init_from` names, once, before the first update. Every rank must call this.
 
@@ -278,6 +316,7 @@ class RunState:
             "progress": trainer.progress,
             "history": trainer.history,
             "best": self._best,
+            "spikes": self._spikes,
             "callbacks": trainer.callbacks,
             "recorder": self._recorder,
         }
@@ -289,7 +328,7 @@ class RunState:
 def _component(part: str) -> str:
     """What a part of a checkpoint belongs to; what the arithmetic of an update keeps goes with the optimizers."""
     kind = part.split("/")[0]
-    if kind in ("history", "best", "recorder", "metrics"):
+    if kind in ("history", "best", "spikes", "recorder", "metrics"):
         return "progress"
     return kind if kind in COMPONENTS else "optimizers"
 

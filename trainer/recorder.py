@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -21,6 +22,12 @@ from .update import Update
 if TYPE_CHECKING:
     from .trainer import Trainer
 
+
+_SLOW_DATA = 0.3
+"""The share of the time that may go into waiting for data before somebody is told."""
+
+SLOW_DATA_AFTER_S = 10.0
+"""Shorter intervals say little: a run of a few seconds waits for its data to begin."""
 
 Meter = Callable[[Mapping[str, float]], Mapping[str, float]]
 """Gets a record that is due and returns what it adds to it; called on every rank, so it may use a collective."""
@@ -49,7 +56,7 @@ class Recorder:
         self._counts_tokens = trainer.counts_tokens
         self._began_s = time.perf_counter()
         self._flushed_samples = 0
-        self._is_warm = False
+        self._is_warm = self._has_warned_of_slow_data = False
         self._new_interval()
 
     def use(self, trackers: Sequence[Tracker]) -> None:
@@ -117,8 +124,11 @@ class Recorder:
             # Of the rank that waits longest: the others wait for it in the next collective.
             waits = [wait for _, _, wait in per_rank]
             record["data_wait"] = max(waits)
+            slowest = waits.index(max(waits))
             if len(waits) > 1:
-                record["data_wait_rank"] = waits.index(max(waits))
+                record["data_wait_rank"] = slowest
+            if waits[slowest] > _SLOW_DATA and seconds > SLOW_DATA_AFTER_S:
+                self._warn_of_slow_data(slowest, waits[slowest])
             if self._counts_tokens:
                 record["tokens_per_s"] = sum(tokens for _, tokens, _ in per_rank) / seconds
         if self._paused_s:
@@ -132,6 +142,16 @@ class Recorder:
         self._log(record)
         self._new_interval()
         return record
+
+    def _warn_of_slow_data(self, rank: int, share: float) -> None:
+        if self._has_warned_of_slow_data or not self._trainer.world.is_main:
+            return
+        self._has_warned_of_slow_data = True
+        warnings.warn(
+            f"rank {rank} has spent {100 * share:.0f} % of the last {self._steps} updates waiting for data: give its loader more "
+            "workers or a higher prefetch_factor, prepare the data beforehand, or look at its storage",
+            stacklevel=2,
+        )
 
     def evaluation(self, metrics: Mapping[str, float]) -> None:
         """Logs the result of an evaluation."""

@@ -99,7 +99,7 @@ class RunState:
                 "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
                 "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
                 "total_steps": trainer.total_steps,
-                "versions": _versions(),
+                "versions": versions(),
             },
         )
         self.last_saved_step = trainer.progress.step
@@ -341,7 +341,8 @@ def _check_components(components: Collection[str]) -> None:
         raise ConfigError('a position in the data is a part of the progress: restore "progress" as well, or not "data"')
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Returns the versions of what decides how a training goes."""
     try:
         headway = metadata.version("headway")
     except metadata.PackageNotFoundError:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import initialise, parallel
+from .agreement import check_agreement, check_weights, shapes
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
@@ -35,7 +36,7 @@ from .rng import seed_everything
 from .scheduling import Interval, check_intervals
 from .signals import stop_on_signals
 from .sketch import Sketch, sketch_of
-from .state import COMPONENTS
+from .state import COMPONENTS, versions
 from .streams import BatchStream, Feed
 from .trackers.base import Tracker
 from .trackers.jsonl import JsonlTracker
@@ -566,6 +567,7 @@ class Trainer(OwnHooks, Generic[C]):
         self._build_models()
         # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
         self._open_data()
+        check_agreement(self.world, {"data": [_facts(stream) for stream in self._streams()]})
         self._build_optimizers()
         assert self._data is not None
         self._loop = Loop(self, self._requests, self._data, self._validation)
@@ -633,11 +635,22 @@ class Trainer(OwnHooks, Generic[C]):
         self._configure_models()
         if config.float8:
             convert_to_float8(self.models)
+        # Before the first of the collectives that would wait, or mix up weights, where models differ.
+        check_agreement(
+            world,
+            {
+                "config": as_plain(config),
+                "run_dir": self.run_dir,
+                "models": shapes(self.models),
+                "versions": versions(),
+            },
+        )
         self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
         for model in self.models.values():
             parallel.shard(model, config.parallel, precision=config.precision, world=world)
         if self._born_on_meta:
             initialise.initialise(self._born_on_meta, self.init_weights)
+        check_weights(world, self.models)
         for name, model in self.models.items():
             self.models[name] = parallel.replicate(model, config.parallel, world)
             setattr(self, name, self.models[name])
@@ -700,6 +713,11 @@ class Trainer(OwnHooks, Generic[C]):
             if error is None:
                 raise
             error.add_note(f"besides, the clean-up failed with {type(failure).__name__}: {failure}")
+
+
+def _facts(stream: BatchStream) -> tuple[object, ...]:
+    """What of some data must be equal on all ranks; ranks may bring iterables of their own, of any length."""
+    return stream.guarantee, stream.fingerprint, stream.steps_in_epoch(0) if stream.guarantee == "exact" else None
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headway.trainer import CheckpointConfig, ConfigError, DataError, World
+from headway.trainer import CheckpointConfig, ConfigError, DataError, World, recorder
 from headway.trainer.loaders import IterableStream, LoaderStream, as_stream
 from headway.trainer.streams import Feed, GlobalBatch
 from tests.distributed import run_on_ranks
-from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer
+from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer
 
 ALONE = World.alone("cpu")
 
@@ -346,7 +349,6 @@ def test_an_iterator_that_runs_out_is_an_error() -> None:
         (DataLoader(Rows(5), batch_size=8, drop_last=True), "has 5 rows, less than one global batch of 8"),
         ((_batches(1), []), "the validation data, a list, has no batches"),
         ((_batches(1), DataLoader(Numbers(0))), "the Numbers of the validation loader has no rows"),
-        ((_batches(1), lambda: iter([])), "the validation data has no batches"),
     ],
 )
 def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero_E5(data: Any, message: str) -> None:
@@ -408,6 +410,42 @@ def _uneven_on_ranks(world: World) -> list[Any]:
     with pytest.raises(DataError, match="no batches") as raised:
         Brings(lambda: iter(_batches(3) if world.rank else []), _config(max_epochs=1), world=world).fit()
     return [*found, str(raised.value)]
+
+
+class Slow:
+    """Batches of which one rank's come late, and the other's at once."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.seconds = seconds if rank == 1 else 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in _batches(4):
+            time.sleep(self.seconds)
+            yield batch
+
+
+def _slow_on_ranks(world: World) -> dict[str, Any]:
+    recorder.SLOW_DATA_AFTER_S = 0.2
+    losses = Losses()
+    trainer = Brings(Slow(world.rank, 0.15), _config(log_every="4 steps"), world=world, callbacks=[losses])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit()
+    record = losses.records[4]
+    return {
+        "wait": record["data_wait"],
+        "rank": record["data_wait_rank"],
+        "warned": [str(each.message) for each in warned],
+    }
+
+
+def test_the_rank_that_waits_for_data_is_named_E6() -> None:
+    one, two = run_on_ranks(_slow_on_ranks, 2)
+    assert one["rank"] == two["rank"] == 1
+    assert one["wait"] == two["wait"] > 0.5
+    assert two["warned"] == [], "once, on the main rank"
+    assert len(one["warned"]) == 1
+    assert re.search(r"rank 1 has spent \d+ % of the last 4 updates waiting for data", one["warned"][0])
 
 
 def test_iterables_of_unequal_lengths_end_together() -> None:

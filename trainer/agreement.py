@@ -1,0 +1,99 @@
+"""What must be the same on every rank before the first update, and what must not be in any weight."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError
+from .model_state import named_state
+from .parallel import local
+from .world import World
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SHOWN = 8
+
+
+def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
+    """Makes sure that all ranks train the same thing. Every rank must call this.
+
+    Args:
+        world: the ranks; they meet once.
+        facts: whatever must be equal, as plain dicts, lists, numbers and text.
+
+    Raises:
+        ConfigError: on every rank, with what differs, rank by rank.
+    """
+    if world.size == 1:
+        return
+    per_rank = world.gather(dict(_flat("", facts)))
+    names = sorted({name for rank in per_rank for name in rank})
+    differing = [name for name in names if len({rank.get(name, "nothing") for rank in per_rank}) > 1]
+    if differing:
+        lines = [f"  {name}: {_by_rank([rank.get(name, 'nothing') for rank in per_rank])}" for name in differing]
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise ConfigError("the ranks are not about to train the same thing:\n" + "\n".join(lines[:_SHOWN]) + more)
+
+
+def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Returns the shape and dtype of every parameter and buffer, by its name."""
+    return {
+        f"{name}.{key}": f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for name, model in models.items()
+        for key, value in named_state(model)
+    }
+
+
+def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
+    """Makes sure that every parameter lies on a device and is finite. Every rank must call this; waits for the device.
+
+    Buffers may be infinite, as masks of attention are.
+
+    Raises:
+        ConfigError: on every rank, with the names.
+    """
+    parameters = {
+        f"{name}.{key}": value
+        for name, model in models.items()
+        for key, value in named_state(model)
+        if isinstance(value, nn.Parameter)
+    }
+    on_meta = {name for name, value in parameters.items() if value.is_meta}
+    floating = {
+        name: local(value.detach())
+        for name, value in parameters.items()
+        if not value.is_meta and value.is_floating_point()
+    }
+    finite = [torch.isfinite(value).all() for value in floating.values()]
+    verdicts = torch.stack([each.to(world.device) for each in finite]).tolist() if finite else []
+    not_finite = {name for name, is_finite in zip(floating, verdicts, strict=True) if not is_finite}
+    for what, names in (("are on the meta device, without values", on_meta), ("are not finite", not_finite)):
+        if everywhere := sorted({name for rank in world.gather(sorted(names)) for name in rank}):
+            shown = ", ".join(everywhere[:_SHOWN]) + (" and more" if len(everywhere) > _SHOWN else "")
+            raise ConfigError(
+                f"before the first update, these parameters {what}: {shown}. Look at init_weights(), and at the "
+                "weights that the model came with"
+            )
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flat(f"{prefix}{'.' if prefix else ''}{key}", each)
+    else:
+        # What has no text of its own is told by its address, which says nothing.
+        yield prefix, _ADDRESS.sub("", str(value))
+
+
+def _by_rank(values: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(
+        f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who[:4]))}{' ...' if len(who) > 4 else ''}"
+        for value, who in ranks.items()
+    )

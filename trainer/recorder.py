@@ -148,8 +148,8 @@ class Recorder:
             return
         self._has_warned_of_slow_data = True
         warnings.warn(
-            f"rank {rank} has spent {100 * share:.0f} % of the last {self._steps} updates waiting for data: give its loader more "
-            "workers or a higher prefetch_factor, prepare the data beforehand, or look at its storage",
+            f"rank {rank} has spent {100 * share:.0f} % of the last {self._steps} updates waiting for data: give its "
+            "loader more workers or a higher prefetch_factor, prepare the data beforehand, or look at its storage",
             stacklevel=2,
         )
 

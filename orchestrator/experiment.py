@@ -72,19 +72,21 @@ class Retries:
     An error that would only come again is never retried: see `failures.py`.
 
     Attributes:
-        max_failures: workers that crashed, hung or raised; one failure of the whole group counts once.
+        max_failures: workers that crashed, hung or lost each other; one failure of the whole group counts once.
+        max_errors: exceptions of the code that trains, counted apart: a machine that is unwell takes no retry from it.
         max_preemptions: machines that were taken away with notice; None: as often as it happens.
 
     Example:
         >>> Retries(max_failures=1)
-        Retries(max_failures=1, max_preemptions=None)
+        Retries(max_failures=1, max_errors=3, max_preemptions=None)
     """
 
     max_failures: int = 3
+    max_errors: int = 3
     max_preemptions: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_failures", "max_preemptions"):
+        for name in ("max_failures", "max_errors", "max_preemptions"):
             value = getattr(self, name)
             if (value is None and name == "max_preemptions") or (type(value) is int and value >= 0):
                 continue

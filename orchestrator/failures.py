@@ -1,11 +1,13 @@
 """What went wrong in a worker group, and whether trying again can help. Deciding is arithmetic; Ray Train acts.
 
-Ray counts failures against `Retries`. What is decided here is what Ray cannot know: that an error would come again.
+Ray counts preemptions. What is decided here is what Ray cannot know: whether the code failed or the machine, each with
+a budget of its own, and that an error would come again.
 """
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,20 @@ from .bridge import stop_request
 from .events import Event, EventLog, read_events
 from .storage import Folder
 
+_PHASES = {
+    "trainer": "setting up",
+    "parallel": "setting up",
+    "initialise": "setting up",
+    "state": "saving or restoring",
+    "checkpoint": "saving or restoring",
+    "snapshot": "saving or restoring",
+    "loop": "reading data",  # a stream of the user's is read by the loop itself
+    "recorder": "logging",
+    "loaders": "reading data",
+    "update": "training step",
+    "evaluation": "evaluation",
+    "callbacks.base": "callback",
+}
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
 
 
@@ -31,8 +47,10 @@ class Failure:
         step: completed updates at that time; None before training began.
         began_at: the step from which the attempt trained.
         kind: the class of the exception; empty if the process was gone.
+        phase: what the rank was doing, as far as that is known.
         message, traceback: of the exception.
         hopeless: whether the error is one that would only come again.
+        collateral: whether the exception only says that another rank is gone.
     """
 
     attempt: int
@@ -40,13 +58,21 @@ class Failure:
     step: int | None = None
     began_at: int | None = None
     kind: str = ""
+    phase: str = ""
     message: str = ""
     traceback: str = ""
     hopeless: bool = False
+    collateral: bool = False
+
+    @property
+    def is_of_the_code(self) -> bool:
+        """Whether the code that trains raised it; otherwise a process died, or lost its peers."""
+        return bool(self.kind) and not self.collateral
 
     def __str__(self) -> str:
         who = "a worker" if self.rank is None else f"the worker of rank {self.rank}"
         where = "" if self.step is None else f" at step {self.step}"
+        where += f" ({self.phase})" if self.phase else ""
         if not self.kind:
             return f"{who} died{where}"
         return f"{who} raised {self.kind}{where}: {self.message}"
@@ -90,9 +116,11 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
         step=first["step"],
         began_at=first["began_at"],
         kind=first["type"],
+        phase=first.get("phase", ""),
         message=first["message"],
         traceback=first["traceback"],
         hopeless=first["hopeless"],
+        collateral=first["collateral"],
     )
 
 
@@ -106,12 +134,37 @@ def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
         failure: the one to decide on.
         before: earlier ones of the same start.
     """
-    if not failure.kind:
+    if not failure.is_of_the_code:
         return False
     if failure.hopeless or failure.step is None:
         return True
-    furthest = max([each.step for each in before if each.kind and each.step is not None], default=-1)
+    furthest = max([each.step for each in before if each.is_of_the_code and each.step is not None], default=-1)
     return failure.step <= max(furthest, failure.began_at or 0)
+
+
+def is_over_budget(failure: Failure, before: Sequence[Failure], *, max_failures: int, max_errors: int) -> bool:
+    """Whether there is no retry left for a failure of its sort: exceptions of the code, or everything else.
+
+    Args:
+        failure: the one to decide on.
+        before: earlier ones of the same start, of both sorts; machines that were taken away are not among them.
+        max_failures: how many of everything else are tried again.
+        max_errors: how many exceptions are.
+    """
+    of_its_sort = 1 + sum(each.is_of_the_code == failure.is_of_the_code for each in before)
+    return of_its_sort > (max_errors if failure.is_of_the_code else max_failures)
+
+
+def phase_of(error: BaseException) -> str:
+    """Says what a rank was doing when it raised, by the innermost file of the trainer in the traceback."""
+    phase = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("headway.datasets."):
+            phase = "reading data"
+        elif module.startswith("headway.trainer."):
+            phase = _PHASES.get(module.removeprefix("headway.trainer."), phase)
+    return phase
 
 
 class GaveUp(Exception):
@@ -128,11 +181,15 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
 
     Args:
         run_dir: of the run.
+        max_failures: how often workers may crash.
+        max_errors: how often they may raise.
     """
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, *, max_failures: int, max_errors: int) -> None:
         self._run_dir = run_dir
+        self._max_failures, self._max_errors = max_failures, max_errors
         self._failures: list[Failure] = []
+        self._seen: set[int] = set()
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Decides, once per attempt.
@@ -145,11 +202,16 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
             rank: str(error).strip().splitlines()[-1][:300] for rank, error in worker_exceptions.items() if str(error)
         }
         failure = last_failure(read_events(folder), {**dict.fromkeys(worker_exceptions, ""), **gone})
-        if failure is None or failure.attempt in {each.attempt for each in self._failures}:
+        if failure is None or failure.attempt in self._seen:
             return
+        self._seen.add(failure.attempt)
         asked = stop_request(folder)
-        hopeless = is_hopeless(failure, self._failures) or bool(asked and asked["abort"])
-        self._failures.append(failure)
+        hopeless = bool(asked and asked["abort"])
+        if not any(_was_preempted(error) for error in worker_exceptions.values()):
+            hopeless |= is_hopeless(failure, self._failures) or is_over_budget(
+                failure, self._failures, max_failures=self._max_failures, max_errors=self._max_errors
+            )
+            self._failures.append(failure)
         EventLog(folder, "controller").add(
             "group_failed",
             attempt=failure.attempt,
@@ -161,3 +223,9 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
         )
         if hopeless:
             raise GaveUp(str(failure), worker_exceptions.get(-1 if failure.rank is None else failure.rank))
+
+
+def _was_preempted(error: BaseException) -> bool:
+    """Whether a worker is gone because its machine was taken away, which Ray counts by itself."""
+    cause = getattr(error, "health_check_failure", error)
+    return bool(getattr(cause, "preempted", False))

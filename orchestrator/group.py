@@ -67,12 +67,13 @@ def train_group(
                 name=f"{experiment.name}-{run.record.id}",
                 storage_path=rays_files,
                 failure_config=FailureConfig(
-                    max_failures=retries.max_failures,
+                    # Both budgets are kept in FailureWatch, which knows one kind from the other.
+                    max_failures=retries.max_failures + retries.max_errors,
                     max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
                     # Of starting a group: Ray Train waits 60 s for machines each time.
                     controller_failure_limit=retries.max_failures + math.ceil(patience_s / 60),
                 ),
-                callbacks=[FailureWatch(run.run_dir)],
+                callbacks=[FailureWatch(run.run_dir, max_failures=retries.max_failures, max_errors=retries.max_errors)],
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
             ),
         )
@@ -127,8 +128,10 @@ def error_of(error: BaseException, run: Run, since: float) -> BaseException:
         unknown = TrainingFailedError(f"training failed: {type(error).__name__}: {error}")
         unknown.__cause__ = error
         return unknown
+    before = [event["text"] for event in events if event["event"] == "group_failed"]
+    first = f"; the first of {len(before)} failures: {before[0]}" if before and before[0] != str(failure) else ""
     failed = TrainingFailedError(
-        f"{failure} (attempt {failure.attempt})", rank=failure.rank, attempt=failure.attempt, step=failure.step,
+        f"{failure} (attempt {failure.attempt}){first}", rank=failure.rank, attempt=failure.attempt, step=failure.step,
         worker_traceback=failure.traceback,
     )  # fmt: skip
     raised = failures.get(failure.rank) if failure.rank is not None else None

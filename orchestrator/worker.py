@@ -20,7 +20,7 @@ from headway.trainer.world import World
 
 from .bridge import Bridge, stop_request
 from .events import EventLog, read_events
-from .failures import is_collateral, is_hopeless_kind
+from .failures import is_collateral, is_hopeless_kind, phase_of
 from .storage import Folder
 
 
@@ -91,6 +91,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
             step=step,
             began_at=bridge.began_at,
             type=type(error).__name__,
+            phase=phase_of(error),
             message=str(error),
             hopeless=is_hopeless_kind(error),
             collateral=is_collateral(error),

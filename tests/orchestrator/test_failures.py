@@ -2,18 +2,112 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from headway.orchestrator.events import Event
-from headway.orchestrator.failures import Failure, is_collateral, is_hopeless, is_hopeless_kind, last_failure
+from headway.orchestrator.failures import (
+    Failure,
+    is_collateral,
+    is_hopeless,
+    is_hopeless_kind,
+    is_over_budget,
+    last_failure,
+    phase_of,
+)
+from headway.trainer import World
 from headway.trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StepError
+from tests.tiny import Rows, TinyConfig, TinyTrainer
 
 
 def failure(
     kind: str = "ValueError", step: int | None = 5, began_at: int | None = 0, *, hopeless: bool = False
 ) -> Failure:
     return Failure(attempt=1, rank=0, step=step, began_at=began_at, kind=kind, hopeless=hopeless)
+
+
+def lost(step: int | None = 5) -> Failure:
+    return Failure(attempt=1, rank=0, step=step, began_at=step, kind="RuntimeError", collateral=True)
+
+
+DIED = failure(kind="")
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "over"),
+    [
+        pytest.param(DIED, [], False, id="died once"),
+        pytest.param(DIED, [DIED, lost()], True, id="died and lost peers"),
+        pytest.param(DIED, [DIED, failure(), failure()], False, id="errors take no retry from deaths"),
+        pytest.param(failure(step=9), [DIED] * 9, False, id="deaths take no retry from errors"),
+        pytest.param(failure(step=9), [failure(step=5)], True, id="raised twice"),
+        pytest.param(lost(), [failure(step=5)] * 9, False, id="lost peers are no errors"),
+    ],
+)
+def test_errors_of_the_code_and_of_machines_have_budgets_of_their_own_C7(
+    now: Failure, before: list[Failure], over: bool
+) -> None:
+    assert is_over_budget(now, before, max_failures=2, max_errors=1) is over
+
+
+class Raises(TinyTrainer):
+    """Raises in one of its methods."""
+
+    where = ""
+
+    def _maybe(self, where: str) -> None:
+        if self.where == where:
+            raise ValueError(where)
+
+    def configure_models(self) -> None:
+        self._maybe("models")
+        super().configure_models()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._maybe("step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self._maybe("validation")
+        return super().validation_step(batch, batch_idx)
+
+    def on_step_end(self) -> None:
+        self._maybe("hook")
+
+    def configure_dataloaders(self) -> Any:
+        trainer = self
+
+        class Broken(Rows):
+            def __getitem__(self, row: int) -> Any:
+                trainer._maybe("data")
+                return super().__getitem__(row)
+
+        return DataLoader(Broken(16), batch_size=8), DataLoader(Rows(8), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("where", "phase"),
+    [
+        ("models", "setting up"),
+        ("step", "training step"),
+        ("validation", "evaluation"),
+        ("hook", "callback"),
+        ("data", "reading data"),
+    ],
+)
+def test_an_error_says_what_its_rank_was_doing_C7_C8(where: str, phase: str) -> None:
+    trainer = type("Raising", (Raises,), {"where": where})(TinyConfig(max_epochs=1), world=World.alone("cpu"))
+    with pytest.raises(ValueError, match=where) as raised:
+        trainer.fit()
+    assert phase_of(raised.value) == phase
+
+
+def test_a_failure_is_told_with_rank_step_and_phase_C7() -> None:
+    told = str(Failure(attempt=2, rank=1, step=7, kind="ValueError", phase="evaluation", message="no rows"))
+    assert told == "the worker of rank 1 raised ValueError at step 7 (evaluation): no rows"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +126,8 @@ def failure(
         pytest.param(failure(step=9, began_at=3), [failure(step=5)], False, id="got further"),
         pytest.param(failure(step=5), [failure(kind="", step=None)], False, id="after a death"),
         pytest.param(failure(step=5, hopeless=True), [], True, id="an error of ours"),
+        pytest.param(lost(step=None), [lost()] * 9, False, id="lost its peers"),
+        pytest.param(failure(step=5, began_at=3), [lost(step=5)], False, id="after losing its peers"),
     ],
 )
 def test_what_is_tried_again(now: Failure, before: list[Failure], hopeless: bool) -> None:

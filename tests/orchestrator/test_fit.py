@@ -120,7 +120,9 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
 ) -> None:
     """C7, C8, I7: tried again, since some steps had been made; given up when it came again at the same step."""
     found, screen = experiment(tmp_path, data, workers=2, fail_at=3), Screen()
-    with pytest.raises(TrainingFailedError, match=r"rank 1 raised ValueError at step 3: a bad batch") as told:
+    with pytest.raises(
+        TrainingFailedError, match=r"rank 1 raised ValueError at step 3 \(training step\): a bad batch"
+    ) as told:
         fit(found, display=screen.display)
     error = told.value
     assert (error.rank, error.step, error.attempt) == (1, 3, 2)

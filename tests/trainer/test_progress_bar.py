@@ -84,6 +84,26 @@ def test_on_a_terminal_a_bar_is_redrawn_and_lines_stand_above_it_F7() -> None:
     assert not any("evaluating" in line for line in screen)
 
 
+class OfTwoSets(Tiny):
+    """Evaluated on two named sets."""
+
+    def configure_dataloaders(self) -> Any:
+        train, validation = super().configure_dataloaders()
+        return train, {"easy": validation, "hard": validation}
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_named_evaluation_sets_each_have_their_numbers_in_the_line_F7(live: bool) -> None:
+    stream = io.StringIO()
+    OfTwoSets(Config(), callbacks=[ProgressBar(stream, live=live)], world=World.alone("cpu")).fit()
+    lines = re.split(r"\n|\r\x1b\[2K", stream.getvalue())
+    evaluations = [line for line in lines if "validation/" in line]
+    assert len(evaluations) == 2
+    for line, start in zip(evaluations, ("step 6/12 · epoch 1", "step 12/12 · epoch 2"), strict=True):
+        assert re.match(rf"{start} · validation/easy/loss [\d.e+-]+ · validation/hard/loss [\d.e+-]+", line)
+    assert any(line.startswith(("━", "╌")) for line in lines) == live
+
+
 def lines_of_rank(world: World) -> str:
     stream = io.StringIO()
     fit(stream, world=world)

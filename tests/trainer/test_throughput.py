@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from headway.trainer import ConfigError, Duration, World
-from headway.trainer.callbacks import PeakMemory, Throughput
+from headway.trainer import Callback, ConfigError, Duration, World, optimizers, schedules
+from headway.trainer.callbacks import EarlyStopping, GarbageCollection, PeakMemory, ProgressBar, Throughput, TimeLimit
 from headway.trainer.callbacks.throughput import flops_by_parameters, known_peak_flops, peak_flops_of
 from headway.trainer.memory import human_bytes, is_out_of_memory
 from tests.distributed import run_on_ranks
@@ -162,6 +163,55 @@ def test_peak_memory_is_in_every_training_record() -> None:
         assert record["peak_memory_bytes"] > 10e6
         assert record["peak_memory_bytes/0"] == record["peak_memory_bytes"]
         assert "peak_memory_rank" not in record
+
+
+class NoWaiting(Callback):
+    """Has PyTorch raise at whatever waits for the GPU, in all updates after which no record is due."""
+
+    def __init__(self, log_every: int) -> None:
+        self.log_every = log_every
+        self.watched = 0
+
+    def on_step_start(self, trainer: Any) -> None:
+        step = trainer.global_step + 1
+        is_due = step % self.log_every == 0 or step == trainer.total_steps
+        # The first update allocates, and may wait; the mode is on until the next update, so beyond what ends this one.
+        if step > 1:
+            torch.cuda.set_sync_debug_mode("default" if is_due else "error")
+            self.watched += not is_due
+
+    def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class OnGpu(TinyTrainer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = optimizers.adamw(self.model, self.config.learning_rate)
+        self.scheduler = schedules.cosine(self.optimizer, total_steps=self.total_steps, warmup_steps=2)
+
+    def num_tokens(self, batch: Any) -> torch.Tensor:
+        return (batch["id"] >= 0).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch["x"])
+        return {"loss": nn.functional.cross_entropy(logits, batch["y"])}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_between_two_records_nothing_waits_for_the_gpu_D12() -> None:
+    watch = NoWaiting(log_every=10)
+    usual = [
+        ProgressBar(io.StringIO(), live=True),
+        Throughput(),
+        PeakMemory(),
+        GarbageCollection(every=7),
+        EarlyStopping("train/loss"),
+        TimeLimit("1h"),
+    ]
+    config = config_of(max_steps=40, log_every=Duration(10, "steps"), max_grad_norm=1.0, micro_batch_size=4)
+    OnGpu(config, world=World.alone("cuda"), callbacks=[watch, *usual]).fit()
+    assert watch.watched == 35
 
 
 class Hungry(TinyTrainer):

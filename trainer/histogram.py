@@ -22,6 +22,10 @@ class Histogram:
         total: the sum of the values.
         total_of_squares: the sum of their squares.
         non_finite: values that are NaN or infinite, which are in no bin and no sum.
+
+    Example:
+        >>> histograms({"a": torch.tensor([0.0, 1.0, 1.0])}, World.alone("cpu"), bins=2)["a"].counts
+        (1, 2)
     """
 
     edges: tuple[float, ...]

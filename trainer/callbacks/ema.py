@@ -46,8 +46,9 @@ class Ema(Callback):
         >>> ema = Ema(decay=0.999)
         >>> trainer = Digits(config, callbacks=[ema])
         >>> result = trainer.fit()
-        >>> ema.weights()["model"]["weight"].shape  # or, with all that takes a model: `with ema.applied(): ...`
-        torch.Size([10, 64])
+        >>> averages = ema.weights()["model"]
+        >>> with ema.applied():  # or, for all that takes the model itself
+        ...     trainer.export("averaged.safetensors")
     """
 
     def __init__(

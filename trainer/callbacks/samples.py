@@ -38,9 +38,9 @@ class Samples(Callback):
         ConfigError: `every` is wall time, by which ranks would differ, or `function` cannot be called.
 
     Example:
-        >>> def poem(trainer):
-        ...     return trainer.tokenizer.decode(generate(trainer.unwrap(trainer.model)))
-        >>> trainer = Poet(config, callbacks=[Samples(poem, every="1000 steps")])
+        >>> def guess(trainer):
+        ...     return f"of nothing it makes {trainer.model(torch.zeros(1, 64)).argmax().item()}"
+        >>> trainer = Digits(config, callbacks=[Samples(guess, every="1000 steps")])
     """
 
     def __init__(

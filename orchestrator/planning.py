@@ -53,8 +53,11 @@ class Plan:
     @property
     def storage_bytes(self) -> int | None:
         """About what the checkpoints that are kept take; None where nobody can tell."""
-        each, kept = self.sketch.checkpoint_bytes, self.experiment.config.checkpoint.keep_last
-        number = self.num_checkpoints if kept == "all" else min(kept, self.num_checkpoints or kept)
+        each, config = self.sketch.checkpoint_bytes, self.experiment.config.checkpoint
+        number = self.num_checkpoints
+        if config.keep_last != "all":
+            kept = config.keep_last + (self._times(config.keep_every, at_end=False) or 0)
+            number = min(kept, number or kept)
         return None if each is None or number is None else each * number
 
     @property
@@ -189,6 +192,7 @@ def _checkpoints(plan: Plan) -> str:
     size = "of unknown size" if each is None else f"of about {_human(each)}"
     many = "" if number is None else f"{number:,} "
     kept = "all are kept" if config.keep_last == "all" else f"the last {config.keep_last} are kept"
+    kept += f", and one every {config.keep_every}" if config.keep_every is not None else ""
     return f"{every}: {many}{size}; {kept}" + ("" if plan.storage_bytes is None else f" ({_human(plan.storage_bytes)})")
 
 

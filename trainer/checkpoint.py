@@ -25,6 +25,7 @@ from .best import Mode
 from .catalog import fault, locate, read_checkpoint, scan
 from .errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Checkpoint, CheckpointWarning, FileSum, parse_manifest, write_manifest
+from .progress import Duration
 from .retention import Retention
 from .snapshot import Reading, Snapshot
 from .storage import Storage, open_storage
@@ -49,6 +50,7 @@ class CheckpointStore:
         keep_last: how many of the checkpoints saved last stay; "all" deletes none.
         monitor: the metric by which one is the best, which stays too, however long ago it was saved.
         mode: "min" where lower is better, "max" where higher is.
+        keep_every: steps or epochs; of the others, the first at or after each multiple of it stays for good.
 
     Attributes:
         passed_over: what `newest_good` found damaged the last time, and what is wrong with it.
@@ -70,11 +72,12 @@ class CheckpointStore:
         keep_last: int | Literal["all"] = 2,
         monitor: str | None = None,
         mode: Mode = "min",
+        keep_every: Duration | None = None,
     ) -> None:
         if keep_last != "all" and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
             raise ConfigError(f'keep_last is a whole number from 1, or "all", not {keep_last!r}')
         self.world = world
-        self._retention = Retention(keep_last, monitor, mode)
+        self._retention = Retention(keep_last, monitor, mode, keep_every)
         self.passed_over: list[str] = []
         self._storage = open_storage(root)
         self._sequence: int | None = None

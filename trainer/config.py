@@ -87,6 +87,7 @@ class CheckpointConfig:
         every: time between two checkpoints; None saves only at the end and on request.
         at_end: whether an ended or interrupted run saves where it stands.
         keep_last: how many of the newest checkpoints stay; the newest good one always does.
+        keep_every: steps or epochs; of the others, the first one at or after each multiple of it stays for good.
         monitor: the metric of an evaluation by which the best checkpoint is chosen, which stays, too.
         mode: "min" where lower is better, "max" where higher is.
         save_best: whether an evaluation that is the best so far is saved at once.
@@ -99,12 +100,15 @@ class CheckpointConfig:
     every: Duration | None = Duration(1, "epochs")
     at_end: bool = True
     keep_last: int | Literal["all"] = 2
+    keep_every: Duration | None = None
     monitor: str = "validation/loss"
     mode: Mode = "min"
     save_best: bool = False
 
     def __post_init__(self) -> None:
-        _parse_durations(self, "every")
+        _parse_durations(self, "every", "keep_every")
+        if self.keep_every is not None and self.keep_every.unit == "seconds":
+            raise ConfigError(f'keep_every counts steps or epochs, such as "5000 steps", not {self.keep_every}')
         _one_of("mode", self.mode, Mode)
         if not isinstance(self.monitor, str) or not self.monitor.startswith("validation/"):
             raise ConfigError(

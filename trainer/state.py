@@ -72,6 +72,7 @@ class RunState:
                 keep_last=config.keep_last,
                 monitor=config.monitor,
                 mode=config.mode,
+                keep_every=config.keep_every,
             )
         self._best = Best(config.mode)
         self._misses_monitor = False

@@ -18,6 +18,7 @@ from headway.trainer import (
 from headway.trainer.best import Best
 from headway.trainer.checkpoint import read_checkpoint
 from headway.trainer.manifest import Checkpoint, CheckpointWarning
+from headway.trainer.progress import Duration
 from headway.trainer.retention import Retention
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
 
@@ -106,6 +107,8 @@ def _checkpoints(*losses: float | None) -> list[Checkpoint]:
         (Retention("all", "loss"), [2.0, 1.0, 3.0], 1, []),
         (Retention(3, "loss"), [1.0], 0, []),
         (Retention(3, "loss"), [], None, []),
+        (Retention(2, "loss", keep_every=Duration(5)), [9.0, 8.0, 1.0, *[7.0] * 9], 2, [0, 1, 3, 4, 6, 7, 8, 9]),
+        (Retention(1, None, keep_every=Duration(2)), [None] * 6, None, [0, 1, 3]),
     ],
 )
 def test_what_is_kept_is_a_pure_function_B6(
@@ -125,6 +128,12 @@ def test_the_best_evaluation_is_saved_and_stays_B6(tmp_path: Path) -> None:
     assert (read_checkpoint(result.best_checkpoint).step, result.best_step, result.best_metric) == (3, 3, 1.0)
     assert result.last_checkpoint is not None
     assert read_checkpoint(result.last_checkpoint).step == 8
+
+
+def test_the_last_the_best_and_every_nth_stay_B6(tmp_path: Path) -> None:
+    checkpoint = {"every": "1 steps", "keep_last": 2, "keep_every": "5 steps", "save_best": True}
+    Scripted(_config(steps=12, checkpoint=checkpoint), values=[3.0, 2.0, 1.0, *[4.0] * 9], run_dir=tmp_path).fit()
+    assert _on_disk(tmp_path) == [3, 5, 10, 11, 12]
 
 
 def test_save_best_saves_at_once_and_nothing_else(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_a_config_is_frozen_pickles_and_compares() -> None:
         (CheckpointConfig, {"keep_last": 0}, "keep_last is a whole number from 1"),
         (CheckpointConfig, {"keep_last": "some"}, "keep_last is a whole number from 1"),
         (CheckpointConfig, {"keep_last": None}, "keep_last is a whole number from 1"),
+        (CheckpointConfig, {"keep_every": "10m"}, "keep_every counts steps or epochs"),
         (CheckpointConfig, {"every": "often"}, "'often' is not a duration"),
     ],
 )

@@ -60,7 +60,8 @@ class Trainer(OwnHooks, Generic[C]):
         │  ├─ configure_dataloaders, which tells `total_steps`
         │  └─ configure_optimizers                                                    on_setup_end
         ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
-        ├─ on_fit_start
+        ├─ try `sanity_batches` of the validation data, of which no hook hears
+        ├─ on_fit_start; evaluate, if `evaluate_at_start`
         ├─ loop(): until max_epochs, max_steps or a request to stop                   on_epoch_start
         │  ├─ for each global batch                                (update.py)        on_step_start
         │  │  ├─ for each micro-batch of this rank                                    on_batch_start

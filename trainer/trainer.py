@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import initialise, parallel
-from .agreement import check_agreement, check_weights, shapes
+from . import assembly, initialise, parallel
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
@@ -21,9 +20,8 @@ from .errors import ConfigError, DataError, HeadwayError
 from .evaluation_metrics import EvaluationMetrics
 from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
 from .float8 import check_float8, convert_to_float8
-from .freezing import freeze
 from .histogram import Histogram
-from .loaders import LoadedBatch, as_stream
+from .loaders import LoadedBatch
 from .loop import Loop
 from .memory import explain, is_out_of_memory
 from .nested import batch_size
@@ -33,18 +31,17 @@ from .recorder import Meter, as_plain
 from .requests import Requests, StopStatus
 from .result import FitResult, History, Status
 from .rng import seed_everything
-from .scheduling import Interval, check_intervals
+from .scheduling import Interval
 from .signals import stop_on_signals
 from .sketch import Sketch, sketch_of
-from .state import COMPONENTS, versions
-from .streams import BatchStream, Feed
+from .state import COMPONENTS
+from .streams import BatchStream
 from .trackers.base import Tracker
 from .trackers.jsonl import JsonlTracker
 from .update import Weight
 from .world import World
 
 C = TypeVar("C", bound=TrainerConfig)
-T = TypeVar("T")
 
 
 class Trainer(OwnHooks, Generic[C]):
@@ -406,7 +403,7 @@ class Trainer(OwnHooks, Generic[C]):
                 "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
             )
         with ExitStack() as opened:
-            sets = self._validation if data is None else self._open_sets(data)
+            sets = self._validation if data is None else assembly.open_sets(self, data)
             for stream in sets.values() if data is not None else ():
                 opened.callback(stream.close)
             if checkpoint is not None:
@@ -539,11 +536,11 @@ class Trainer(OwnHooks, Generic[C]):
         self._check_config()
         self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
         try:
-            self._configure_models()
+            assembly.make_models(self)
             self._open_data()
             unknown = ""
             try:
-                self._build_optimizers()
+                assembly.make_optimizers(self)
             except HeadwayError:
                 raise
             except Exception as error:
@@ -558,18 +555,22 @@ class Trainer(OwnHooks, Generic[C]):
     def setup(self) -> None:
         """Builds models, optimizers and data, once. `fit`, `evaluate` and the others call it. Every rank must."""
         if self.world.has_ended:
-            self._rejoin()
+            assembly.join_again(self)
         if self._is_set_up:
             return
         self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
         self.callbacks.on_setup_start(self)
         # One seed for all ranks while weights are drawn, each its own afterwards.
         seed_everything(self.config.seed, rank="common")
-        self._build_models()
+        assembly.make_models(self)
+        if self.config.float8:
+            convert_to_float8(self.models)
+        self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
+        assembly.spread_models(self, self._born_on_meta)
         # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
         self._open_data()
-        check_agreement(self.world, {"data": [_facts(stream) for stream in self._streams()]})
-        self._build_optimizers()
+        assembly.check_data(self, self._streams())
+        assembly.make_optimizers(self)
         assert self._data is not None
         self._loop = Loop(self, self._requests, self._data, self._validation)
         self.metrics = EvaluationMetrics(self.configure_metrics(), self.world)
@@ -582,16 +583,6 @@ class Trainer(OwnHooks, Generic[C]):
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
 
-    def _rejoin(self) -> None:
-        """Goes on after a `fit`, which has ended the process group that this trainer began."""
-        for model in self.models.values():
-            # Before the first collective: all ranks raise, or none does.
-            parallel.check_unsharded(model)
-        self.world.rejoin()
-        for name, model in self.models.items():
-            self.models[name] = parallel.replicate_again(model, self.config.parallel, self.world)
-            setattr(self, name, self.models[name])
-
     def _check_config(self) -> None:
         if self.config.max_epochs is None and self.config.max_steps is None:
             raise ConfigError("the config does not say when to stop: set max_epochs or max_steps")
@@ -600,90 +591,10 @@ class Trainer(OwnHooks, Generic[C]):
             check_float8(self.device)
 
     def _open_data(self) -> None:
-        loaders = self.configure_dataloaders()
-        train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
-        self._data = self._open(train, training=True)
-        self._validation = {} if validation is None else self._open_sets(validation)
-
-    def _open_sets(self, data: Any) -> dict[str, BatchStream]:
-        """Opens validation data: one set without a name, or several by name."""
-        sets = data if isinstance(data, Mapping) else {"": data}
-        if not all(isinstance(name, str) and (name or sets is not data) for name in sets):
-            raise ConfigError(f"sets of validation data are called by text, not by {', '.join(map(repr, sets))}")
-        return {name: self._open(each, training=False) for name, each in sets.items() if each is not None}
+        self._data, self._validation = assembly.open_data(self)
 
     def _streams(self) -> list[BatchStream]:
         return ([] if self._data is None else [self._data]) + list(self._validation.values())
-
-    def _configure_models(self) -> None:
-        """Makes the models, as far as that goes without other ranks."""
-        config = self.config
-        with torch.device("meta"):
-            self.configure_models()
-        self.models = {name: each for name, each in self._attributes(nn.Module).items() if _has_state(each)}
-        if not self.models:
-            raise ConfigError(
-                f"configure_models() of {type(self).__name__} set no module as an attribute: self.model = ..."
-            )
-        self.callbacks.on_models_configured(self)
-        # A callback may have put another model in the place of one.
-        self.models = {name: getattr(self, name) for name in self.models}
-        freeze(self.models, config.freeze)
-        parallel.check_modules(self.models, config.parallel)
-
-    def _build_models(self) -> None:
-        config, world = self.config, self.world
-        self._configure_models()
-        if config.float8:
-            convert_to_float8(self.models)
-        # Before the first of the collectives that would wait, or mix up weights, where models differ.
-        check_agreement(
-            world,
-            {
-                "config": as_plain(config),
-                "run_dir": self.run_dir,
-                "models": shapes(self.models),
-                "versions": versions(),
-            },
-        )
-        self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
-        for model in self.models.values():
-            parallel.shard(model, config.parallel, precision=config.precision, world=world)
-        if self._born_on_meta:
-            initialise.initialise(self._born_on_meta, self.init_weights)
-        check_weights(world, self.models)
-        for name, model in self.models.items():
-            self.models[name] = parallel.replicate(model, config.parallel, world)
-            setattr(self, name, self.models[name])
-
-    def _build_optimizers(self) -> None:
-        self.configure_optimizers()
-        self.optimizers = self._attributes(Optimizer)
-        self.schedulers = self._attributes(LRScheduler)
-        check_intervals(self)
-        if not self.optimizers:
-            raise ConfigError(f"configure_optimizers() of {type(self).__name__} set no optimizer: self.optimizer = ...")
-
-    def _attributes(self, kind: type[T]) -> dict[str, T]:
-        """What a `configure_` method has set, by name. A name with an underscore is nobody's business."""
-        return {name: each for name, each in vars(self).items() if isinstance(each, kind) and not name.startswith("_")}
-
-    def _open(self, data: Any, *, training: bool) -> BatchStream:
-        config = self.config
-        stream = as_stream(data)
-        stream.open(
-            Feed(
-                rank=self.world.rank,
-                world_size=self.world.size,
-                global_batch_size=config.global_batch_size,
-                micro_batch_size=config.micro_batch_size,
-                accumulation=config.gradient_accumulation_steps,
-                seed=config.seed,
-                device=self.device,
-                training=training,
-            )
-        )
-        return stream
 
     def _export(
         self,
@@ -714,13 +625,3 @@ class Trainer(OwnHooks, Generic[C]):
             if error is None:
                 raise
             error.add_note(f"besides, the clean-up failed with {type(failure).__name__}: {failure}")
-
-
-def _facts(stream: BatchStream) -> tuple[object, ...]:
-    """What of some data must be equal on all ranks; ranks may bring iterables of their own, of any length."""
-    return stream.guarantee, stream.fingerprint, stream.steps_in_epoch(0) if stream.guarantee == "exact" else None
-
-
-def _has_state(module: nn.Module) -> bool:
-    """Whether there is anything to train, move or save in a module; a loss function has nothing."""
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

@@ -1,0 +1,171 @@
+"""From what the `configure_` methods of a trainer describe to models, data and optimizers that are ready to train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import initialise, parallel
+from .agreement import check_agreement, check_weights, shapes
+from .errors import ConfigError
+from .freezing import freeze
+from .loaders import as_stream
+from .recorder import as_plain
+from .scheduling import check_intervals
+from .state import versions
+from .streams import BatchStream, Feed
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+T = TypeVar("T")
+
+
+def make_models(trainer: Trainer[Any]) -> None:
+    """Makes the models on the meta device, as far as that goes without other ranks.
+
+    Raises:
+        ConfigError: there is no model, or the config does not fit it.
+    """
+    with torch.device("meta"):
+        trainer.configure_models()
+    trainer.models = {name: each for name, each in _attributes(trainer, nn.Module).items() if _has_state(each)}
+    if not trainer.models:
+        raise ConfigError(
+            f"configure_models() of {type(trainer).__name__} set no module as an attribute: self.model = ..."
+        )
+    trainer.callbacks.on_models_configured(trainer)
+    # A callback may have put another model in the place of one.
+    trainer.models = {name: getattr(trainer, name) for name in trainer.models}
+    freeze(trainer.models, trainer.config.freeze)
+    parallel.check_modules(trainer.models, trainer.config.parallel)
+
+
+def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) -> None:
+    """Shards, materialises, initialises and replicates the models, in place. Every rank must call this.
+
+    Args:
+        trainer: with its models.
+        born_on_meta: those of them that have no weights yet.
+
+    Raises:
+        ConfigError: the ranks have other models, configs or versions, or a weight has no value.
+    """
+    config, world = trainer.config, trainer.world
+    facts = {
+        "config": as_plain(config),
+        "run_dir": trainer.run_dir,
+        "models": shapes(trainer.models),
+        "versions": versions(),
+    }
+    # Before the first of the collectives that would wait, or mix up weights, where models differ.
+    check_agreement(world, facts)
+    for model in trainer.models.values():
+        parallel.shard(model, config.parallel, precision=config.precision, world=world)
+    if born_on_meta:
+        initialise.initialise(born_on_meta, trainer.init_weights)
+    check_weights(world, trainer.models)
+    for name, model in trainer.models.items():
+        _replace(trainer, name, parallel.replicate(model, config.parallel, world))
+
+
+def join_again(trainer: Trainer[Any]) -> None:
+    """Goes on after a `fit`, which has ended the process group that the trainer began. Every rank must call this.
+
+    Raises:
+        ConfigError: a model is sharded, and cannot.
+    """
+    for model in trainer.models.values():
+        # Before the first collective: all ranks raise, or none does.
+        parallel.check_unsharded(model)
+    trainer.world.rejoin()
+    for name, model in trainer.models.items():
+        _replace(trainer, name, parallel.replicate_again(model, trainer.config.parallel, trainer.world))
+
+
+def make_optimizers(trainer: Trainer[Any]) -> None:
+    """Makes optimizers and schedulers over the models' parameters.
+
+    Raises:
+        ConfigError: there is no optimizer, or a scheduler that never moves.
+    """
+    trainer.configure_optimizers()
+    trainer.optimizers = _attributes(trainer, Optimizer)
+    trainer.schedulers = _attributes(trainer, LRScheduler)
+    check_intervals(trainer)
+    if not trainer.optimizers:
+        raise ConfigError(f"configure_optimizers() of {type(trainer).__name__} set no optimizer: self.optimizer = ...")
+
+
+def open_data(trainer: Trainer[Any]) -> tuple[BatchStream, dict[str, BatchStream]]:
+    """Opens the training data and the sets of validation data by name.
+
+    Raises:
+        ConfigError, DataError: it is no data, empty, or does not fit the batch sizes.
+    """
+    loaders = trainer.configure_dataloaders()
+    train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
+    return _open(trainer, train, training=True), {} if validation is None else open_sets(trainer, validation)
+
+
+def open_sets(trainer: Trainer[Any], data: Any) -> dict[str, BatchStream]:
+    """Opens validation data: one set, whose name is "", or several by name.
+
+    Raises:
+        ConfigError, DataError: it is no data, empty, or called by no name.
+    """
+    sets = data if isinstance(data, Mapping) else {"": data}
+    if not all(isinstance(name, str) and (name or sets is not data) for name in sets):
+        raise ConfigError(f"sets of validation data are called by text, not by {', '.join(map(repr, sets))}")
+    return {name: _open(trainer, each, training=False) for name, each in sets.items() if each is not None}
+
+
+def check_data(trainer: Trainer[Any], streams: Sequence[BatchStream]) -> None:
+    """Makes sure that all ranks have opened the same data. Every rank must call this.
+
+    Raises:
+        ConfigError: they have not. Iterables of their own may have any length.
+    """
+    facts = [
+        (each.guarantee, each.fingerprint, each.steps_in_epoch(0) if each.guarantee == "exact" else None)
+        for each in streams
+    ]
+    check_agreement(trainer.world, {"data": facts})
+
+
+def _open(trainer: Trainer[Any], data: Any, *, training: bool) -> BatchStream:
+    config = trainer.config
+    stream = as_stream(data)
+    stream.open(
+        Feed(
+            rank=trainer.world.rank,
+            world_size=trainer.world.size,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            accumulation=config.gradient_accumulation_steps,
+            seed=config.seed,
+            device=trainer.device,
+            training=training,
+        )
+    )
+    return stream
+
+
+def _attributes(trainer: Trainer[Any], kind: type[T]) -> dict[str, T]:
+    """What a `configure_` method has set, by name. A name with an underscore is nobody's business."""
+    return {name: each for name, each in vars(trainer).items() if isinstance(each, kind) and not name.startswith("_")}
+
+
+def _replace(trainer: Trainer[Any], name: str, model: nn.Module) -> None:
+    trainer.models[name] = model
+    setattr(trainer, name, model)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether there is anything to train, move or save in a module; a loss function has nothing."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

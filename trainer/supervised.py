@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .config import TrainerConfig
 from .errors import ConfigError, StepError
+from .optimizers import adamw
 from .trainer import Trainer
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -28,7 +29,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         model: with its weights; the main rank's are taken on every rank. One that is in evaluation mode as a whole,
             as Hugging Face's are when they have been loaded, is put in training mode.
         optimizer: one over the model's parameters, or a function that makes one from those that are not frozen.
-            Sharded training (FSDP2) replaces the parameters, so it needs the function.
+            Sharded training (FSDP2) replaces the parameters, so it needs the function. By default
+            `optimizers.adamw` with a learning rate of 0.001.
         loss_fn: takes (outputs, targets) and returns the mean over the batch.
         scheduler: moves after every update; or a function that makes one from the optimizer.
         train: the training data, as `Trainer.configure_dataloaders` describes it.
@@ -52,7 +54,7 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         self,
         *,
         model: nn.Module,
-        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         train: Any,
         loss_fn: LossFunction | None = None,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
@@ -81,7 +83,10 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         """
         given = self._given_optimizer
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = given if isinstance(given, Optimizer) else given(trained)
+        if given is None:
+            self.optimizer: Optimizer = adamw(self.model, learning_rate=1e-3)
+        else:
+            self.optimizer = given if isinstance(given, Optimizer) else given(trained)
         held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         if not held & set(self.model.parameters()):
             raise ConfigError(

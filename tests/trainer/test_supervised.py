@@ -208,3 +208,12 @@ def test_the_optimizer_gets_what_is_trained() -> None:
     )
     trainer.fit()
     assert given == [2]
+
+
+def test_without_an_optimizer_it_is_adamw_with_decay_groups() -> None:
+    trainer = SupervisedTrainer(
+        model=_model(), train=_pairs(), loss_fn=F.cross_entropy, config=TrainerConfig(max_steps=2), world=ALONE
+    )
+    result = trainer.fit()
+    assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    assert result.metrics["lr/optimizer/decay"] == result.metrics["lr/optimizer/no_decay"] == 1e-3

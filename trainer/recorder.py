@@ -47,12 +47,14 @@ class Recorder:
     Attributes:
         waited_s: how long the loop has waited for data since the last flush; the loop adds to it.
         meters: asked at every flush, in their order, for what they add to the record.
+        in_update: whether an update is being made; the loop says so.
     """
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: Update) -> None:
         self._trainer, self._metrics, self._update = trainer, metrics, update
         self.trackers = TrackerList()
         self.meters: list[Meter] = []
+        self.in_update = False
         self._counts_tokens = trainer.counts_tokens
         self._began_s = time.perf_counter()
         self._flushed_samples = 0
@@ -167,9 +169,13 @@ class Recorder:
         """Logs what happened to the run at this step, and is no mean over an interval."""
         self._log(record)
 
-    def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
-        """Gives images to the trackers."""
-        self.trackers.log_images(images, step=self._trainer.progress.step)
+    @property
+    def step(self) -> int:
+        """The update that images and the like belong to: inside one, that one, as for the numbers that it logs.
+
+        So a run that resumes, and makes it again, has them once.
+        """
+        return self._trainer.progress.step + self.in_update
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run must know: the trackers' state, and where the interval in progress began."""

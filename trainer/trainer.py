@@ -332,9 +332,12 @@ class Trainer(OwnHooks, Generic[C]):
         self._loop.log(name, value, weight)
 
     def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
-        """Gives images by name, [channels, height, width], to the trackers. Every rank may; the main rank's count."""
+        """Gives images by name, [channels, height, width], to the trackers. Every rank may; the main rank's count.
+
+        From inside an update they are logged with the step that it completes, as numbers are.
+        """
         self.callbacks.on_log_images(self, images)
-        self._loop.recorder.log_images(images)
+        self._loop.recorder.trackers.log_images(images, step=self._loop.recorder.step)
 
     def add_meter(self, meter: Meter) -> None:
         """Asks a function for numbers to add to every training record, under names of its own: from `on_setup_end` on.
@@ -347,11 +350,11 @@ class Trainer(OwnHooks, Generic[C]):
 
     def log_text(self, texts: Mapping[str, str]) -> None:
         """Gives texts by name to the trackers that take them. Every rank may; the main rank's count."""
-        self._loop.recorder.trackers.log_text(texts, step=self.progress.step)
+        self._loop.recorder.trackers.log_text(texts, step=self._loop.recorder.step)
 
     def log_histograms(self, histograms: Mapping[str, Histogram]) -> None:
         """Gives histograms by name to the trackers that take them. Every rank may; the main rank's count."""
-        self._loop.recorder.trackers.log_histograms(histograms, step=self.progress.step)
+        self._loop.recorder.trackers.log_histograms(histograms, step=self._loop.recorder.step)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A context for whatever looks at the models in training, as samples do: they are as in an evaluation.

@@ -59,7 +59,10 @@ def test_history_in_the_files_is_that_of_all_attempts_F6(tmp_path: Path) -> None
 
 
 class LogImages(Callback):
-    """Logs a hundred images after every update, on every rank."""
+    """Logs a hundred images after every update, and one inside it, on every rank."""
+
+    def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
+        trainer.log_images({"inside/one": torch.rand(3, 2, 2)})
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
         trainer.log_images({f"image/{i}": torch.rand(3, 2, 2) for i in range(100)})
@@ -94,7 +97,8 @@ def test_images_of_the_main_rank_are_stored_up_to_the_limit_and_no_step_is_twice
     rows = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
     assert [int(row.split(",")[0]) for row in rows] == steps
     images = sorted(path.relative_to(tmp_path / "images").as_posix() for path in tmp_path.glob("images/*/*/*"))
-    assert images == [f"step-{step:08d}/image/{i}.png" for step in steps for i in range(8)]
+    names = [*(f"image/{i}" for i in range(7)), "inside/one"]
+    assert images == [f"step-{step:08d}/{name}.png" for step in steps for name in names]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -102,6 +106,7 @@ def test_images_of_the_main_rank_are_stored_up_to_the_limit_and_no_step_is_twice
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == steps
     assert [event.step for event in events.Images("image/0")] == steps
+    assert [event.step for event in events.Images("inside/one")] == steps
 
 
 def test_table_is_lists_text_and_a_data_frame() -> None:

@@ -571,7 +571,7 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
     overridden.start(run_info(tmp_path, resumed=True, attempt=3), step=7)
     assert (overridden._run.name, overridden._run.id, overridden._run.project) == ("other", "abcd1234", "elsewhere")
     overridden.log({"train/loss": 1.0}, step=7, epoch=0)  # The other run has not been sent it.
-    assert overridden.state_dict() == {"id": "abcd1234", "sent": 7}
+    assert overridden.state_dict() == {"id": "abcd1234", "name": "digits", "sent": 7}
     overridden.finish("completed")
     monkeypatch.delenv("WANDB_RUN_ID")
 
@@ -580,6 +580,13 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
     fresh.start(run_info(None, resumed=True, attempt=3), step=7)
     assert fresh.state_dict() == state  # Without a run directory, the checkpoint remembers.
     fresh.finish("completed")
+
+    fork = WandbTracker("tests", mode="disabled")
+    fork.load_state_dict(state)
+    fork.start(run_info(tmp_path / "fork", name="fork", resumed=True), step=5)
+    assert fork.state_dict()["id"] != state["id"], "another run went on from a checkpoint of this one"
+    assert fork.state_dict()["sent"] == -1
+    fork.finish("completed")
 
 
 @pytest.mark.slow

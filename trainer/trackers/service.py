@@ -21,13 +21,15 @@ class ServiceTracker(Tracker):
     """Sends the records to a service that can append but take nothing back, so that every step is there once.
 
     The id of the run, and the last step that was sent, lie in `<service>.json` in the run directory and in the
-    checkpoints. Steps that were sent before a resume or a rewind are not sent again.
+    checkpoints. Steps that were sent before a resume or a rewind are not sent again. A run that goes on from a
+    checkpoint of a run with another name is one of its own.
     """
 
     service: str
 
     def __init__(self) -> None:
         self._id: str | None = None
+        self._name: str | None = None
         self._sent = self._sent_before = -1
         self._memory: LocalLines | RemoteLines | None = None
 
@@ -56,6 +58,9 @@ class ServiceTracker(Tracker):
             self._id, self._sent = None, -1
         elif self._memory and (lines := self._memory.read()):
             self.load_state_dict(json.loads(lines[0]))
+        if self._name not in (None, run.name):
+            self._id, self._sent = None, -1
+        self._name = run.name
         joined = self.join(run, self._id)
         if joined != self._id:
             self._id, self._sent = joined, -1
@@ -87,12 +92,14 @@ class ServiceTracker(Tracker):
         self._sent_before = self._sent
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the id of the run, and the last step that was sent."""
-        return {"id": self._id, "sent": self._sent}
+        """Returns the id and the name of the run, and the last step that was sent."""
+        return {"id": self._id, "name": self._name, "sent": self._sent}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over the id of the run, and the last step that was sent."""
-        self._id, self._sent = state_dict["id"], max(self._sent, state_dict["sent"])
+        """Takes over the id and the name of the run, and the last step that was sent."""
+        sent_before = self._sent if state_dict["id"] == self._id else -1
+        self._id, self._name = state_dict["id"], state_dict.get("name")
+        self._sent = max(sent_before, state_dict["sent"])
 
     def is_new(self, step: int) -> bool:
         """Whether what belongs to a step is to be sent; asked for, it counts as sent.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from headway.trainer import (
+    Callback,
     CheckpointConfig,
+    CheckpointError,
     CheckpointStore,
     ConfigError,
     World,
@@ -230,6 +233,22 @@ def test_the_best_of_an_epoch_is_saved_with_its_history(tmp_path: Path) -> None:
     assert [row["epoch"] for row in resumed.history] == [1.0, 2.0]
     assert resumed.history == result.history
     assert (resumed.best_metric, resumed.best_step) == (result.best_metric, result.best_step) == (1.0, 8)
+
+
+def test_state_that_does_not_pickle_names_callback_and_key_B13(tmp_path: Path) -> None:
+    class Holds(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": 3, "guards": [threading.Lock()]}
+
+    trainer = TinyTrainer(
+        _config(steps=1, checkpoint={"at_end": True}, every=100),
+        world=World.alone("cpu"),
+        callbacks=[Callback(), Holds()],
+        run_dir=tmp_path,
+    )
+    with pytest.raises(CheckpointError, match=r"part 'callbacks', key '.*Holds/0\.guards\.0' holds a _thread\.lock"):
+        trainer.fit()
+    assert _on_disk(tmp_path) == []
 
 
 def test_save_best_without_validation_data_is_refused() -> None:

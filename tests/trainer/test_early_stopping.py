@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.trainer import CheckpointConfig, ConfigError, FitResult, World
+from headway.trainer import Callback, CheckpointConfig, ConfigError, FitResult, World
 from headway.trainer.callbacks import EarlyStopping
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
@@ -129,6 +129,36 @@ def test_a_metric_that_is_not_there_is_an_error_at_once_that_lists_what_is(monit
 def test_arguments_are_checked(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EarlyStopping(**options)
+
+
+class Order(Callback):
+    """Notes what happens around a stop."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_evaluation_end(self, trainer: Any, metrics: Any) -> None:
+        self.notes.append("evaluation")
+
+    def on_stop_requested(self, trainer: Any, reason: str) -> None:
+        self.notes.append(f"stop: {reason}")
+
+    def on_checkpoint_saved(self, trainer: Any, checkpoint: Any) -> None:
+        self.notes.append("save")
+
+    def on_epoch_end(self, trainer: Any, metrics: Any) -> None:
+        self.notes.append("epoch")
+
+    def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
+        self.notes.append("end")
+
+
+def test_a_stop_saves_ends_the_epoch_and_the_run_in_this_order_G1_G5(tmp_path: Path) -> None:
+    order = Order()
+    result = Scripted(
+        _config(), values=[1.0, 2.0], callbacks=[order, EarlyStopping(patience=1)], run_dir=tmp_path
+    ).fit()
+    assert order.notes == ["evaluation", "evaluation", f"stop: {result.reason}", "save", "epoch", "end"]
 
 
 def _on_ranks(world: World) -> tuple[str, str, int, int]:

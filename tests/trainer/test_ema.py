@@ -86,6 +86,25 @@ def test_it_begins_with_weights_that_were_loaded_between_setup_and_training() ->
     assert _equal(_flat(ema), _wanted(watch.seen, 0.9))
 
 
+class SometimesBad(TinyTrainer):
+    """The gradients of two of the batches are not numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        if self.training and batch_idx in (2, 5):
+            outputs["loss"] = outputs["loss"] * float("nan")
+        return outputs
+
+
+def test_it_leaves_out_updates_that_were_skipped_D6() -> None:
+    ema, watch = Ema(0.7), Watch()
+    trainer = SometimesBad(_config(num_rows=96, non_finite="skip"), world=ALONE, callbacks=[watch, ema])
+    trainer.fit()
+    assert trainer.local_batches == 8
+    assert len(watch.seen) == 7
+    assert _equal(_flat(ema), _wanted(watch.seen, 0.7))
+
+
 class Inside(Callback):
     """Keeps the weights with which evaluations are made, and those after them."""
 
@@ -149,6 +168,16 @@ def test_a_resumed_average_is_the_uninterrupted_one_A9_B14(tmp_path: Path, order
         TinyTrainer(config, world=ALONE, callbacks=callbacks(StopAt(stop)), run_dir=tmp_path / "cut").fit()
     assert _equal(_flat(slow), wanted[0])
     assert _equal(_flat(fast), wanted[1])
+
+
+def test_a_checkpoint_evaluated_alone_is_evaluated_with_its_averages(tmp_path: Path) -> None:
+    config = _config(evaluate_every="6 steps")
+    result = TinyTrainer(config, world=ALONE, callbacks=[Ema(0.5)], run_dir=tmp_path).fit()
+    assert result.last_checkpoint is not None
+    alone = TinyTrainer(config, world=ALONE, callbacks=[Ema(0.5)])
+    found = alone.evaluate(checkpoint=result.last_checkpoint)["validation/loss"]
+    bare = TinyTrainer(config, world=ALONE).evaluate(checkpoint=result.last_checkpoint)["validation/loss"]
+    assert found == result.metrics["validation/loss"] != bare
 
 
 class Half(TinyTrainer):

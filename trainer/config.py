@@ -129,6 +129,9 @@ class LossSpikeConfig:
         factor: how many usual deviations above the median of the last losses are too much.
         window: so many of the last losses say what is usual.
         max_rollbacks: how often the run goes back, over all attempts; one spike more ends it.
+
+    Example:
+        >>> config = TrainerConfig(max_steps=1000, loss_spike=LossSpikeConfig(factor=6.0))
     """
 
     metric: str = "train/loss"

@@ -27,7 +27,7 @@ class ModelSummary(Callback):
         >>> trainer = Digits(config, callbacks=[ModelSummary()])
     """
 
-    text = ""
+    text: str = ""
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
         """Prints."""

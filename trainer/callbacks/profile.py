@@ -55,7 +55,7 @@ class Profile(Callback):
     ) -> None:
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
             raise ConfigError(f"steps are the first and the last update to trace, such as (10, 12), not {steps!r}")
-        self.steps = steps
+        self.steps: tuple[int, int] = steps
         self._ranks = ranks
         self._record_shapes, self._with_stack, self._memory = record_shapes, with_stack, memory
         self._profiler: profile | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headway.trainer.result import Status
+from headway.trainer.streams import Guarantee
 from headway.trainer.table import Table
 
 from .runs import Run
@@ -25,6 +26,7 @@ class RunResult:
         last_checkpoint, best_checkpoint: paths in it.
         best_metric, best_step: the best value of the metric by which checkpoints are chosen, and when it was measured.
         resumed_from: the checkpoint that the last attempt began from.
+        data_guarantee: what of its place in the training data a resumed run finds again: "exact", "epoch" or "none".
         signal: the number of the signal that interrupted it, if one did.
     """
 
@@ -41,6 +43,7 @@ class RunResult:
     best_metric: float | None = None
     best_step: int | None = None
     resumed_from: str | None = None
+    data_guarantee: Guarantee = "none"
     signal: int | None = None
 
     @classmethod

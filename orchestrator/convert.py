@@ -25,6 +25,9 @@ _CORE = {
 }
 
 
+_BREAK = re.compile("[\x85\u2028\u2029]")
+
+
 class Text(str):
     """A word that was written without quotes, so the field that it is for decides whether it is a number."""
 
@@ -65,7 +68,13 @@ def _word(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
     return str(node.value) if node.style else Text(node.value)
 
 
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Line breaks of Unicode, unquoted, come back as spaces.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAK.search(text) else None)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:str", _word)
+_Dumper.add_representer(str, _quoted)
 
 
 def parse_yaml(text: str, path: str = "") -> Any:

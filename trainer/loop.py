@@ -44,20 +44,12 @@ class Loop:
 
     Attributes:
         in_doubt: whether an error has left the models who knows where; the next run then goes back to a checkpoint.
-
-    Raises:
-        ConfigError: nothing says when an epoch of the data ends.
     """
 
     def __init__(
         self, trainer: Trainer[Any], requests: Requests, data: BatchStream, validation: Mapping[str, BatchStream]
     ) -> None:
         config = trainer.config
-        if config.max_steps is None and config.steps_per_epoch is None and data.guarantee == "none":
-            raise ConfigError(
-                f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: "
-                "set steps_per_epoch, or max_steps instead"
-            )
         self._trainer, self._config, self._requests = trainer, config, requests
         self._progress, self._world = trainer.progress, trainer.world
         self._data, self._validation = data, validation
@@ -81,8 +73,6 @@ class Loop:
         self._has_warned = False
         if config.loss_spike is not None and trainer.run_dir is None:
             raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
-        if config.checkpoint.save_best and not validation:
-            raise ConfigError("checkpoint.save_best needs an evaluation, and there is no validation data")
 
     def run(self, resume: str, restore: Collection[str]) -> FitResult:
         """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""

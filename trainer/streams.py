@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
+
+from .config import TrainerConfig
+from .errors import ConfigError
 
 Guarantee = Literal["exact", "epoch", "none"]
 
@@ -127,3 +130,26 @@ def is_stream(data: Any) -> TypeGuard[BatchStream]:
     """Whether something has all that a `BatchStream` has. Looks at its class: before `open` it may have no answers."""
     wanted = {name for name in vars(BatchStream) if not name.startswith("_")}
     return wanted <= set(dir(type(data)))
+
+
+def check_data(config: TrainerConfig, data: BatchStream, validation: Mapping[str, BatchStream]) -> None:
+    """Refuses a config that wants of the data what it has not.
+
+    Raises:
+        ConfigError: nothing says when an epoch ends, or there is no validation data and something needs it.
+    """
+    if config.max_steps is None and config.steps_per_epoch is None and data.guarantee == "none":
+        raise ConfigError(
+            f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: "
+            "set steps_per_epoch, or max_steps instead"
+        )
+    wanting = {
+        "checkpoint.save_best": config.checkpoint.save_best,
+        "evaluate_at_start": config.evaluate_at_start,
+        "sanity_batches": config.sanity_batches > 0,
+    }
+    if not validation and (names := [name for name, wants in wanting.items() if wants]):
+        raise ConfigError(
+            f"{' and '.join(names)} needs an evaluation, and there is no validation data: return (train, validation) "
+            "from configure_dataloaders, or leave it out"
+        )

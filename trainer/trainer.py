@@ -35,7 +35,7 @@ from .scheduling import Interval
 from .signals import stop_on_signals
 from .sketch import Sketch, sketch_of
 from .state import COMPONENTS
-from .streams import BatchStream
+from .streams import BatchStream, check_data
 from .trackers.base import Tracker
 from .trackers.jsonl import JsonlTracker
 from .update import Weight
@@ -595,6 +595,7 @@ class Trainer(OwnHooks, Generic[C]):
 
     def _open_data(self) -> None:
         self._data, self._validation = assembly.open_data(self)
+        check_data(self.config, self._data, self._validation)
 
     def _streams(self) -> list[BatchStream]:
         return ([] if self._data is None else [self._data]) + list(self._validation.values())

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import enum
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.orchestrator import Experiment, Retries, Scaling, resolve
-from headway.orchestrator.config import differences, from_plain, from_yaml, to_plain, to_yaml
+from headway.orchestrator.config import _leaves, differences, from_plain, from_yaml, to_plain, to_yaml
 from headway.orchestrator.convert import convert, parse_yaml, render_yaml
-from headway.trainer import Duration, Trainer, TrainerConfig
+from headway.trainer import CheckpointConfig, Duration, LossSpikeConfig, ParallelConfig, Trainer, TrainerConfig
 from headway.trainer.errors import ConfigError
 
 
@@ -214,6 +214,7 @@ experiments = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(experiments)
 def test_a_config_file_and_back_is_identity(experiment: Experiment) -> None:
     """K3."""
@@ -221,6 +222,32 @@ def test_a_config_file_and_back_is_identity(experiment: Experiment) -> None:
     assert from_plain(to_plain(experiment)) == experiment
 
 
+def test_every_field_of_the_trainer_has_a_path_that_says_what_it_holds() -> None:
+    """K3: also those that were added yesterday. What the file says, the command line takes."""
+    config = RichConfig(
+        max_steps=7, max_grad_value=0.5, grad_norm_groups=("model.*",), freeze=("*", "!model.head.*"), init_from="a/b",
+        evaluate_batches=3, loss_spike=LossSpikeConfig(), precision="bf16-true", seed=0,
+        parallel=ParallelConfig(
+            strategy="hsdp", shard_size=2, shard_modules=("Block",), cpu_offload=True,
+            activation_checkpointing="selective", step_timeout=Duration(300, "seconds"),
+        ),
+        checkpoint=CheckpointConfig(every=None, keep_last="all", mode="max", save_best=True),
+    )  # fmt: skip
+    experiment = Experiment(name="rich-trainer", trainer=RichTrainer, config=config)
+    assert from_yaml(to_yaml(experiment)) == experiment
+    overrides = [
+        f"{path}={render_yaml(value).removesuffix('...' + chr(10)).strip()}"
+        for path, value in _leaves(to_plain(experiment))
+        if path != "trainer"
+    ]
+    assert {f"config.{each.name}" for each in fields(TrainerConfig)} <= {
+        ".".join(each.partition("=")[0].split(".")[:2]) for each in overrides
+    }
+    assert resolve(RichTrainer, overrides) == experiment
+
+
+@settings(deadline=None)
+@example(["\x85", "a\u2028b", "c\u2029"])
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
 def test_plain_values_survive_yaml(value: Any) -> None:
     assert convert(parse_yaml(render_yaml([value])), list[Any], "x", lambda *_: None) == [value]

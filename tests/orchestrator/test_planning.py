@@ -28,6 +28,11 @@ def experiment(tmp_path: Path, *, workers: int = 2, trainer: Any = TinyTrainer, 
     )
 
 
+class Unvalidated(TinyTrainer):
+    def configure_dataloaders(self) -> Any:
+        return super().configure_dataloaders()[0]
+
+
 class Counts(Callback):
     def __init__(self) -> None:
         self.evaluations = self.checkpoints = 0
@@ -147,6 +152,7 @@ def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> N
         ({"max_epochs": None}, "does not say when to stop"),
         ({"parallel": ParallelConfig(shard_modules=("Block",))}, "names Block, and there is none"),
         ({"num_rows": 5}, "5 rows"),
+        ({"trainer": Unvalidated, "evaluate_at_start": True}, "evaluate_at_start needs an evaluation"),
     ],
 )
 def test_what_fit_refuses_a_plan_refuses_I5(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,15 +284,17 @@ class Update:
                 return self._refuse(optimizers, norm, value)
         else:
             guard.watch(trainer.progress.step + 1, Arrival(norm), self._suspects())
-        norms = {"grad_norm": measured} | {
-            f"grad_norm/{pattern}": whole(get_total_norm([p.grad for p in parameters if p in group]))
-            for pattern, group in self._norm_groups.items()
-        }
+        norms = {"grad_norm": measured}
+        for pattern, group in self._norm_groups.items():
+            norms[f"grad_norm/{pattern}"] = whole(get_total_norm([p.grad for p in parameters if p in group]))
         self._clip(parameters, norm, measured)
         rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
-            with skipping(optimizer, not_finite) if not_finite is not None else nullcontext():
+            if not_finite is None:
                 optimizer.step()
+            else:
+                with skipping(optimizer, not_finite):
+                    optimizer.step()
         if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
             return self._refuse(optimizers, norm, value)
         for optimizer in optimizers:

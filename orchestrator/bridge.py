@@ -85,7 +85,7 @@ class Bridge(Callback):
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
         """Writes where it lies."""
-        self._tell("checkpoint_saved", step=trainer.global_step, path=str(checkpoint.path))
+        self._tell("checkpoint_saved", step=checkpoint.step, path=str(checkpoint.path))
 
     def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
         """Writes why."""

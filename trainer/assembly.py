@@ -84,6 +84,7 @@ def join_again(trainer: Trainer[Any]) -> None:
         # Before the first collective: all ranks raise, or none does.
         parallel.check_unsharded(model)
     trainer.world.rejoin()
+    trainer._loop.rejoin()
     for name, model in trainer.models.items():
         _replace(trainer, name, parallel.replicate_again(model, trainer.config.parallel, trainer.world))
 

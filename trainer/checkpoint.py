@@ -16,9 +16,11 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .best import Mode
@@ -27,7 +29,9 @@ from .errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Checkpoint, CheckpointWarning, FileSum, parse_manifest, write_manifest
 from .progress import Duration
 from .retention import Retention
+from .saving import Saving
 from .snapshot import Reading, Snapshot
+from .staging import Staging
 from .storage import Storage, open_storage
 from .streams import Stateful
 from .world import World
@@ -80,6 +84,9 @@ class CheckpointStore:
         self._retention = Retention(keep_last, monitor, mode, keep_every)
         self.passed_over: list[str] = []
         self._storage = open_storage(root)
+        self._staging = Staging()
+        # Not around each save: filters are common to all threads. We know when there is no process group.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._sequence: int | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
@@ -107,9 +114,47 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank, whichever rank failed. What was saved before is untouched.
         """
-        doing = f"save step {step} in {self._storage.path_of('')}"
-        sequence, name, token = self._on_main(doing, lambda: self._plan(step))
-        snapshot = self._together(doing, lambda: Snapshot.of(parts, rank_parts))
+        said = _Said(step, epoch, dict(metrics), dict(meta))
+        return self._write(said, lambda: Snapshot.of(parts, rank_parts))
+
+    def begin_save(
+        self,
+        parts: Mapping[str, Stateful],
+        *,
+        rank_parts: Mapping[str, Stateful],
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, float],
+        meta: Mapping[str, Any],
+        is_steady: Callable[[torch.Tensor], bool],
+    ) -> Saving:
+        """Begins to do what `save` does in the background, and returns at once. Every rank must call this.
+
+        Tensors that are `is_steady` keep their value until `Saving.hold` has returned; others are copied at once. Until
+        the result of what it returns has been asked for, no other method of the store may be called.
+        """
+        said = _Said(step, epoch, dict(metrics), dict(meta))
+        try:
+            snapshot = Snapshot.of(parts, rank_parts)
+            copy = self._staging.begin(snapshot.tensors, is_steady=is_steady)
+        except Exception as error:
+            # The other ranks are told where they can hear it.
+            failure = error
+            return Saving(
+                lambda: self._write(said, lambda: _fail(failure)), hold=lambda: None, daemon=self.world.size > 1
+            )
+
+        def copied() -> Snapshot:
+            copy.finish()
+            return replace(snapshot, tensors=copy.tensors)
+
+        return Saving(lambda: self._write(said, copied), hold=copy.hold, daemon=self.world.size > 1)
+
+    def _write(self, said: _Said, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
+        """Writes and commits a snapshot. Every rank must call this, in the thread that saves."""
+        doing = f"save step {said.step} in {self._storage.path_of('')}"
+        snapshot = self._together(doing, snapshot_of)
+        sequence, name, token = self._on_main(doing, lambda: self._plan(said.step))
         staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
             self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
@@ -119,10 +164,10 @@ class CheckpointStore:
             def commit() -> Checkpoint:
                 checkpoint = Checkpoint(
                     path=self._storage.path_of(name),
-                    step=step,
-                    epoch=epoch,
-                    metrics={key: float(value) for key, value in metrics.items()},
-                    meta=dict(meta),
+                    step=said.step,
+                    epoch=said.epoch,
+                    metrics={key: float(value) for key, value in said.metrics.items()},
+                    meta=said.meta,
                     world_size=self.world.size,
                     sequence=sequence,
                     time_s=time.time(),
@@ -136,7 +181,7 @@ class CheckpointStore:
             raise
         self._sequence = sequence
         if self.world.is_main:
-            self._retain(name, step)
+            self._retain(name, said.step)
         return checkpoint
 
     def list(self) -> list[Checkpoint]:
@@ -300,6 +345,20 @@ class CheckpointStore:
             lines = told.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in told.items()]
             raise CheckpointError(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a checkpoint is to say of itself."""
+
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    meta: dict[str, Any]
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def _name(step: int) -> str:

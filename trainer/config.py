@@ -85,6 +85,8 @@ class CheckpointConfig:
 
     Attributes:
         every: time between two checkpoints; None saves only at the end and on request.
+        background: lets training go on while a checkpoint is copied, written and committed: it waits only where the
+            optimizer steps before everything is copied. Takes host memory for one more copy of the state.
         at_end: whether an ended or interrupted run saves where it stands.
         keep_last: how many of the newest checkpoints stay; the newest good one always does.
         keep_every: steps or epochs; of the others, the first one at or after each multiple of it stays for good.
@@ -98,6 +100,7 @@ class CheckpointConfig:
     """
 
     every: Duration | None = Duration(1, "epochs")
+    background: bool = True
     at_end: bool = True
     keep_last: int | Literal["all"] = 2
     keep_every: Duration | None = None

@@ -23,6 +23,7 @@ from .recorder import Recorder
 from .requests import Requests, StopStatus
 from .result import FitResult
 from .rng import RngState
+from .saving import Saving
 from .scheduling import follow_evaluation, schedulers_at
 from .spikes import SpikeDetector
 from .state import RunState
@@ -31,6 +32,8 @@ from .update import Update, Weight
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+_PATIENCE_S = 10.0
 
 
 class Loop:
@@ -71,6 +74,7 @@ class Loop:
         self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
         self._has_warned = False
+        self._saving: Saving | None = None
         if config.loss_spike is not None and trainer.run_dir is None:
             raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
 
@@ -151,6 +155,8 @@ class Loop:
 
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
+        if self._saving is not None:
+            self._saving.hold()
         with self._state.weights_of(checkpoint):
             return self.evaluate(sets)
 
@@ -178,7 +184,8 @@ class Loop:
             self.metrics.add({name: value}, weight, "train/" if self._trainer.training else "validation/")
 
     def save(self) -> Checkpoint:
-        """Saves the whole state, between two updates."""
+        """Saves the whole state, between two updates, and waits until that is done."""
+        self._finish_saving()
         self.update.settle()
         with self.recorder.paused():
             checkpoint = self._state.save()
@@ -186,8 +193,41 @@ class Loop:
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
         return checkpoint
 
+    def rejoin(self) -> None:
+        """Goes on in another process group. Every rank must call this."""
+        self._state.rejoin()
+
+    def give_up(self) -> None:
+        """Leaves a save that is under way the time to end well where the run has failed; other ranks may be gone."""
+        if self._saving is not None:
+            self._saving.wait(None if self._world.size == 1 else _PATIENCE_S)
+            self._saving = None
+
+    def _begin_to_save(self) -> None:
+        """Saves the whole state while training goes on."""
+        self._finish_saving()
+        self.update.settle()
+        with self.recorder.paused():
+            self._saving = self._state.begin_save()
+        self.update.hold = self._saving.hold
+        self._requests.watch(self._saving)
+        self._checkpoints.done(self._progress.elapsed_s)
+
+    def _finish_saving(self) -> None:
+        """Waits for the save that is under way, if there is one, and tells of it. Every rank calls it at one update."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        self._requests.watch(None)
+        with self.recorder.paused():
+            checkpoint = saving.result()
+        self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
+
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
+        if self._saving is not None:
+            # An average may take the place of the weights.
+            self._saving.hold()
         try:
             with self.recorder.paused():
                 return evaluation()
@@ -236,6 +276,8 @@ class Loop:
         What comes every so many updates has been done already where the last one was not applied.
         """
         progress, agreed = self._progress, self._requests.agree()
+        if agreed.saved:
+            self._finish_saving()
         record = self._flush() if applied and self._logs.due(progress, ended="steps") else {}
         if self._goes_back(record):
             applied = False
@@ -292,6 +334,7 @@ class Loop:
                 f"{what}, and the run has gone back {spikes.rollbacks} times already (max_rollbacks): lower the "
                 "learning rate, clip the gradient, or look at the data"
             )
+        self._finish_saving()
         self.update.settle()
         with self.recorder.paused():
             checkpoint = self._state.go_back(up_to=spikes.good_step)
@@ -330,6 +373,8 @@ class Loop:
     def _heed(self) -> None:
         """Does at once what was asked for during an evaluation or at the end of an epoch, unless the run ends here."""
         agreed = self._requests.agree_now()
+        if agreed.saved:
+            self._finish_saving()
         if agreed.evaluate:
             self._evaluate()
         self._save_if_best()
@@ -357,7 +402,12 @@ class Loop:
             follow_evaluation(self._trainer, metrics)
 
     def _save_unless_saved(self) -> None:
-        if self._trainer.run_dir is not None and self._state.last_saved_step != self._progress.step:
+        if self._trainer.run_dir is None or self._state.last_saved_step == self._progress.step:
+            return
+        # What ends the run is saved at once: there is nothing left to do meanwhile.
+        if self._config.checkpoint.background and self.why_it_ends() is None:
+            self._begin_to_save()
+        else:
             self.save()
 
     def _save_if_best(self) -> None:
@@ -379,6 +429,7 @@ class Loop:
         self._save_if_best()
         if self._config.checkpoint.at_end:
             self._save_unless_saved()
+        self._finish_saving()
 
     def why_it_ends(self) -> str | None:
         """Returns why the run is to end here, or None if it is to go on; equal on every rank."""

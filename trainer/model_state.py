@@ -9,7 +9,7 @@ gradient; and `Optimizer.load_state_dict` alone casts float32 moments to a bfloa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointError, ConfigError
-from .parallel import bare
+from .parallel import bare, local
 
 # What wrapping a module adds to the names of what is inside. DDP wraps the whole model, and is taken off as such.
 _WRAPPINGS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
@@ -153,6 +153,24 @@ class OptimizerState:
 def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
     """Returns a model's state by the names that do not depend on how it trains; tensors that are sharded stay so."""
     return {_plain(key): value for key, value in bare(model).state_dict(keep_vars=keep_vars).items()}
+
+
+def moved_by_steps(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> Callable[[torch.Tensor], bool]:
+    """Returns whether a tensor of the state changes only when an optimizer steps: parameters do, buffers do not."""
+    values: list[torch.Tensor] = [
+        value for model in models.values() for _, value in named_state(model) if isinstance(value, nn.Parameter)
+    ]
+    values += [
+        value
+        for optimizer in optimizers.values()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    memory = {local(value).untyped_storage().data_ptr() for value in values}
+    return lambda tensor: local(tensor).untyped_storage().data_ptr() in memory
 
 
 def _plain(key: str) -> str:

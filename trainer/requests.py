@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from .saving import Saving
 from .world import World
 
 StopStatus = Literal["stopped", "time_limit", "interrupted"]
@@ -24,11 +25,13 @@ class Agreed:
     Attributes:
         evaluate, save: somebody asked for it.
         stop: how the run is to be called that ends here, or None to go on.
+        saved: the save in the background has ended on every rank.
     """
 
     evaluate: bool = False
     save: bool = False
     stop: StopStatus | None = None
+    saved: bool = False
 
 
 _NOTHING = Agreed()
@@ -53,7 +56,13 @@ class Requests:
         self._interval, self._left = 1, 2
         self._updates = 0
         self._began_s = time.perf_counter()
+        self._saving: Saving | None = None
+        self._asks_for_save = False
         self.stop_reason = ""
+
+    def watch(self, saving: Saving | None) -> None:
+        """Tells by `Agreed.saved` when this has ended on every rank. Every rank must call this at the same update."""
+        self._saving = saving
 
     def evaluate(self) -> None:
         """Asks for an evaluation. Any rank may, from any thread."""
@@ -75,7 +84,8 @@ class Requests:
             often: reduces from one call to the next, whatever the interval: what follows may be slower than an update.
         """
         if self._world.size == 1:
-            return _as_agreed(self._take()) if any(self._wanted) else _NOTHING
+            saved = self._saving is not None and self._saving.is_done
+            return _as_agreed(self._take(), saved=saved) if saved or any(self._wanted) else _NOTHING
         self._updates += 1
         self._left = min(self._left, 2) if often else self._left
         self._left -= 1
@@ -95,7 +105,7 @@ class Requests:
         self._begin()
         now = self._read()
         self._left = self._interval + 1
-        return Agreed(evaluate=earlier.evaluate or now.evaluate, save=earlier.save or now.save, stop=now.stop)
+        return replace(now, evaluate=earlier.evaluate or now.evaluate, save=earlier.save or now.save)
 
     def close(self) -> None:
         """Waits for what is still under way, so that no collective is left over. Every rank must call this."""
@@ -117,7 +127,10 @@ class Requests:
         update_us = min(int((now_s - self._began_s) / max(self._updates, 1) * 1e6), _LONGEST_US)
         self._began_s, self._updates = now_s, 0
         # The longest update of any rank travels along: from it all ranks derive the same interval.
-        values = torch.tensor([*self._take(), update_us], dtype=torch.int32)
+        # A save that is begun while the reduction is under way must not be taken for one that has ended.
+        self._asks_for_save = self._saving is not None
+        is_busy = self._saving is not None and not self._saving.is_done
+        values = torch.tensor([*self._take(), int(is_busy), update_us], dtype=torch.int32)
         self._in_flight = values, self._world.start_maximum(values)
 
     def _read(self) -> Agreed:
@@ -126,11 +139,12 @@ class Requests:
         tensor, work = self._in_flight
         self._in_flight = None
         work.wait()
-        *values, update_us = tensor.tolist()
+        *values, is_busy, update_us = tensor.tolist()
         self._interval = max(1, min(_MOST_UPDATES, int(WITHIN_S * 1e6 / max(update_us, 1))))
-        return _as_agreed(values) if any(values) else _NOTHING
+        saved = self._asks_for_save and not is_busy
+        return _as_agreed(values, saved=saved) if saved or any(values) else _NOTHING
 
 
-def _as_agreed(values: list[int]) -> Agreed:
+def _as_agreed(values: list[int], *, saved: bool) -> Agreed:
     evaluate, save, stop = values
-    return Agreed(evaluate=bool(evaluate), save=bool(save), stop=_STATUSES[stop - 1] if stop else None)
+    return Agreed(evaluate=bool(evaluate), save=bool(save), stop=_STATUSES[stop - 1] if stop else None, saved=saved)

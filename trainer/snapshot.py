@@ -63,21 +63,14 @@ class Snapshot:
         rank_states = {}
         for part, owner in rank_parts.items():
             structure, named = take_apart(part, owner.state_dict())
-            rank_states[part] = (structure, {name: tensor.cpu() for name, tensor in named.items()})
+            rank_states[part] = (structure, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
         return cls(structures, tensors, rank_states)
 
     def write_tensors(self, folder: Path, world: World) -> None:
         """Writes this rank's share of the tensors. Every rank must call this."""
         writer = FileSystemWriter(folder, sync_files=False)  # the storage does, for all files
         writer.fs = _FilesThatSayWhy()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group: we know
-            save(
-                self.tensors,
-                storage_writer=writer,
-                process_group=world.control,
-                no_dist=world.size == 1,
-            )
+        save(self.tensors, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
 
     def write_the_rest(self, folder: Path, world: World) -> list[str]:
         """Writes what is not a tensor, and returns the names of all files of this rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -18,11 +19,12 @@ from .config import CheckpointConfig
 from .errors import ConfigError, DataError
 from .initial_weights import BorrowedWeights, InitialWeights
 from .metrics import MeanMetrics
-from .model_state import ModelState, OptimizerState
+from .model_state import ModelState, OptimizerState, moved_by_steps
 from .progress import Progress
 from .recorder import Recorder, as_plain
 from .result import FitResult, Status
 from .rng import RngState
+from .saving import Saving
 from .scheduling import schedulers_at
 from .spikes import SpikeDetector
 from .streams import BatchStream, Stateful
@@ -68,7 +70,8 @@ class RunState:
         if trainer.run_dir is not None:
             self._store = CheckpointStore(
                 f"{trainer.run_dir.rstrip('/')}/checkpoints",
-                world=trainer.world,
+                # Its thread's collectives must not get between those of the training.
+                world=trainer.world.apart(),
                 keep_last=config.keep_last,
                 monitor=config.monitor,
                 mode=config.mode,
@@ -86,25 +89,50 @@ class RunState:
             ConfigError: the trainer has no run directory.
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        if self._store is None:
-            raise ConfigError("there is nowhere to save to: give the trainer a run_dir")
-        trainer = self._trainer
-        checkpoint = self._store.save(
+        checkpoint = self._require_store().save(self._parts(), rank_parts=self._rank_parts(), **self._description())
+        self.last_saved_step = checkpoint.step
+        return checkpoint
+
+    def rejoin(self) -> None:
+        """Lets the ranks' saving threads meet in another process group. Every rank must call this."""
+        if self._store is not None:
+            self._store.world = self._trainer.world.apart()
+
+    def begin_save(self) -> Saving:
+        """Begins to write a checkpoint in the background. Every rank must call this, and ask for the result later.
+
+        Raises:
+            ConfigError: the trainer has no run directory.
+        """
+        saving = self._require_store().begin_save(
             self._parts(),
             rank_parts=self._rank_parts(),
-            step=trainer.progress.step,
-            epoch=trainer.progress.epoch,
-            metrics=self._metrics_of_this_state(),
-            meta={
+            **self._description(),
+            is_steady=moved_by_steps(self._trainer.models, self._trainer.optimizers),
+        )
+        self.last_saved_step = self._trainer.progress.step
+        return saving
+
+    def _require_store(self) -> CheckpointStore:
+        if self._store is None:
+            raise ConfigError("there is nowhere to save to: give the trainer a run_dir")
+        return self._store
+
+    def _description(self) -> dict[str, Any]:
+        """What a checkpoint of this moment says of itself."""
+        trainer = self._trainer
+        return {
+            "step": trainer.progress.step,
+            "epoch": trainer.progress.epoch,
+            "metrics": self._metrics_of_this_state(),
+            "meta": {
                 "config": as_plain(trainer.config),
                 "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
                 "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
                 "total_steps": trainer.total_steps,
                 "versions": versions(),
             },
-        )
-        self.last_saved_step = trainer.progress.step
-        return checkpoint
+        }
 
     def judge(self, metrics: Mapping[str, float]) -> bool:
         """Takes note of an evaluation, and returns whether it is the best of the run so far.
@@ -342,6 +370,7 @@ def _check_components(components: Collection[str]) -> None:
         raise ConfigError('a position in the data is a part of the progress: restore "progress" as well, or not "data"')
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Returns the versions of what decides how a training goes."""
     try:

@@ -624,6 +624,7 @@ class Trainer(OwnHooks, Generic[C]):
                 if self._is_set_up:
                     self._loop.in_doubt = error is not None
                     last_first.callback(self._loop.recorder.finish, status)
+                    last_first.callback(self._loop.give_up)
                 self.callbacks.on_fit_end(self, error)
         except BaseException as failure:
             if error is None:

@@ -8,7 +8,7 @@ w * ranks / W before backward; DDP and FSDP2 then average over the ranks, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,7 @@ class Update:
     Attributes:
         is_last_micro_batch: whether the gradients of the micro-batch in hand complete the update.
         learning_rates: those that produced the last update, by name.
+        hold: called once before the next optimizer steps: waits until what a save copies may change.
 
     Raises:
         ConfigError: a pattern of `grad_norm_groups` matches no parameter, or "fp16" is to train float16 weights.
@@ -90,6 +91,7 @@ class Update:
         }
         self.is_last_micro_batch = True
         self.learning_rates: list[float] = []
+        self.hold: Callable[[], None] | None = None
 
     def __call__(self, batch: GlobalBatch) -> str | None:
         """Makes the update. Every rank must call this with its part of the same global batch.
@@ -288,6 +290,9 @@ class Update:
         for pattern, group in self._norm_groups.items():
             norms[f"grad_norm/{pattern}"] = whole(get_total_norm([p.grad for p in parameters if p in group]))
         self._clip(parameters, norm, measured)
+        if self.hold is not None:
+            self.hold()
+            self.hold = None
         rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             if not_finite is None:

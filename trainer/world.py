@@ -130,6 +130,10 @@ class World:
         """Whether a tensor on the CPU of each rank can be added up by the default process group."""
         return self.size == 1 or not dist.is_initialized() or "cpu:" in dist.get_backend_config()
 
+    def apart(self) -> World:
+        """The same ranks with a process group of their own, for another thread's collectives. Every rank must call."""
+        return replace(self, rendezvous=None, control=dist.new_group(backend="gloo")) if self.size > 1 else self
+
     @property
     def is_main(self) -> bool:
         """Whether this is the one rank that writes and prints."""

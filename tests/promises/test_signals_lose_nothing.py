@@ -112,7 +112,8 @@ def test_nothing_is_lost_C1_C2(tmp_path: Path, reference: Patient, signals: list
         process.kill()
     _, status, reason, steps, seen = told
     assert (status, reason in signals) == ("interrupted", True)
-    assert 0 <= steps - step <= 2
+    # While a checkpoint is being saved, training goes on.
+    assert 0 <= steps - step <= (6 if doing == "saving" else 2)
     assert len(seen) == 2 * steps, "two micro-batches an update"
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert f"step-{steps:08d}" in names

@@ -362,7 +362,8 @@ def _save_where_nothing_can_be_deleted(root: str) -> list[Any]:
     with pytest.warns(CheckpointWarning, match="could not delete .*step-00000001") as caught:
         save(store, 3)
     newest = store.newest_good()
-    return [steps(store), len(caught), newest is not None and newest.step == 3]
+    told = [each for each in caught if each.category is CheckpointWarning]
+    return [steps(store), len(told), newest is not None and newest.step == 3]
 
 
 def _in_child(function: Any, *args: Any) -> Any:

@@ -86,7 +86,7 @@ def _notes_of(
 
 
 def test_order_of_a_plain_run_G1(tmp_path: Path) -> None:
-    config = _config(max_epochs=2, evaluate_every="1 epochs", checkpoint=CheckpointConfig())
+    config = _config(max_epochs=2, evaluate_every="1 epochs", checkpoint=CheckpointConfig(background=False))
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
     epoch = _order("epoch_start", STEP, STEP, "log", EVALUATION, "epoch_end", "checkpoint_saved")
     assert spy.runs() == _order(SETUP, "fit_start", epoch, epoch, "fit_end")
@@ -109,14 +109,14 @@ def test_order_under_accumulation_G1_G4() -> None:
 
 
 def test_order_of_evaluating_logging_and_saving_every_update_G1(tmp_path: Path) -> None:
-    config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1))  # type: ignore[arg-type]
+    config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1, background=False))  # type: ignore[arg-type]
     update = _order(STEP, "log", EVALUATION, "checkpoint_saved")
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
     assert spy.runs() == _order(SETUP, "fit_start epoch_start", update, update, "epoch_end fit_end")
 
 
 def test_order_of_a_stop_and_of_a_resume_G1_G5(tmp_path: Path) -> None:
-    config = _config(evaluate_every="1 epochs", checkpoint=CheckpointConfig())
+    config = _config(evaluate_every="1 epochs", checkpoint=CheckpointConfig(background=False))
     spy = _notes_of(OneBatchToValidate, config, tmp_path, StopAt(1))
     stop = _order("stop_requested", "checkpoint_saved", "log", "epoch_end")
     assert spy.runs() == _order(SETUP, "fit_start epoch_start", STEP, stop, "fit_end")
@@ -433,7 +433,8 @@ class AsksOnOneRank(Callback):
         self._note("request_stop", trainer)
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        self._note("request_save", trainer)
+        if self.request == "request_save" and checkpoint.step < 8:
+            self.happened.append(checkpoint.step)
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Any) -> None:
         self._note("request_evaluation", trainer)

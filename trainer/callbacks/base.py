@@ -93,7 +93,10 @@ class Callback:
         """Fires with the metrics of a whole evaluation, equal on every rank; the models are back in training mode."""
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Fires when a checkpoint is committed: it is whole, and a killed run would resume from it."""
+        """Fires when a checkpoint is committed: it is whole, and a killed run would resume from it.
+
+        One that is saved in the background is of an earlier update: `checkpoint.step`.
+        """
 
     def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Fires after each epoch, also one in which a stop was asked for, with its training and evaluation means."""

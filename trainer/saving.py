@@ -1,0 +1,60 @@
+"""A save that goes on in a thread of its own, while the training does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+
+from .manifest import Checkpoint
+
+_NICE = 10
+
+
+class Saving:
+    """One checkpoint on its way to the disk. Every rank has one; their threads meet each other, not the training.
+
+    Args:
+        write: copies, writes and commits; runs in the thread.
+        hold: waits until what is being saved may change.
+        daemon: whether Python may end before the thread has; where other ranks are gone, it might wait for ever.
+    """
+
+    def __init__(self, write: Callable[[], Checkpoint], *, hold: Callable[[], None], daemon: bool) -> None:
+        self.hold = hold
+        self._write = write
+        self._checkpoint: Checkpoint | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="headway-save", daemon=daemon)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's thread has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Checkpoint:
+        """Waits for the end, and returns the checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank; what was saved before is untouched.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits for the end, whatever it is, but no longer than that."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            # Of this thread alone, on Linux: where cores are scarce, training goes first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            self._checkpoint = self._write()
+        except BaseException as error:
+            self._error = error

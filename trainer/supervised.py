@@ -109,13 +109,13 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         inputs, targets = _split(batch)
         if self._loss_fn is None and isinstance(batch, Mapping):
             inputs = batch
+        if self._loss_fn is not None and targets is None:
+            raise StepError(
+                f"loss_fn needs targets, and the batch is {_describe(batch)}: give (inputs, targets), or a dict with "
+                '"labels" or "targets"'
+            )
         outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
         if self._loss_fn is not None:
-            if targets is None:
-                raise StepError(
-                    f"loss_fn needs targets, and the batch is a {type(batch).__name__} without: give (inputs, "
-                    'targets), or a dict with "labels" or "targets"'
-                )
             return {"loss": self._loss_fn(getattr(outputs, "logits", outputs), targets)}
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
@@ -134,3 +134,9 @@ def _split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     return batch, None
+
+
+def _describe(batch: Any) -> str:
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__} without"

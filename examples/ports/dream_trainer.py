@@ -100,8 +100,8 @@ classifier = Experiment(
 
 @dataclass(frozen=True, kw_only=True)
 class GanConfig(TrainerConfig):
-    g_lr: float = 1e-3
-    d_lr: float = 1e-3
+    g_lr: float = 2e-3
+    d_lr: float = 2e-3
     noise_size: int = 8
 
 
@@ -169,7 +169,7 @@ def circle(number, generator):
 gan = Experiment(
     name="dream-gan",
     trainer=Gan,
-    config=GanConfig(max_steps=500, log_every="50 steps", evaluate_every="100 steps", seed=1),
+    config=GanConfig(max_steps=400, log_every="50 steps", evaluate_every="100 steps", seed=1),
 )
 
 if __name__ == "__main__":

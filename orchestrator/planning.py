@@ -56,7 +56,11 @@ class Plan:
         each, config = self.sketch.checkpoint_bytes, self.experiment.config.checkpoint
         number = self.num_checkpoints
         if config.keep_last != "all":
-            kept = config.keep_last + (self._times(config.keep_every, at_end=False) or 0)
+            if config.keep_every_time is not None:
+                return None
+            # The first of the best is mostly one of the last.
+            best = config.keep_best - 1 if self.sketch.validation and config.keep_best else 0
+            kept = config.keep_last + best + (self._times(config.keep_every, at_end=False) or 0)
             number = min(kept, number or kept)
         return None if each is None or number is None else each * number
 
@@ -192,7 +196,10 @@ def _checkpoints(plan: Plan) -> str:
     size = "of unknown size" if each is None else f"of about {_human(each)}"
     many = "" if number is None else f"{number:,} "
     kept = "all are kept" if config.keep_last == "all" else f"the last {config.keep_last} are kept"
-    kept += f", and one every {config.keep_every}" if config.keep_every is not None else ""
+    if config.keep_last != "all":
+        kept += f", the {config.keep_best} best" if config.keep_best > 1 and plan.sketch.validation else ""
+        for every_so in (config.keep_every, config.keep_every_time):
+            kept += f", and one every {every_so}" if every_so is not None else ""
     return f"{every}: {many}{size}; {kept}" + ("" if plan.storage_bytes is None else f" ({_human(plan.storage_bytes)})")
 
 

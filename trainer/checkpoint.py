@@ -10,12 +10,14 @@ All ranks take every decision together: what fails on one rank is a CheckpointEr
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -24,9 +26,10 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .best import Mode
-from .catalog import fault, locate, read_checkpoint, scan
-from .errors import CheckpointError, ConfigError
+from .catalog import Entry, fault, locate, read_checkpoint, scan
+from .errors import CheckpointError
 from .manifest import MANIFEST, Checkpoint, CheckpointWarning, FileSum, parse_manifest, write_manifest
+from .pins import is_pinned
 from .progress import Duration
 from .retention import Retention
 from .saving import Saving
@@ -45,22 +48,27 @@ class CheckpointStore:
     """The checkpoints of one run. Every rank has one, and calls `save`, `newest_good` and `load` when all others do.
 
     Retention deletes only after a commit, never the checkpoint just committed nor the best one, and never one that this
-    store has loaded. Saving a step again commits a second checkpoint and then deletes the first, so that there always
-    is one.
+    store has loaded, nor one that is pinned (pins.py). Saving a step again commits a second checkpoint and then deletes
+    the first, so that there always is one.
+
+    A place belongs to one run at a time. A checkpoint that another process has committed since this store looked first
+    is found out at the next save, which then fails and says who that was.
 
     Args:
         root: directory or fsspec URI; made by the first save. All machines of a run must see the same one.
         world: the ranks that save and load together. A checkpoint can be loaded by any number of ranks.
         keep_last: how many of the checkpoints saved last stay; "all" deletes none.
-        monitor: the metric by which one is the best, which stays too, however long ago it was saved.
+        monitor: the metric by which some are the best, which stay too, however long ago they were saved.
         mode: "min" where lower is better, "max" where higher is.
+        keep_best: how many of the best.
         keep_every: steps or epochs; of the others, the first at or after each multiple of it stays for good.
+        keep_every_time: seconds; of the others, the first in each such stretch of the clock stays for good.
 
     Attributes:
         passed_over: what `newest_good` found damaged the last time, and what is wrong with it.
 
     Raises:
-        ConfigError: `keep_last` is neither a whole number from 1 nor "all".
+        ConfigError: what is to be kept is no such number or time.
 
     Example:
         >>> store = CheckpointStore("runs/digits/checkpoints", world=World.alone("cpu"))
@@ -76,18 +84,19 @@ class CheckpointStore:
         keep_last: int | Literal["all"] = 2,
         monitor: str | None = None,
         mode: Mode = "min",
+        keep_best: int = 1,
         keep_every: Duration | None = None,
+        keep_every_time: Duration | None = None,
     ) -> None:
-        if keep_last != "all" and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
-            raise ConfigError(f'keep_last is a whole number from 1, or "all", not {keep_last!r}')
         self.world = world
-        self._retention = Retention(keep_last, monitor, mode, keep_every)
+        self._retention = Retention(keep_last, monitor, mode, keep_best, keep_every, keep_every_time)
         self.passed_over: list[str] = []
         self._storage = open_storage(root)
         self._staging = Staging()
         # Not around each save: filters are common to all threads. We know when there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        self._sequence: int | None = None
+        self._sequence = 0
+        self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
 
@@ -171,15 +180,20 @@ class CheckpointStore:
                     world_size=self.world.size,
                     sequence=sequence,
                     time_s=time.time(),
+                    writer=f"process {os.getpid()} on {socket.gethostname()}",
                 )
-                self._storage.commit(staged, name, write_manifest(checkpoint, files), files)
+                manifest = write_manifest(checkpoint, files)
+                known = self._refuse_foreign()
+                # Before: where a commit loses its answer, what is there is ours.
+                known.add(name)
+                self._sequence = sequence
+                self._storage.commit(staged, name, manifest, files)
                 return checkpoint
 
             checkpoint = self._on_main(doing, commit)
         except CheckpointError:
             self._storage.abandon(staged, name)
             raise
-        self._sequence = sequence
         if self.world.is_main:
             self._retain(name, said.step)
         return checkpoint
@@ -204,7 +218,7 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
         doing = f"look for checkpoints in {self._storage.path_of('')}"
-        entries = self._on_main(doing, lambda: scan(self._storage))
+        entries = self._on_main(doing, self._look)
         if up_to is not None:
             entries = [entry for entry in entries if entry.checkpoint is None or entry.checkpoint.step <= up_to]
         self.passed_over = []
@@ -265,7 +279,13 @@ class CheckpointStore:
         Raises:
             CheckpointError: some rank cannot write here.
         """
-        self._together(f"write to {self._storage.path_of('')}", self._storage.check)
+
+        def check() -> None:
+            self._storage.check()
+            if self.world.is_main and self._known is None:
+                self._look()
+
+        self._together(f"write to {self._storage.path_of('')}", check)
 
     def clean(self) -> None:
         """Removes what killed saves have left. Call it before the first save; the main rank acts."""
@@ -276,14 +296,40 @@ class CheckpointStore:
 
     def _plan(self, step: int) -> tuple[int, str, str]:
         """Sequence number, name and token of the next save."""
-        if self._sequence is None:
-            self._sequence = max((checkpoint.sequence for checkpoint in self.list()), default=0)
+        if self._known is None:
+            self._look()
+        self._refuse_foreign()
         taken = set(self._storage.names())
         name, count = _name(step), 1
         while name in taken:
             count += 1
             name = f"{_name(step)}.{count}"
         return self._sequence + 1, name, uuid.uuid4().hex[:8]
+
+    def _look(self) -> Sequence[Entry]:
+        """All that lies in the storage. What did at the first look is what this store goes on from."""
+        entries = scan(self._storage)
+        if self._known is None:
+            self._known = {entry.name for entry in entries}
+            self._sequence = max((entry.checkpoint.sequence for entry in entries if entry.checkpoint), default=0)
+        return entries
+
+    def _refuse_foreign(self) -> set[str]:
+        """Returns the names of all checkpoints, which this store knows: two runs would delete each other's.
+
+        Raises:
+            CheckpointError: there is one that somebody else has saved.
+        """
+        assert self._known is not None
+        there = set(self._storage.names())
+        self._known &= there
+        for name in sorted(there - self._known):
+            if name.startswith("step-") and self._storage.committed(name):
+                raise CheckpointError(
+                    f"{_writer(self._storage, name)} has saved {name} here since this run began or went on: two runs "
+                    "write to one place. Stop one of them, or give each a run_dir of its own"
+                )
+        return self._known
 
     def _publish(self, snapshot: Snapshot, staged: Path, name: str) -> dict[str, FileSum]:
         """Sizes and checksums of this rank's files, once they are where all ranks' files meet."""
@@ -303,8 +349,12 @@ class CheckpointStore:
         checkpoints = [entry.checkpoint for entry in there.values() if entry.checkpoint is not None]
         doomed += [there[each.path].name for each in self._retention.superseded(checkpoints)]
         for name in doomed:
-            if self._storage.path_of(name) not in self._loaded:
+            if self._storage.path_of(name) not in self._loaded and not is_pinned(self._storage, name):
                 self._remove(name, self._storage.remove)
+        if doomed:
+            # Another run may use the name again.
+            assert self._known is not None
+            self._known &= set(self._storage.names())
 
     def _remove(self, name: str, remove: Callable[[str], None]) -> None:
         try:
@@ -355,6 +405,12 @@ class _Said:
     epoch: int
     metrics: dict[str, float]
     meta: dict[str, Any]
+
+
+def _writer(storage: Storage, name: str) -> str:
+    with contextlib.suppress(CheckpointError, OSError):
+        return parse_manifest(name, storage.read(name, MANIFEST))[0].writer or "another process"
+    return "another process"
 
 
 def _fail(error: Exception) -> NoReturn:

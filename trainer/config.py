@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from .best import Mode
 from .errors import ConfigError
 from .progress import Duration
+from .retention import Retention
 
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
@@ -88,9 +89,11 @@ class CheckpointConfig:
         background: lets training go on while a checkpoint is copied, written and committed: it waits only where the
             optimizer steps before everything is copied. Takes host memory for one more copy of the state.
         at_end: whether an ended or interrupted run saves where it stands.
-        keep_last: how many of the newest checkpoints stay; the newest good one always does.
+        keep_last: how many of the newest checkpoints stay; the newest good one always does. "all" deletes none.
+        keep_best: how many of the best ones stay besides, however long ago they were saved.
         keep_every: steps or epochs; of the others, the first one at or after each multiple of it stays for good.
-        monitor: the metric of an evaluation by which the best checkpoint is chosen, which stays, too.
+        keep_every_time: a time; of the others, the first one in each such stretch of the clock stays for good.
+        monitor: the metric of an evaluation by which the best checkpoints are chosen.
         mode: "min" where lower is better, "max" where higher is.
         save_best: whether an evaluation that is the best so far is saved at once.
 
@@ -103,22 +106,33 @@ class CheckpointConfig:
     background: bool = True
     at_end: bool = True
     keep_last: int | Literal["all"] = 2
+    keep_best: int = 1
     keep_every: Duration | None = None
+    keep_every_time: Duration | None = None
     monitor: str = "validation/loss"
     mode: Mode = "min"
     save_best: bool = False
 
     def __post_init__(self) -> None:
-        _parse_durations(self, "every", "keep_every")
-        if self.keep_every is not None and self.keep_every.unit == "seconds":
-            raise ConfigError(f'keep_every counts steps or epochs, such as "5000 steps", not {self.keep_every}')
+        _parse_durations(self, "every", "keep_every", "keep_every_time")
         _one_of("mode", self.mode, Mode)
         if not isinstance(self.monitor, str) or not self.monitor.startswith("validation/"):
             raise ConfigError(
                 f'monitor is the name of a metric in the log, such as "validation/loss", not {self.monitor!r}'
             )
-        if self.keep_last != "all":
-            _positive("keep_last", self.keep_last, optional=False)
+        _ = self.retention  # which says what it cannot be
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay."""
+        return Retention(
+            keep_last=self.keep_last,
+            monitor=self.monitor,
+            mode=self.mode,
+            keep_best=self.keep_best,
+            keep_every=self.keep_every,
+            keep_every_time=self.keep_every_time,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ class Checkpoint:
         sequence: counts the saves into one store. The newest checkpoint is the one saved last, which is not always the
             one with the most steps: a run may go on from an older one.
         time_s: when it was committed, in seconds since 1970.
+        writer: the process that committed it.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Checkpoint:
     world_size: int
     sequence: int
     time_s: float
+    writer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileSum]) -> byte
             "sequence": checkpoint.sequence,
             "time_s": checkpoint.time_s,
             "world_size": checkpoint.world_size,
+            "writer": checkpoint.writer,
             "metrics": {name: _encode(float(value)) for name, value in checkpoint.metrics.items()},
             "meta": _encode(checkpoint.meta),
             "files": {name: [each.size_bytes, each.crc32] for name, each in sorted(files.items())},
@@ -116,6 +119,7 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileSu
             world_size=body["world_size"],
             sequence=body["sequence"],
             time_s=body["time_s"],
+            writer=body.get("writer", ""),
         )
         return checkpoint, {name: FileSum(*each) for name, each in body["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -75,7 +75,9 @@ class RunState:
                 keep_last=config.keep_last,
                 monitor=config.monitor,
                 mode=config.mode,
+                keep_best=config.keep_best,
                 keep_every=config.keep_every,
+                keep_every_time=config.keep_every_time,
             )
         self._best = Best(config.mode)
         self._misses_monitor = False

@@ -39,6 +39,18 @@ class Storage(Protocol):
         """Returns a small file."""
         ...
 
+    def write(self, name: str, file: str, text: bytes) -> None:
+        """Writes a small file into what is there already; FileNotFoundError if it is not, where that can be told."""
+        ...
+
+    def unlink(self, name: str, file: str) -> None:
+        """Deletes one file."""
+        ...
+
+    def has(self, name: str, file: str) -> bool:
+        """Whether there is such a file."""
+        ...
+
     def size_bytes(self, name: str, file: str) -> int:
         """Returns the size of a file; OSError if there is none."""
         ...
@@ -108,6 +120,15 @@ class _Local:
 
     def read(self, name: str, file: str) -> bytes:
         return (self.root / name / file).read_bytes()
+
+    def write(self, name: str, file: str, text: bytes) -> None:
+        (self.root / name / file).write_bytes(text)
+
+    def unlink(self, name: str, file: str) -> None:
+        (self.root / name / file).unlink()
+
+    def has(self, name: str, file: str) -> bool:
+        return (self.root / name / file).exists()
 
     def size_bytes(self, name: str, file: str) -> int:
         return (self.root / name / file).stat().st_size
@@ -185,10 +206,21 @@ class _Remote:
         return [str(each).rstrip("/").rsplit("/", 1)[-1] for each in self.fs.ls(self.root, detail=False)]
 
     def committed(self, name: str) -> bool:
-        return bool(self.fs.exists(f"{self.root}/{name}/{MANIFEST}"))
+        return self.has(name, MANIFEST)
 
     def read(self, name: str, file: str) -> bytes:
         return bytes(self.fs.cat_file(f"{self.root}/{name}/{file}"))
+
+    def write(self, name: str, file: str, text: bytes) -> None:
+        self.fs.pipe_file(f"{self.root}/{name}/{file}", text)
+
+    def unlink(self, name: str, file: str) -> None:
+        self.fs.rm_file(f"{self.root}/{name}/{file}")
+
+    def has(self, name: str, file: str) -> bool:
+        # Another process may have put it there since we looked last.
+        self.fs.invalidate_cache()
+        return bool(self.fs.exists(f"{self.root}/{name}/{file}"))
 
     def size_bytes(self, name: str, file: str) -> int:
         return int(self.fs.info(f"{self.root}/{name}/{file}")["size"])

@@ -92,7 +92,7 @@ def _checkpoints(*losses: float | None) -> list[Checkpoint]:
             meta={},
             world_size=1,
             sequence=step,
-            time_s=0.0,
+            time_s=1e9 + 60.0 * step,
         )
         for step, loss in enumerate(losses)
     ]
@@ -112,6 +112,17 @@ def _checkpoints(*losses: float | None) -> list[Checkpoint]:
         (Retention(3, "loss"), [], None, []),
         (Retention(2, "loss", keep_every=Duration(5)), [9.0, 8.0, 1.0, *[7.0] * 9], 2, [0, 1, 3, 4, 6, 7, 8, 9]),
         (Retention(1, None, keep_every=Duration(2)), [None] * 6, None, [0, 1, 3]),
+        (Retention(1, "loss", keep_best=2), [2.0, 1.0, NAN, 3.0, 1.5, 9.0], 1, [0, 2, 3]),
+        (Retention(1, "loss", "max", keep_best=2), [2.0, 1.0, -INF, 3.0, 1.5, 0.0], 3, [1, 2, 4]),
+        (Retention(1, "loss", keep_best=0), [1.0, 2.0], 0, [0]),
+        # 1e9 s is 40 s into a minute and 20 of 30 minutes.
+        (Retention(1, None, keep_every_time=Duration(180, "seconds")), [None] * 8, None, [1, 3, 4, 6]),
+        (
+            Retention(1, "loss", keep_every=Duration(4), keep_every_time=Duration(180, "seconds")),
+            [None, None, None, 1.0, *[2.0] * 5],
+            3,
+            [1, 6, 7],
+        ),
     ],
 )
 def test_what_is_kept_is_a_pure_function_B6(

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import tempfile
 import threading
 import uuid
@@ -25,7 +26,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
+from headway.trainer.pins import pin, unpin
 from headway.trainer.rng import RngState, seed_everything
+from headway.trainer.storage import open_storage
 from headway.trainer.world import World
 from tests.distributed import run_on_ranks
 
@@ -213,6 +216,73 @@ def test_the_last_k_are_kept_and_the_one_resumed_from_B6(tmp_path: Path) -> None
     save(everything, 18)
     assert steps(everything) == [12, 16, 17, 18]
     assert all(each.name.startswith("step-") for each in tmp_path.iterdir())
+
+
+def test_what_a_person_pins_stays_while_the_run_goes_on_B6(tmp_path: Path) -> None:
+    for root in (str(tmp_path), f"memory://{uuid.uuid4().hex}/checkpoints"):
+        store, storage = CheckpointStore(root, world=ALONE, keep_last=1), open_storage(root)
+        for step in (1, 2):
+            save(store, step)
+        pin(storage, "step-00000002")
+        for step in (3, 4):
+            save(store, step)
+        save(store, 2)  # again: the pinned one stays beside it
+        assert steps(store) == [2, 2]
+        good = store.list()[0]
+        assert load(CheckpointStore(root, world=ALONE), good)[0].tolist() == [2.0] * 64
+        unpin(storage, "step-00000002")
+        unpin(storage, "step-00000002")
+        save(store, 5)
+        assert steps(store) == [5]
+        with pytest.raises(CheckpointError, match="cannot pin .*step-00000002: there is no such checkpoint"):
+            pin(storage, "step-00000002")
+
+
+def test_two_runs_in_one_place_are_found_out(tmp_path: Path) -> None:
+    for root in (str(tmp_path), f"memory://{uuid.uuid4().hex}/checkpoints"):
+        first, second = (CheckpointStore(root, world=ALONE, keep_last=3) for _ in range(2))
+        assert [first.newest_good(), second.newest_good()] == [None, None]
+        save(first, 1)
+        who = f"process {os.getpid()} on {socket.gethostname()} has saved step-00000001 here since this run began"
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=re.escape(who)):
+                save(second, 2)
+        # The one that was there first goes on, and so does whoever takes over from it: that is no second run.
+        save(first, 2)
+        successor = CheckpointStore(root, world=ALONE, keep_last=3)
+        successor.check()
+        save(successor, 3)
+        with pytest.raises(CheckpointError, match="saved step-00000003 here"):
+            save(first, 3)
+        assert steps(first) == [1, 2, 3]
+
+
+def test_what_retention_deleted_and_another_run_saved_again_is_found_out(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), world=ALONE, keep_last=1)
+    for step in (1, 2):
+        save(store, step)
+    save(CheckpointStore(str(tmp_path), world=ALONE, keep_last="all"), 1)
+    with pytest.raises(CheckpointError, match="saved step-00000001 here"):
+        save(store, 3)
+
+
+def test_a_commit_that_failed_half_way_is_not_taken_for_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    save(store, 1)
+    commit = store._storage.commit
+
+    def lose_the_answer(*args: Any) -> None:
+        commit(*args)
+        raise OSError("the connection is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._storage, "commit", lose_the_answer)
+        with pytest.raises(CheckpointError, match="the connection is gone"):
+            save(store, 2)
+    save(store, 3)
+    assert steps(store) == [2, 3]
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, True, 1.5, "every"])

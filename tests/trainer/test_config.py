@@ -85,7 +85,10 @@ def test_a_config_is_frozen_pickles_and_compares() -> None:
         (CheckpointConfig, {"keep_last": 0}, "keep_last is a whole number from 1"),
         (CheckpointConfig, {"keep_last": "some"}, "keep_last is a whole number from 1"),
         (CheckpointConfig, {"keep_last": None}, "keep_last is a whole number from 1"),
-        (CheckpointConfig, {"keep_every": "10m"}, "keep_every counts steps or epochs"),
+        (CheckpointConfig, {"keep_every": "10m"}, "keep_every counts steps or epochs.*belongs to keep_every_time"),
+        (CheckpointConfig, {"keep_every_time": "10 steps"}, "keep_every_time is a time"),
+        (CheckpointConfig, {"keep_best": -1}, "keep_best is a whole number from 0"),
+        (CheckpointConfig, {"keep_best": True}, "keep_best is a whole number from 0"),
         (CheckpointConfig, {"every": "often"}, "'often' is not a duration"),
     ],
 )

@@ -228,6 +228,8 @@ class RunState:
         parts = {name: part for name, part in self._parts().items() if name.split("/")[0] in learns}
         self._store.load({**parts, "progress": then}, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
         trainer.progress.step, trainer.progress.evaluated_step = then.step, then.evaluated_step
+        # An evaluation of the weights that were given up says nothing of these.
+        trainer.history.latest.update(checkpoint.metrics)
         # Epochs do not come back: the data goes on.
         for scheduler in schedulers_at(trainer, "epoch"):
             for _ in range(then.epoch, trainer.progress.epoch):

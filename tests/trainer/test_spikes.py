@@ -20,6 +20,7 @@ from headway.trainer import (
     Trainer,
     World,
 )
+from headway.trainer.callbacks import EarlyStopping
 from headway.trainer.parallel import whole
 from headway.trainer.spikes import SpikeDetector
 from tests.distributed import run_on_ranks
@@ -199,6 +200,24 @@ def test_all_ranks_go_back_together(tmp_path: Path) -> None:
     for rank in run_on_ranks(_spike_on_ranks, 2, str(tmp_path)):
         for result in rank:
             _assert_went_back(result)
+
+
+def test_what_was_evaluated_of_weights_given_up_is_not_said_of_those_gone_back_to(tmp_path: Path) -> None:
+    class Saved(Callback):
+        def __init__(self) -> None:
+            self.losses: list[tuple[int, float]] = []
+
+        def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
+            self.losses.append((checkpoint.step, checkpoint.metrics["validation/loss"]))
+
+    saved, stopping = Saved(), EarlyStopping(patience=100)
+    # Of step 14 there is a checkpoint, of 16 only an evaluation, and at 18 the loss has jumped.
+    config = _config(max_steps=20, evaluate_every="2 steps", checkpoint=CheckpointConfig(every=14, keep_last="all"))
+    result = Jumps(config, run_dir=tmp_path, world=ALONE, callbacks=[saved, stopping]).fit()
+    assert [step for step, _ in saved.losses] == [14, 14, 20]
+    assert saved.losses[0] == saved.losses[1]
+    # Neither is the record of going back taken for one of an evaluation.
+    assert result.steps == 20
 
 
 def test_a_run_killed_after_going_back_goes_on_from_there(tmp_path: Path) -> None:

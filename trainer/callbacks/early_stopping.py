@@ -80,8 +80,7 @@ class EarlyStopping(Callback):
         Raises:
             ConfigError: it is not there; with what is.
         """
-        # Only records of training have the time that it took.
-        if ("elapsed_s" in metrics) is self.monitor.startswith("validation/"):
+        if not _comes_with(metrics, self.monitor):
             return
         if self.monitor not in metrics:
             raise ConfigError(
@@ -122,3 +121,12 @@ class EarlyStopping(Callback):
             best = f"the best was {self.best.value:.6g} at step {self.best.step}"
         times = "evaluation" if self.monitor.startswith("validation/") else "record"
         return f"{self.monitor} has not gained for {self.without_gain} {times}{'s' * (self.without_gain != 1)}; {best}"
+
+
+def _comes_with(record: Mapping[str, float], monitor: str) -> bool:
+    """Whether a record is of the kind that a metric is in: of training, of an evaluation, or a note of neither."""
+    # Only records of training have the time that it took; what is logged beside an evaluation may be in them, too.
+    is_of_training = "elapsed_s" in record
+    if not monitor.startswith("validation/"):
+        return is_of_training
+    return not is_of_training and any(name.startswith("validation/") for name in record)

@@ -155,8 +155,7 @@ class Loop:
 
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
-        if self._saving is not None:
-            self._saving.hold()
+        self._let_weights_change()
         with self._state.weights_of(checkpoint):
             return self.evaluate(sets)
 
@@ -169,6 +168,7 @@ class Loop:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Has the models as they are in an evaluation, and the time left out."""
+        self._let_weights_change()
         with (
             self.recorder.paused(),
             evaluating(self._trainer),
@@ -223,11 +223,14 @@ class Loop:
             checkpoint = saving.result()
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
 
+    def _let_weights_change(self) -> None:
+        """Waits for what a save in the background has yet to copy: averages may take the place of the weights."""
+        if self._saving is not None:
+            self._saving.hold()
+
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
-        if self._saving is not None:
-            # An average may take the place of the weights.
-            self._saving.hold()
+        self._let_weights_change()
         try:
             with self.recorder.paused():
                 return evaluation()

@@ -21,11 +21,13 @@ from headway.trainer import (
     Trainer,
     World,
 )
+from headway.trainer.callbacks import Ema, Samples
 from headway.trainer.checkpoint import read_checkpoint
 from headway.trainer.model_state import ModelState, OptimizerState
 from headway.trainer.parallel import replicate, shard, whole
 from headway.trainer.rng import RngState
 from headway.trainer.saving import Saving
+from headway.trainer.staging import Copy
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer, weights
 
@@ -113,8 +115,6 @@ def test_on_ranks_their_threads_meet_apart_from_the_training(tmp_path: Path, str
 def test_what_is_changed_under_the_copy_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _training()
     goes_on = threading.Event()
-    from headway.trainer.staging import Copy
-
     finish = Copy.finish
     monkeypatch.setattr(Copy, "finish", lambda self: (goes_on.wait(), finish(self)))
     store = CheckpointStore(tmp_path, world=ALONE)
@@ -244,3 +244,18 @@ def test_a_run_that_fails_leaves_the_save_that_was_under_way_whole(tmp_path: Pat
     newest = store.newest_good()
     assert newest is not None
     assert newest.step == 3
+
+
+def test_averages_that_take_the_weights_place_wait_for_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of an epoch somebody looks at the averages, where a save has begun at its last update."""
+    looks = threading.Event()
+    copy, write = Copy._copy, Ema._write
+    monkeypatch.setattr(Copy, "_copy", lambda self: (looks.wait(0.2), copy(self)))
+    monkeypatch.setattr(Ema, "_write", lambda self, values: (write(self, values), looks.set()))
+    config = TinyConfig(
+        max_epochs=2, num_rows=32, global_batch_size=8, evaluate_every=None, checkpoint=CheckpointConfig(every=4)
+    )
+    callbacks = [Ema(0.5), Samples(lambda trainer: None, every="1 epochs")]
+    assert TinyTrainer(config, run_dir=tmp_path, callbacks=callbacks, world=ALONE).fit().status == "completed"

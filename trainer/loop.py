@@ -252,8 +252,10 @@ class Loop:
         """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
         progress = self._progress
         self.recorder.in_update = True
-        refusal = self.update(batch)
-        self.recorder.in_update = False
+        try:
+            refusal = self.update(batch)
+        finally:
+            self.recorder.in_update = False
         if self._step_timeout is not None:
             self._world.set_timeout(self._step_timeout.amount)
             self._step_timeout = None

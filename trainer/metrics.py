@@ -99,7 +99,8 @@ class MeanMetrics:
         return {"sums": {name: list(pair) for name, pair in sums.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Goes on from what `state_dict` returned."""
+        """Goes on from what `state_dict` returned, and from nothing that has been added since."""
+        self._take()
         for name, pair in state_dict["sums"].items():
             self._sums[name] = list(pair)
 

@@ -140,7 +140,8 @@ class NonFiniteGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Takes them over, and forgets the norms that are still on their way: of updates that are undone."""
+        self._pending.clear()
         self.skipped, self.retried = state["skipped"], state["retried"]
         self._in_a_row, self._total = state["in_a_row"], state["total"]
 

@@ -103,6 +103,14 @@ class Update:
             NonFiniteError: its gradient is not finite, or that of an earlier update was not, and the policy or its
                 bounds have it so.
         """
+        try:
+            return self._make(batch)
+        except BaseException:
+            # Whoever goes on after an error must not begin with half a gradient, or with one that is not finite.
+            _zero_gradients(self._optimizers)
+            raise
+
+    def _make(self, batch: GlobalBatch) -> str | None:
         trainer, guard = self._trainer, self._guard
         trainer.callbacks.on_step_start(trainer)
         micro_batches = batch.micro_batches
@@ -217,8 +225,7 @@ class Update:
             self._step(self._optimizers)
         else:
             # Nor does an update begin with what the loss of one model has left in another: a generator's in its critic.
-            for optimizer in self._optimizers:
-                optimizer.zero_grad(set_to_none=True)
+            _zero_gradients(self._optimizers)
         return taken
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
@@ -302,8 +309,7 @@ class Update:
                     optimizer.step()
         if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
             return self._refuse(optimizers, norm, value)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        _zero_gradients(optimizers)
         for scheduler in self._schedulers:
             if scheduler.optimizer in optimizers:
                 scheduler.step()
@@ -319,8 +325,7 @@ class Update:
         else:
             self._guard.tolerate(self._trainer.progress.step + 1, value, self._suspects())
             self._refusal = f"the norm of the gradient is {value}"
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        _zero_gradients(optimizers)
         return norm
 
     def _clip(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor, measured: float | torch.Tensor) -> None:
@@ -367,6 +372,11 @@ class Update:
 def _with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
+def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _check_loss(loss: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, CheckpointConfig, CheckpointError, ConfigError, DataError, ParallelConfig, World
+from headway.trainer import (
+    Callback,
+    CheckpointConfig,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    ParallelConfig,
+    World,
+)
 from tests.distributed import run_on_ranks
-from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
+from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
 ALONE = World.alone("cpu")
 NO_SAVE = CheckpointConfig(every=None, at_end=False)
@@ -331,6 +341,40 @@ def test_a_second_fit_goes_on_from_memory_unless_an_error_ended_the_first(tmp_pa
     result = broken.fit()
     assert result.resumed_from is not None
     assert [step for step, _ in broken.seen] == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+
+
+class Breaks(TinyTrainer):
+    """Fails once, in the midst of update 7, whose first micro-batch leaves a gradient."""
+
+    error: str = "raises"
+    is_broken: bool = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        if self.training and self.is_broken and batch_idx == 4 * 6 + 1:
+            self.is_broken = False
+            if self.error == "raises":
+                raise LookupError
+            outputs["loss"] = outputs["loss"] * math.nan
+        return outputs
+
+
+@pytest.mark.parametrize(("error", "kind"), [("raises", LookupError), ("is not finite", NonFiniteError)])
+def test_what_an_error_has_left_is_no_part_of_the_fit_that_follows(
+    tmp_path: Path, error: str, kind: type[Exception]
+) -> None:
+    config = _config(micro_batch_size=2, log_every=4, checkpoint=CheckpointConfig(every=4))
+    losses, expected = Losses(), Losses()
+    broken = Breaks(config, run_dir=tmp_path / "broken", world=ALONE, callbacks=[losses])
+    broken.error = error
+    with pytest.raises(kind):
+        broken.fit()
+    assert broken._loop.recorder.step == broken.global_step == 6
+    broken.fit()
+    undisturbed = TinyTrainer(config, run_dir=tmp_path / "whole", world=ALONE, callbacks=[expected])
+    undisturbed.fit()
+    assert _same(weights(undisturbed), weights(broken))
+    assert losses.of("train/loss") == expected.of("train/loss")
 
 
 # ---- On ranks ------------------------------------------------------------------------------------------------------

@@ -20,14 +20,19 @@ from .bridge import stop_request
 from .events import Event, EventLog, read_events
 from .storage import Folder
 
+# By file, or by a function in it.
 _PHASES = {
     "trainer": "setting up",
+    "assembly": "setting up",
     "parallel": "setting up",
     "initialise": "setting up",
     "state": "saving or restoring",
     "checkpoint": "saving or restoring",
     "snapshot": "saving or restoring",
-    "loop": "reading data",  # a stream of the user's is read by the loop itself
+    "saving": "saving or restoring",
+    "initial_weights": "saving or restoring",
+    "loop": "between two steps",  # also a loop of the user's own
+    "loop._global_batches": "reading data",
     "recorder": "logging",
     "loaders": "reading data",
     "update": "training step",
@@ -163,7 +168,8 @@ def phase_of(error: BaseException) -> str:
         if module.startswith("headway.datasets."):
             phase = "reading data"
         elif module.startswith("headway.trainer."):
-            phase = _PHASES.get(module.removeprefix("headway.trainer."), phase)
+            file = module.removeprefix("headway.trainer.")
+            phase = _PHASES.get(f"{file}.{frame.f_code.co_name}") or _PHASES.get(file, phase)
     return phase
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from headway.trainer.result import Status
+from headway.trainer.result import Status, read_history
 from headway.trainer.streams import Guarantee
 from headway.trainer.table import Table
 
@@ -47,16 +47,15 @@ class RunResult:
     signal: int | None = None
 
     @classmethod
-    def interrupted(cls, run: Run, reason: str, *, signal: int | None) -> RunResult:
-        """Returns the result of a run that a signal ended before it could say how far it was."""
+    def recorded(cls, run: Run, *, status: Status, reason: str, signal: int | None = None) -> RunResult:
+        """Returns what the files of a run say of it, where no worker has just said how far it is."""
         record = run.record
+        known = {each.name for each in fields(cls)} & {each.name for each in fields(record)} - {"status", "reason"}
         return cls(
-            status="interrupted",
+            status=status,
             reason=reason,
             run_dir=run.run_dir,
-            steps=record.steps,
-            epochs=record.epochs,
-            attempts=record.attempts,
-            last_checkpoint=record.last_checkpoint,
+            history=read_history(run.folder.path("metrics.jsonl")),
             signal=signal,
+            **{name: getattr(record, name) for name in known},
         )

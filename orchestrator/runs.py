@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
+from headway.trainer.streams import Guarantee
 
 from .config import Difference, differences, from_yaml, to_plain, to_yaml
 from .convert import parse_yaml
@@ -88,6 +89,9 @@ class Record:
         attempts: lives of worker groups so far.
         created, started, ended: the first start, the last one, and its end.
         steps, epochs, metrics: where it stands, as of its end.
+        last_checkpoint, best_checkpoint, best_metric, best_step: the same.
+        resumed_from: the checkpoint that the last attempt began from.
+        data_guarantee: what of its place in the training data a resumed run finds again.
         error: what failed, in one line.
         driver: the process that leads it, or led it last.
         versions: of Python and packages.
@@ -110,6 +114,11 @@ class Record:
     epochs: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     last_checkpoint: str | None = None
+    best_checkpoint: str | None = None
+    best_metric: float | None = None
+    best_step: int | None = None
+    resumed_from: str | None = None
+    data_guarantee: Guarantee = "none"
     error: str | None = None
     driver: Driver
     versions: dict[str, str] = field(default_factory=dict)

@@ -54,6 +54,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
         "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}",
         "files": run.run_dir,
         "checkpoint": record.last_checkpoint,
+        "best": record.best_checkpoint,
         "command": " ".join(record.command),
         "versions": "  ".join(f"{package} {version}" for package, version in record.versions.items()),
         "git": f"{record.git['commit']}{' with changes' if record.git['dirty'] else ''}" if record.git else None,

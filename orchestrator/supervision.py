@@ -159,7 +159,7 @@ class Supervision:
 
     def _abandoned(self) -> RunResult:
         reason = f"{self._signals.name}, at once" if self._is_up else f"{self._signals.name} before training began"
-        return RunResult.interrupted(self._run, reason, signal=self._signals.number)
+        return RunResult.recorded(self._run, status="interrupted", reason=reason, signal=self._signals.number)
 
     def _heed_the_clock(self) -> None:
         """Does not wait for ever for workers that do not come."""
@@ -177,12 +177,10 @@ class Supervision:
         if self._error is not None:
             raise error_of(self._error, self._run, self._since)
         returned = self._returned or {}
-        return RunResult(
-            **returned,
-            run_dir=self._run.run_dir,
-            attempts=self._run.record.attempts,
-            signal=self._signals.number if returned.get("status") == "interrupted" else None,
-        )
+        signal = self._signals.number if returned.get("status") == "interrupted" else None
+        if returned.keys() == {"status", "reason"}:  # the workers were told to stop before they began
+            return RunResult.recorded(self._run, **returned, signal=signal)
+        return RunResult(**returned, run_dir=self._run.run_dir, attempts=self._run.record.attempts, signal=signal)
 
 
 def _patience_s(experiment: Experiment) -> float:

@@ -66,7 +66,7 @@ def fit(
                 result = Supervision(experiment, run, signals, display, resume=resume, verbose=verbose).run()
         except KeyboardInterrupt:
             reason = f"{signals.name} before training began"
-            result = RunResult.interrupted(run, reason, signal=signals.number)
+            result = RunResult.recorded(run, status="interrupted", reason=reason, signal=signals.number)
         except BaseException as error:
             display.close()
             run.update(status="failed", reason="", error=_one_line(error), ended=now())
@@ -119,10 +119,7 @@ def _finished(run: Run, display: Display) -> RunResult:
         "to train anew, give it another name: name=..."
     )
     assert record.status in ("completed", "stopped")
-    return RunResult(
-        status=record.status, reason=record.reason, run_dir=run.run_dir, metrics=record.metrics, steps=record.steps,
-        epochs=record.epochs, attempts=record.attempts, last_checkpoint=record.last_checkpoint,
-    )  # fmt: skip
+    return RunResult.recorded(run, status=record.status, reason=record.reason)
 
 
 def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
@@ -138,6 +135,8 @@ def _close(run: Run, result: RunResult, display: Display) -> None:
     run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
         metrics=result.metrics, last_checkpoint=result.last_checkpoint or run.record.last_checkpoint,
+        best_checkpoint=result.best_checkpoint, best_metric=result.best_metric, best_step=result.best_step,
+        resumed_from=result.resumed_from, data_guarantee=result.data_guarantee,
     )  # fmt: skip
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items() if "loss" in name)
     display.line(

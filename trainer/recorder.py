@@ -115,16 +115,17 @@ class Recorder:
         record = self._metrics.read(trainer.world)
         # After the read, which waits for the device: what it has yet to compute is not done.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
-        per_rank = trainer.world.gather((seconds, float(self._tokens), self.waited_s / seconds))
+        times_s = (seconds, self._paused_s, self.elapsed_s())
+        per_rank = trainer.world.gather((*times_s, float(self._tokens), self.waited_s / seconds))
         # The slowest rank's, so that records are equal on every rank.
-        seconds = max(each for each, _, _ in per_rank)
+        seconds, paused_s, elapsed_s = (max(each[i] for each in per_rank) for i in range(3))
         samples = progress.samples - self._samples
         record |= self._update.last_learning_rates() | self._update.counters()
         if self._steps:
             record["samples_per_s"] = samples / seconds
             record["step_s"] = seconds / self._steps
             # Of the rank that waits longest: the others wait for it in the next collective.
-            waits = [wait for _, _, wait in per_rank]
+            waits = [wait for *_, wait in per_rank]
             record["data_wait"] = max(waits)
             slowest = waits.index(max(waits))
             if len(waits) > 1:
@@ -132,12 +133,12 @@ class Recorder:
             if waits[slowest] > _SLOW_DATA and seconds > SLOW_DATA_AFTER_S:
                 self._warn_of_slow_data(slowest, waits[slowest])
             if self._counts_tokens:
-                record["tokens_per_s"] = sum(tokens for _, tokens, _ in per_rank) / seconds
-        if self._paused_s:
-            record["paused_s"] = self._paused_s
+                record["tokens_per_s"] = sum(tokens for *_, tokens, _ in per_rank) / seconds
+        if paused_s:
+            record["paused_s"] = paused_s
         for meter in self.meters:
             record |= meter(record)
-        progress.elapsed_s = record["elapsed_s"] = self.elapsed_s()
+        progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # The means cover what an interrupted attempt has added before, the throughput does not.
         trainer.history.add(record, samples=progress.samples - self._flushed_samples)
         self._flushed_samples = progress.samples

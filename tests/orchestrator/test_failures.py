@@ -77,14 +77,21 @@ class Raises(TinyTrainer):
     def on_step_end(self) -> None:
         self._maybe("hook")
 
+    def loop(self) -> None:
+        self._maybe("loop")
+        super().loop()
+
     def configure_dataloaders(self) -> Any:
         trainer = self
+        self._maybe("opening")
 
         class Broken(Rows):
             def __getitem__(self, row: int) -> Any:
                 trainer._maybe("data")
                 return super().__getitem__(row)
 
+        if self.where == "stream":
+            return (trainer._maybe("stream") for _ in range(9))
         return DataLoader(Broken(16), batch_size=8), DataLoader(Rows(8), batch_size=8)
 
 
@@ -96,10 +103,13 @@ class Raises(TinyTrainer):
         ("validation", "evaluation"),
         ("hook", "callback"),
         ("data", "reading data"),
+        ("stream", "reading data"),
+        ("opening", "setting up"),
+        ("loop", "between two steps"),
     ],
 )
 def test_an_error_says_what_its_rank_was_doing_C7_C8(where: str, phase: str) -> None:
-    trainer = type("Raising", (Raises,), {"where": where})(TinyConfig(max_epochs=1), world=World.alone("cpu"))
+    trainer = type("Raising", (Raises,), {"where": where})(TinyConfig(max_steps=1), world=World.alone("cpu"))
     with pytest.raises(ValueError, match=where) as raised:
         trainer.fit()
     assert phase_of(raised.value) == phase

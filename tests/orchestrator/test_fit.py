@@ -96,11 +96,16 @@ def test_a_finished_run_is_finished_at_once(
     no_ray(monkeypatch)
     found = experiment(tmp_path, data)
     run = open_run(found).run
-    run.update(status=status, steps=10, epochs=2, attempts=1, metrics={"train/loss": 0.5}, reason="max_steps=10")
+    best = {"best_checkpoint": f"{run.run_dir}/checkpoints/step-00000005", "best_metric": 0.25, "best_step": 5}
+    known = {"steps": 10, "epochs": 2, "attempts": 1, "metrics": {"train/loss": 0.5}, "data_guarantee": "exact", **best}
+    run.update(status=status, reason="max_steps=10", **known)
+    run.folder.write("metrics.jsonl", '{"step": 10, "epoch": 1, "per_epoch/train/loss": 0.5}\n')
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     screen = Screen()
     result = fit(found, display=screen.display)
-    assert (result.status, result.steps, result.metrics) == (status, 10, {"train/loss": 0.5})
+    assert result.status == status
+    assert {name: getattr(result, name) for name in known} == known
+    assert result.history == [{"epoch": 1.0, "step": 10.0, "train/loss": 0.5}]
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
     assert "run is finished" in screen.text
     assert "config.max_steps=..." in screen.text

@@ -74,6 +74,16 @@ def test_rows_that_only_keep_ranks_in_step_count_nowhere_F8() -> None:
         assert ratios == pytest.approx([3.0] * len(ratios))
 
 
+def all_records(world: World) -> dict[int, dict[str, float]]:
+    return records_of(Padded, config_of(evaluate_every=Duration(3, "steps")), world=world)
+
+
+def test_records_are_equal_on_every_rank_also_their_times() -> None:
+    first, second = run_on_ranks(all_records, 2)
+    assert {"elapsed_s", "paused_s", "step_s", "tokens_per_s", "data_wait"} <= first[6].keys()
+    assert first == second
+
+
 def test_the_first_update_and_evaluations_are_no_part_of_the_throughput() -> None:
     class Slow(Padded):
         first_s, step_s, validation_s = 0.6, 0.01, 0.2

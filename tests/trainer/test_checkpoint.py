@@ -11,6 +11,8 @@ import random
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import uuid
@@ -408,6 +410,34 @@ def _save_with_little_room(root: str) -> str:
     return "saved"
 
 
+def test_a_disk_that_is_really_full_leaves_the_previous_one_and_says_so_B8(tmp_path: Path) -> None:
+    """A file system of 3 MB, in a mount namespace that ends with the process."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this machine allows no user namespaces")
+    program = f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -m tests.trainer.test_checkpoint"
+    done = subprocess.run([*alone, "sh", "-c", f"{program} {tmp_path}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told, left, after = json.loads(done.stdout.splitlines()[-1])
+    assert re.fullmatch(r"cannot save step 2 in \S+: OSError: \[Errno 28\] No space left on device.*", told)
+    assert left == ["step-00000001"]
+    assert after == [1, 3]
+
+
+def _fill_the_disk(root: str) -> list[Any]:
+    """What a save says that finds no room, what lies there afterwards, and what a smaller one can still do."""
+    store, told = CheckpointStore(root, world=ALONE), ""
+    save(store, 1, part=torch.ones(1 << 18))
+    try:
+        save(store, 2, part=torch.ones(1 << 20))
+    except CheckpointError as error:
+        told = str(error)
+    left = sorted(each.name for each in Path(root).iterdir())
+    assert store.newest_good() == store.list()[0]
+    save(store, 3, part=torch.ones(1 << 18))
+    return [told, left, steps(store)]
+
+
 def test_a_deletion_that_fails_is_a_warning_B7() -> None:
     root = Path(tempfile.mkdtemp(prefix="headway-test-"))
     try:
@@ -558,3 +588,7 @@ def test_all_ranks_choose_the_same_good_checkpoint_B2(tmp_path: Path) -> None:
     assert first == second
     assert first[0] == good
     assert len(first[1]) == 1
+
+
+if __name__ == "__main__":
+    print(json.dumps(_fill_the_disk(sys.argv[1])))

@@ -180,8 +180,9 @@ class Loop:
         """Takes in a number that a step logs by itself."""
         if self._evaluation is not None:
             self._evaluation.log(name, value, weight)
-        else:
-            self.metrics.add({name: value}, weight, "train/" if self._trainer.training else "validation/")
+            return
+        metrics = self.update.logged if self.recorder.in_update else self.metrics
+        metrics.add({name: value}, weight, "train/" if self._trainer.training else "validation/")
 
     def save(self) -> Checkpoint:
         """Saves the whole state, between two updates, and waits until that is done."""

@@ -91,6 +91,23 @@ class MeanMetrics:
                 total, _ = self._over_ranks(sums, world)
         return {name: weighted / weight for name, (weighted, weight) in zip(self._agreed, total, strict=True) if weight}
 
+    def take_over(self, other: MeanMetrics) -> None:
+        """Adds all that another one has; never waits for a device."""
+        for name, (weighted, weight) in other._sums.items():
+            self._sums[name][0] += weighted
+            self._sums[name][1] += weight
+        for name, kept in other._on_device.items():
+            self._on_device[name] += kept
+            if len(self._on_device[name]) >= _FOLD_AT:
+                self._fold(name)
+        self._folded += other._folded
+
+    def forget(self) -> None:
+        """Begins anew without a read."""
+        self._sums.clear()
+        self._on_device.clear()
+        self._folded.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank has added since the last read."""
         sums = self._take()
@@ -100,7 +117,7 @@ class MeanMetrics:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Goes on from what `state_dict` returned, and from nothing that has been added since."""
-        self._take()
+        self.forget()
         for name, pair in state_dict["sums"].items():
             self._sums[name] = list(pair)
 

@@ -45,8 +45,9 @@ class Update:
 
     An update whose gradient is not finite is refused where the norm is looked at in time: always on a CPU; on another
     device under a policy other than "raise", and with float16. Then the optimizers leave weights and moments alone, and
-    what the steps returned is not logged. A fused optimizer is told on the device, and the host waits for the norm
-    while the optimizer is at work, so that the device does not run dry; for others the host waits before their step.
+    what the steps returned or logged is left out. A fused optimizer is told on the device, and the host waits for the
+    norm while the optimizer is at work, so that the device does not run dry; for others the host waits before their
+    step.
 
     Args:
         trainer: set up, with its models, optimizers and schedulers.
@@ -55,6 +56,7 @@ class Update:
     Attributes:
         is_last_micro_batch: whether the gradients of the micro-batch in hand complete the update.
         learning_rates: those that produced the last update, by name.
+        logged: what a step logs by itself; it counts when the update has been applied.
         hold: called once before the next optimizer steps: waits until what a save copies may change.
 
     Raises:
@@ -91,6 +93,7 @@ class Update:
         }
         self.is_last_micro_batch = True
         self.learning_rates: list[float] = []
+        self.logged = MeanMetrics()
         self.hold: Callable[[], None] | None = None
 
     def __call__(self, batch: GlobalBatch) -> str | None:
@@ -112,6 +115,7 @@ class Update:
 
     def _make(self, batch: GlobalBatch) -> str | None:
         trainer, guard = self._trainer, self._guard
+        self.logged.forget()
         trainer.callbacks.on_step_start(trainer)
         micro_batches = batch.micro_batches
         if self._moves:
@@ -124,6 +128,7 @@ class Update:
             if self._refusal is None or self._is_applied or overflows or not guard.retries:
                 break
             guard.retried += 1
+            self.logged.forget()
         if self._refusal is None:
             guard.applied()
             if self._scaler is not None:
@@ -137,6 +142,7 @@ class Update:
         for each, weight, counts in zip(outputs, weights, batch.num_samples, strict=True):
             if counts:
                 self._metrics.add(each, weight, "train/")
+        self._metrics.take_over(self.logged)
         return None
 
     def backward(self, loss: torch.Tensor) -> None:

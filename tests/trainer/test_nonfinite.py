@@ -39,6 +39,7 @@ class Explodes(TinyTrainer):
         outputs = super().training_step(batch, batch_idx)
         if self.training and self.world.rank == self.world.size - 1 and type(self).guilty(self):
             outputs["loss"] = outputs["loss"] * NAN
+        self.log("by_itself", outputs["loss"], weight=len(batch["x"]))
         return outputs
 
 

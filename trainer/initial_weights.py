@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -102,14 +102,19 @@ class BorrowedWeights:
 
     def __init__(self, models: Mapping[str, nn.Module], callbacks: CallbackList) -> None:
         self._models, self._callbacks = models, callbacks
+        self._averages = _EvaluationState(callbacks)
 
     @property
     def parts(self) -> dict[str, Any]:
         """What is to be loaded of the checkpoint."""
         parts: dict[str, Any] = {"models": ModelState(self._models)}
         if self._callbacks.with_evaluation_context():
-            parts["callbacks"] = _EvaluationState(self._callbacks)
+            parts["callbacks"] = self._averages
         return parts
+
+    def alone(self) -> AbstractContextManager[object]:
+        """A context for the evaluation: what the checkpoint has no averages for is evaluated as it is."""
+        return self._callbacks.without_evaluation_context(self._averages.absent)
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
@@ -129,16 +134,22 @@ class BorrowedWeights:
 
 
 class _EvaluationState:
-    """The state of those callbacks that evaluate other weights than the models'."""
+    """The state of those callbacks that evaluate other weights than the models'.
+
+    Attributes:
+        absent: the names of those that have one and for which there was none, once loaded.
+    """
 
     def __init__(self, callbacks: CallbackList) -> None:
         self._callbacks = callbacks.with_evaluation_context()
+        self.absent: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         states = {key: callback.state_dict() for key, callback in self._callbacks.items()}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        self.absent = self.state_dict().keys() - state_dict.keys()
         for key, callback in self._callbacks.items():
             if key in state_dict:
                 callback.load_state_dict(state_dict[key])

@@ -265,7 +265,8 @@ class RunState:
         borrowed = BorrowedWeights(self._trainer.models, self._trainer.callbacks)
         with borrowed.given_back():
             self._load_alone(checkpoint, borrowed.parts)
-            yield
+            with borrowed.alone():
+                yield
 
     def _load_alone(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
         checkpoint = read_checkpoint(path)

@@ -211,6 +211,16 @@ def test_a_checkpoint_is_evaluated_alone_and_leaves_everything_as_it_was(tmp_pat
     assert _same(before, weights(trained))
 
 
+def test_a_checkpoint_without_averages_is_evaluated_without_those_of_the_trainer(tmp_path: Path) -> None:
+    plain, trained = _fit(tmp_path / "plain")
+    _, averages = _fit(tmp_path / "averages", Swaps(), seed=5)
+    assert averages.evaluate(checkpoint=plain.last_checkpoint) == trained.evaluate()
+    # Afterwards its own are evaluated again.
+    calls = averages.callbacks._callbacks[0].calls
+    averages.evaluate()
+    assert averages.callbacks._callbacks[0].calls == calls + 1
+
+
 # ---- A checkpoint, in part -----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -201,15 +201,25 @@ class CallbackList(Callback):
                 # Shadows the method, so that the call of the loop goes straight to those that listen.
                 setattr(self, hook, (_call_at_end if hook == "on_fit_end" else _call_each)(hook, callees))
 
-        self._contexts = [
-            (_name(callback), callback.evaluation_context)
-            for callback in self._callbacks
+        self._contexts = {
+            key: (_name(callback), callback.evaluation_context)
+            for key, callback in self._by_key.items()
             if getattr(callback.evaluation_context, "__func__", None) is not Callback.evaluation_context
-        ]
+        }
 
     def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
         """Returns the contexts of all callbacks that have one, as one; an error in entering or leaving says whose."""
-        return _nested(self._contexts, trainer) if self._contexts else nullcontext()
+        return _nested(list(self._contexts.values()), trainer) if self._contexts else nullcontext()
+
+    @contextmanager
+    def without_evaluation_context(self, keys: Collection[str]) -> Iterator[None]:
+        """Leaves out the contexts of some callbacks, by the names of their states, for the time of a context."""
+        before = self._contexts
+        self._contexts = {key: each for key, each in before.items() if key not in keys}
+        try:
+            yield
+        finally:
+            self._contexts = before
 
     def with_evaluation_context(self) -> dict[str, Callback]:
         """Returns the callbacks that put a context around evaluations, by the names of their states."""

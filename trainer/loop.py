@@ -80,6 +80,11 @@ class Loop:
 
     def run(self, resume: str, restore: Collection[str]) -> FitResult:
         """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
+        if resume == "never" and self._progress.step:
+            raise ConfigError(
+                f'resume="never" begins anew, and this trainer has made {self._progress.step} updates: make another '
+                "trainer, or go on with this one"
+            )
         self._stopped = None
         goes_on = resume == "auto" and self._progress.step > 0 and not self.in_doubt
         resumed_from = None if goes_on else self._state.restore(resume, restore)

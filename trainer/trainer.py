@@ -423,6 +423,7 @@ class Trainer(OwnHooks, Generic[C]):
             CheckpointError: it could not be written.
         """
         self.setup()
+        self._loop.initialise()
         return self._loop.save()
 
     def export(self, file: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -608,6 +609,7 @@ class Trainer(OwnHooks, Generic[C]):
         write: Callable[[nn.Module, dict[str, torch.Tensor]], None],
     ) -> None:
         self.setup()
+        self._loop.initialise()
         module = self.models[choose_model(name, self.models, type(self).__name__)]
         weights = gather_weights(module, self.world)
         write_on_main(self.world, where, lambda: write(module, cast(weights, dtype)))

@@ -135,6 +135,8 @@ def test_pieces_of_the_loop_begin_with_the_same_weights_A15(tmp_path: Path) -> N
     wanted = trained.evaluate()
     trainer = TinyTrainer(_config(init_from=first.last_checkpoint, seed=5), world=ALONE, printer=lambda text: None)
     assert trainer.evaluate() == wanted
+    saver = TinyTrainer(trainer.config, run_dir=tmp_path / "saved", world=ALONE, printer=lambda text: None)
+    assert trained.evaluate(checkpoint=saver.save_checkpoint()) == wanted
     trainer.train_epoch()
     assert trainer.evaluate() != wanted
 
@@ -351,6 +353,14 @@ def test_a_second_fit_goes_on_from_memory_unless_an_error_ended_the_first(tmp_pa
     result = broken.fit()
     assert result.resumed_from is not None
     assert [step for step, _ in broken.seen] == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+
+
+def test_what_has_trained_cannot_begin_anew_and_its_records_stay(tmp_path: Path) -> None:
+    _, trainer = _fit(tmp_path)
+    records = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="begins anew, and this trainer has made 8 updates: make another"):
+        trainer.fit(resume="never")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == records
 
 
 class Breaks(TinyTrainer):

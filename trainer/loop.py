@@ -369,14 +369,17 @@ class Loop:
         progress.step_in_epoch = progress.offset = 0
         for scheduler in schedulers_at(trainer, "epoch"):
             scheduler.step()
-        self._goes_back(self._flush())
+        went_back = self._goes_back(self._flush())
         if self._evaluations.due(progress, ended="epochs"):
             self._evaluate()
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
         self.recorder.epoch(metrics)
         trainer.callbacks.on_epoch_end(trainer, metrics)
+        if went_back:
+            # What was saved then does not know how the epoch ended.
+            self._state.last_saved_step = None
         self._save_if_best()
-        if self._checkpoints.due(progress, ended="epochs"):
+        if went_back or self._checkpoints.due(progress, ended="epochs"):
             self._save_unless_saved()
         self._heed()
         return metrics

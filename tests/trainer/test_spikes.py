@@ -220,6 +220,23 @@ def test_what_was_evaluated_of_weights_given_up_is_not_said_of_those_gone_back_t
     assert result.steps == 20
 
 
+def test_an_epoch_at_whose_end_the_run_goes_back_is_in_the_history_once(tmp_path: Path) -> None:
+    class Without(Jumps):
+        """The last log of the epoch of 20 updates is that of its end, and no evaluation follows it."""
+
+        ruinous = (18,)
+
+        def configure_dataloaders(self) -> Any:
+            return super().configure_dataloaders()[0]
+
+    rows = []
+    for epochs in (1, 2):
+        config = _config(max_steps=None, max_epochs=epochs, num_rows=160, log_every=3)
+        trainer = Without(config, run_dir=tmp_path, world=ALONE, printer=lambda text: None)
+        rows.append([(row["epoch"], row["step"]) for row in trainer.fit().history])
+    assert rows == [[(1, 18)], [(1, 18), (2, 38)]]
+
+
 def test_a_run_killed_after_going_back_goes_on_from_there(tmp_path: Path) -> None:
     class Killed(Callback):
         def on_batch_start(self, trainer: Trainer[Any], batch: Any, batch_idx: int) -> None:

@@ -408,6 +408,7 @@ class Loop:
             return
         self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1
+        self._evaluations.done(self.recorder.elapsed_s())
         # What was saved of this update before does not know of it.
         self._state.last_saved_step = None
         if metrics:

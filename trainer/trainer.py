@@ -558,7 +558,10 @@ class Trainer(OwnHooks, Generic[C]):
 
     def setup(self) -> None:
         """Builds models, optimizers and data, once. `fit`, `evaluate` and the others call it. Every rank must."""
-        if self.world.has_ended:
+        if self.world.has_ended and not self._is_set_up:
+            # An attempt to set up has failed, and ended the process group.
+            self.world.rejoin()
+        elif self.world.has_ended:
             assembly.join_again(self)
         if self._is_set_up:
             return

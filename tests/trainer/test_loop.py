@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from headway.trainer import Callback, CheckpointConfig, ConfigError, DataError, ParallelConfig, Trainer, World
 from headway.trainer.callbacks.base import HOOKS
 from headway.trainer.parallel import unwrap
+from headway.trainer.recorder import Recorder
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
@@ -262,7 +263,8 @@ def test_a_fit_may_be_called_again() -> None:
     assert spy.notes.count("setup_start") == 1
 
 
-def test_a_setup_that_failed_may_be_tried_again() -> None:
+@pytest.mark.parametrize("begins_a_group", [False, True])
+def test_a_setup_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, begins_a_group: bool) -> None:
     class Second(TinyTrainer):
         tries = 0
 
@@ -272,7 +274,11 @@ def test_a_setup_that_failed_may_be_tried_again() -> None:
                 raise Boom("the first time")
             super().configure_optimizers()
 
-    trainer = Second(_config(), world=ALONE)
+    if begins_a_group:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            monkeypatch.setenv(name, value)
+    trainer = Second(_config(), world=None if begins_a_group else ALONE)
+    assert trainer.world.owns_process_group == begins_a_group
     with pytest.raises(Boom):
         trainer.fit()
     assert trainer.fit().status == "completed"
@@ -696,6 +702,27 @@ def test_evaluating_and_saving_by_the_clock_begins_anew_with_a_resume(tmp_path: 
             assert clock.first_s[what] >= 0.3
             assert end - 12 < clock.steps[what] < end
     assert trainer.progress.elapsed_s > 1.1
+
+
+def test_an_evaluation_that_takes_longer_than_the_time_between_two_leaves_time_to_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hours(Callback):
+        now_s = 0.0
+        evaluated: ClassVar[list[int]] = []
+
+        def on_step_end(self, trainer: Trainer[Any]) -> None:
+            self.now_s += 1
+
+        def on_evaluation_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+            self.now_s += 100
+            self.evaluated.append(trainer.global_step)
+
+    hours = Hours()
+    monkeypatch.setattr(Recorder, "elapsed_s", lambda recorder: hours.now_s)
+    config = _config(max_epochs=None, max_steps=30, evaluate_every="10s")
+    TinyTrainer(config, world=ALONE, callbacks=[hours]).fit()
+    assert hours.evaluated == [10, 20, 30]
 
 
 Strategy = Literal["ddp", "fsdp"]

@@ -133,6 +133,10 @@ class ParquetStream:
         """Samples of one epoch over all ranks, after what the tail policy drops."""
         return self._open.plan(epoch).samples(self._open.global_batch_size)
 
+    def dropped_in_epoch(self, epoch: int) -> int:
+        """Rows of one epoch that the tail policy leaves out."""
+        return self._open.source.rows - self.samples_in_epoch(epoch)
+
     def steps_in_epoch(self, epoch: int) -> int:
         """Global batches of one epoch."""
         return self._open.plan(epoch).steps(self._open.global_batch_size)

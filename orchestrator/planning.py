@@ -127,7 +127,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     for name, kind in sketch.optimizers.items():
         yield name, kind
     yield "batch", _batch(plan.experiment)
-    yield "data", f"{_amount(sketch.train)} an epoch; found again after a restart: {sketch.train.guarantee}"
+    dropped = f", {sketch.train.dropped:,} left out" if sketch.train.dropped else ""
+    yield "data", f"{_amount(sketch.train)} an epoch{dropped}; found again after a restart: {sketch.train.guarantee}"
     yield "steps", _steps(plan)
     yield "evaluation", _evaluation(plan)
     yield "checkpoints", _checkpoints(plan)

@@ -35,10 +35,10 @@ RunStatus = Literal["running"] | Status
 
 # How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
 _FREE = (
-    "scaling", "retries", "storage", "config.max_epochs", "config.max_steps", "config.log_every",
+    "scaling", "retries", "storage", "config.max_epochs", "config.max_steps", "config.max_samples", "config.log_every",
     "config.evaluate_every", "config.checkpoint", "config.parallel", "config.micro_batch_size",
 )  # fmt: skip
-_LIMITS = ("config.max_epochs", "config.max_steps")
+_LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples")
 # A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
 HEARTBEAT_S = 20.0
 _SILENT_S = 90.0

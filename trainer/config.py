@@ -173,6 +173,7 @@ class TrainerConfig:
     Attributes:
         max_epochs: passes over the training data, in total over all attempts and resumes.
         max_steps: optimizer updates, in total. The first limit that is reached ends the run.
+        max_samples: samples learned from over all ranks, in total; the update that reaches it is the last.
         steps_per_epoch: updates that make an epoch of data that has no end of its own, or cut a longer one short.
         seed: of everything random; every rank derives its own stream, the order of the data is common.
         global_batch_size: samples of one update over all ranks. Stays what it is when the number of ranks changes.
@@ -222,6 +223,7 @@ class TrainerConfig:
 
     max_epochs: int | None = None
     max_steps: int | None = None
+    max_samples: int | None = None
     steps_per_epoch: int | None = None
     seed: int = 0
     global_batch_size: int | None = None
@@ -253,7 +255,14 @@ class TrainerConfig:
             raise ConfigError("log_every counts steps or epochs; it cannot be left out")
         _parse_durations(self, "log_every", "evaluate_every")
         _one_of("precision", self.precision, Precision)
-        for name in ("max_epochs", "max_steps", "steps_per_epoch", "global_batch_size", "micro_batch_size"):
+        for name in (
+            "max_epochs",
+            "max_steps",
+            "max_samples",
+            "steps_per_epoch",
+            "global_batch_size",
+            "micro_batch_size",
+        ):
             _positive(name, getattr(self, name))
         _positive("gradient_accumulation_steps", self.gradient_accumulation_steps, optional=False)
         _strings(self, "freeze", "patterns")

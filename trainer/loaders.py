@@ -110,6 +110,10 @@ class LoaderStream:
         rows = len(self._dataset)
         return rows - rows % self._global_batch_size if self._drop_last else rows
 
+    def dropped_in_epoch(self, epoch: int) -> int:
+        """Rows that `drop_last` leaves out, others in every epoch if they are shuffled."""
+        return len(self._dataset) - self.samples_in_epoch(epoch)
+
     def steps_in_epoch(self, epoch: int) -> int:
         """Global batches of an epoch, the last of which may be smaller."""
         return _ceil(self.samples_in_epoch(epoch), self._global_batch_size)

@@ -27,7 +27,7 @@ from .saving import Saving
 from .scheduling import follow_evaluation, schedulers_at
 from .spikes import SpikeDetector
 from .state import RunState
-from .streams import BatchStream, GlobalBatch
+from .streams import BatchStream, DropsTail, GlobalBatch
 from .update import Update, Weight
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Loop:
         self._stopped: StopStatus | None = None
         self._evaluation: Evaluation | None = None
         self._best_is_unsaved = False
+        self._ragged_samples = 0
         self._has_warned = False
         self._saving: Saving | None = None
         if config.loss_spike is not None and trainer.run_dir is None:
@@ -125,7 +126,7 @@ class Loop:
         with closing(self._global_batches(epoch)) as batches:
             for batch in batches:
                 self._do_what_is_due(applied=self._advance(batch))
-                if self._stopped or progress.step == self._config.max_steps or self._is_cut_here():
+                if self._stopped or self._has_enough() or self._is_cut_here():
                     break
             else:
                 if progress.step_in_epoch == 0:
@@ -265,8 +266,12 @@ class Loop:
         if self._step_timeout is not None:
             self._world.set_timeout(self._step_timeout.amount)
             self._step_timeout = None
-        # A stream that cannot tell has as many samples on every rank, as near as anybody knows.
-        samples = batch.global_num_samples or sum(batch.num_samples) * self._world.size
+        samples = batch.global_num_samples
+        if samples is None and self._config.max_samples is not None:
+            samples = self._world.sum_of(sum(batch.num_samples))[0]
+        elif samples is None:
+            # As many on every rank, as near as anybody knows.
+            samples = sum(batch.num_samples) * self._world.size
         if of_epoch:
             progress.step_in_epoch += 1
             progress.offset += samples
@@ -365,6 +370,10 @@ class Loop:
 
     def _end_epoch(self) -> dict[str, float]:
         progress, trainer = self._progress, self._trainer
+        dropped = self._ragged_samples
+        if isinstance(self._data, DropsTail) and progress.step_in_epoch == self._data.steps_in_epoch(progress.epoch):
+            dropped = self._data.dropped_in_epoch(progress.epoch)
+        self._ragged_samples = 0
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0
         for scheduler in schedulers_at(trainer, "epoch"):
@@ -372,7 +381,7 @@ class Loop:
         went_back = self._goes_back(self._flush())
         if self._evaluations.due(progress, ended="epochs"):
             self._evaluate()
-        metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
+        metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step, dropped_samples=dropped)
         self.recorder.epoch(metrics)
         trainer.callbacks.on_epoch_end(trainer, metrics)
         if went_back:
@@ -454,9 +463,18 @@ class Loop:
         progress, config = self._progress, self._config
         if config.max_steps is not None and progress.step >= config.max_steps:
             return f"max_steps={config.max_steps} reached"
+        if config.max_samples is not None and progress.samples >= config.max_samples:
+            return f"max_samples={config.max_samples} reached"
         if config.max_epochs is not None and progress.epoch >= config.max_epochs:
             return f"max_epochs={config.max_epochs} reached"
         return None
+
+    def _has_enough(self) -> bool:
+        """Whether the run ends inside the epoch in progress."""
+        progress, config = self._progress, self._config
+        return progress.step == config.max_steps or (
+            config.max_samples is not None and progress.samples >= config.max_samples
+        )
 
     def _is_cut_here(self) -> bool:
         cut_at: int | None = self._config.steps_per_epoch
@@ -479,6 +497,8 @@ class Loop:
                     count, squares, samples = self._world.sum_of(len(own), len(own) ** 2, sum(own))
                     # Equal only if every rank has as many micro-batches; the epoch ends where the shortest one does.
                     if batch is None or count**2 != self._world.size * squares:
+                        # What other ranks have not read yet nobody can count.
+                        self._ragged_samples = samples
                         return
                     batch = LoadedBatch(batch.micro_batches, batch.num_samples, samples)
                 if batch is None:

@@ -25,8 +25,8 @@ class FitResult:
         reason: why, in words.
         metrics: the last value of every metric, by its name in the log.
         history: one dict per completed epoch, over all attempts: "epoch" (from 1), "step", the means of the training
-            metrics over the epoch and the last evaluation in it. `history.columns()` are lists by metric, one value per
-            epoch.
+            metrics over the epoch, the last evaluation in it, and "dropped_samples" where some filled no global batch.
+            `history.columns()` are lists by metric, one value per epoch.
         steps: optimizer updates, over all attempts.
         epochs: completed passes over the data.
         last_checkpoint: path of the newest checkpoint, from which a resumed run goes on.
@@ -103,10 +103,11 @@ class History:
         self.latest.update(metrics)
         self._evaluation.update(metrics)
 
-    def end_epoch(self, *, epoch: int, step: int) -> dict[str, float]:
-        """Closes an epoch and returns its means."""
+    def end_epoch(self, *, epoch: int, step: int, dropped_samples: int = 0) -> dict[str, float]:
+        """Closes an epoch and returns its means, and how many samples of it were left out, if any were."""
         means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
-        row = {"epoch": float(epoch), "step": float(step), **means, **self._evaluation}
+        dropped = {"dropped_samples": float(dropped_samples)} if dropped_samples else {}
+        row = {"epoch": float(epoch), "step": float(step), **means, **self._evaluation, **dropped}
         self.epochs.append(row)
         self._sums, self._evaluation = {}, {}
         return row

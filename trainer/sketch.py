@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .config import ParallelConfig, Precision
 from .parallel import blocks_of
-from .streams import BatchStream
+from .streams import BatchStream, DropsTail
 from .world import World
 
 if TYPE_CHECKING:
@@ -53,11 +53,13 @@ class DataSize:
 
     Attributes:
         samples, steps: over all ranks; None where the data cannot tell.
+        dropped: samples that fill no global batch, and are left out of the pass.
         guarantee: what can be found again in it: see `BatchStream`.
     """
 
     samples: int | None
     steps: int | None
+    dropped: int
     guarantee: str
 
 
@@ -219,7 +221,12 @@ def memory_per_rank(
 
 
 def _data_size(stream: BatchStream) -> DataSize:
-    return DataSize(samples=stream.samples_in_epoch(0), steps=stream.steps_in_epoch(0), guarantee=stream.guarantee)
+    return DataSize(
+        samples=stream.samples_in_epoch(0),
+        steps=stream.steps_in_epoch(0),
+        dropped=stream.dropped_in_epoch(0) if isinstance(stream, DropsTail) else 0,
+        guarantee=stream.guarantee,
+    )
 
 
 def _shadow(parameter: nn.Parameter, precision: Precision) -> nn.Parameter:

@@ -61,6 +61,15 @@ class NamesRows(Protocol):
         ...
 
 
+@runtime_checkable
+class DropsTail(Protocol):
+    """A `BatchStream` that knows how many samples of an epoch fill no global batch, and are left out."""
+
+    def dropped_in_epoch(self, epoch: int) -> int:
+        """Returns how many, over all ranks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Feed:
     """What a stream must know of the run before it can be read; other packages take it by shape, not by import.
@@ -138,10 +147,11 @@ def check_data(config: TrainerConfig, data: BatchStream, validation: Mapping[str
     Raises:
         ConfigError: nothing says when an epoch ends, or there is no validation data and something needs it.
     """
-    if config.max_steps is None and config.steps_per_epoch is None and data.guarantee == "none":
+    endless = config.max_steps is None and config.max_samples is None and config.steps_per_epoch is None
+    if endless and data.guarantee == "none":
         raise ConfigError(
             f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: "
-            "set steps_per_epoch, or max_steps instead"
+            "set steps_per_epoch, or max_steps or max_samples instead"
         )
     wanting = {
         "checkpoint.save_best": config.checkpoint.save_best,

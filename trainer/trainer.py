@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -59,7 +60,7 @@ class Trainer(OwnHooks, Generic[C]):
         ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
         ├─ try `sanity_batches` of the validation data, of which no hook hears
         ├─ on_fit_start; evaluate, if `evaluate_at_start`
-        ├─ loop(): until max_epochs, max_steps or a request to stop                   on_epoch_start
+        ├─ loop(): until max_epochs, max_steps, max_samples or a request to stop      on_epoch_start
         │  ├─ for each global batch                                (update.py)        on_step_start
         │  │  ├─ for each micro-batch of this rank                                    on_batch_start
         │  │  │     training_step, backward; gradients meet at the last one           on_batch_end
@@ -296,7 +297,8 @@ class Trainer(OwnHooks, Generic[C]):
         in_data = self._data.steps_in_epoch(self.current_epoch) if self._data is not None else None
         in_epoch = min((each for each in (config.steps_per_epoch, in_data) if each is not None), default=None)
         by_epochs = config.max_epochs * in_epoch if config.max_epochs and in_epoch else None
-        return min((each for each in (config.max_steps, by_epochs) if each is not None), default=None)
+        by_samples = self._steps_of_samples(in_epoch) if config.max_samples else None
+        return min((each for each in (config.max_steps, by_epochs, by_samples) if each is not None), default=None)
 
     @property
     def should_stop(self) -> bool:
@@ -591,8 +593,9 @@ class Trainer(OwnHooks, Generic[C]):
         self.callbacks.on_setup_end(self)
 
     def _check_config(self) -> None:
-        if self.config.max_epochs is None and self.config.max_steps is None:
-            raise ConfigError("the config does not say when to stop: set max_epochs or max_steps")
+        config = self.config
+        if config.max_epochs is None and config.max_steps is None and config.max_samples is None:
+            raise ConfigError("the config does not say when to stop: set max_epochs, max_steps or max_samples")
         parallel.check_strategy(self.config.parallel, self.world)
         if self.config.float8:
             check_float8(self.device)
@@ -600,6 +603,21 @@ class Trainer(OwnHooks, Generic[C]):
     def _open_data(self) -> None:
         self._data, self._validation = assembly.open_data(self)
         check_data(self.config, self._data, self._validation)
+
+    def _steps_of_samples(self, steps_in_epoch: int | None) -> int | None:
+        """How many updates max_samples are; all have the size of the global batch, but the tail of an epoch."""
+        limit, data, size = self.config.max_samples, self._data, self.config.global_batch_size
+        if limit is None or data is None:
+            return None
+        in_data, of_data = data.samples_in_epoch(self.current_epoch), data.steps_in_epoch(self.current_epoch)
+        if size is None and in_data and of_data:
+            size = math.ceil(in_data / of_data)
+        if size is None:
+            return None
+        if steps_in_epoch is None:
+            return math.ceil(limit / size)
+        epochs, rest = divmod(limit, min(in_data or limit, steps_in_epoch * size))
+        return epochs * steps_in_epoch + math.ceil(rest / size)
 
     def _streams(self) -> list[BatchStream]:
         return ([] if self._data is None else [self._data]) + list(self._validation.values())

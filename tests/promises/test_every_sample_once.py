@@ -13,7 +13,7 @@ from tests.tiny import StopAt, TinyConfig, TinyTrainer
 Seen = list[tuple[int, list[int]]]
 
 
-def _leg(world: World, run_dir: str, drop_last: bool, stop_at: int | None) -> tuple[Seen, int, int, float]:
+def _leg(world: World, run_dir: str, drop_last: bool, stop_at: int | None) -> tuple[Seen, int, int, float, Any]:
     config = TinyConfig(
         max_epochs=2,
         global_batch_size=8,
@@ -23,7 +23,13 @@ def _leg(world: World, run_dir: str, drop_last: bool, stop_at: int | None) -> tu
     )
     trainer = TinyTrainer(config, run_dir=run_dir, world=world, callbacks=[] if stop_at is None else [StopAt(stop_at)])
     result = trainer.fit()
-    return trainer.seen, result.steps, trainer.progress.samples, result.metrics.get("validation/loss", 0.0)
+    return (
+        trainer.seen,
+        result.steps,
+        trainer.progress.samples,
+        result.metrics.get("validation/loss", 0.0),
+        result.history,
+    )
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 13), (True, 12)])
@@ -49,3 +55,4 @@ def test_103_rows_on_4_then_3_then_1_ranks_E1_A3_A4(tmp_path: Any, drop_last: bo
         rows = [row for batch in batches for row in set(batch)]
         assert len(rows) == len(set(rows)) == (96 if drop_last else 103)
     assert validation[-1] > 0
+    assert [row.get("dropped_samples", 0) for row in ranks[0][4]] == [7 * drop_last] * 2

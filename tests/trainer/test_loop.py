@@ -389,7 +389,7 @@ def test_the_history_holds_whole_epochs_only() -> None:
 
 
 def test_no_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="set max_epochs or max_steps"):
+    with pytest.raises(ConfigError, match="set max_epochs, max_steps or max_samples"):
         TinyTrainer(_config(max_epochs=None), world=ALONE).fit()
 
 
@@ -750,3 +750,40 @@ def test_the_clock_of_the_main_rank_decides() -> None:
     first, second = run_on_ranks(_clock_on_ranks, 2, "fsdp")
     assert first == second
     assert len(first) >= 2
+
+
+# ---- Samples -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "max_samples", "steps"), [(True, 40, 5), (True, 41, 6), (True, 96 + 8, 13), (False, 103 + 8, 14)]
+)
+def test_a_run_ends_with_the_update_that_reaches_so_many_samples_H3(
+    tmp_path: Path, drop_last: bool, max_samples: int, steps: int
+) -> None:
+    config = TinyConfig(max_samples=max_samples, drop_last=drop_last, global_batch_size=8)
+    first = TinyTrainer(config, run_dir=tmp_path, callbacks=[StopAt(2)])
+    first.fit()
+    trainer = TinyTrainer(config, run_dir=tmp_path)
+    result = trainer.fit()
+    assert (result.status, result.reason) == ("completed", f"max_samples={max_samples} reached")
+    assert (result.steps, first.total_steps, trainer.total_steps) == (steps, steps, steps)
+
+
+class Uneven(TinyTrainer):
+    """Rank 0 has three batches of three rows in an epoch, rank 1 four of five."""
+
+    def configure_dataloaders(self) -> Any:
+        size, count = ((3, 3), (5, 4))[self.world.rank]
+        rows = Rows(size * count)
+        return [{"x": rows.x[i::count], "y": rows.y[i::count], "id": rows.y[i::count]} for i in range(count)]
+
+
+def _samples_on_ranks(world: World) -> tuple[int, str, Any]:
+    result = Uneven(TinyConfig(max_samples=30), world=world).fit()
+    return result.steps, result.reason, [row["dropped_samples"] for row in result.history]
+
+
+def test_uneven_ranks_reach_so_many_samples_together_and_count_what_they_leave_out_E1() -> None:
+    first, second = run_on_ranks(_samples_on_ranks, 2)
+    assert first == second == (4, "max_samples=30 reached", [5])

@@ -2,10 +2,14 @@
 
 Exit codes: 0 completed, stopped or finished before; 1 failed; 2 wrong input; 3 time limit reached;
 130 and 143 interrupted by Ctrl-C and by SIGTERM, with a checkpoint, ready to go on.
+
+HEADWAY_OVERRIDES has overrides that come before those of the line: `HEADWAY_OVERRIDES="scaling.workers=4 storage=/data"`.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import warnings
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -59,7 +63,7 @@ def fit(
     quiet_environment(verbose=verbose)
     from .config import resolve, to_yaml
 
-    experiment = resolve(target, overrides or [])
+    experiment = resolve(target, [*shlex.split(os.environ.get("HEADWAY_OVERRIDES", "")), *(overrides or [])])
     if print_config:
         print(to_yaml(experiment), end="")
         return

@@ -80,6 +80,21 @@ def test_the_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  width: 3" in out
 
 
+def test_overrides_come_from_the_environment_and_the_line_wins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWAY_OVERRIDES", "config.width=3 config.noise=0.5 'storage=a folder'")
+    code, out, _ = run(capsys, "fit", "tests.tiny:TinyTrainer", "config.width=4", "--print-config")
+    assert code == 0
+    assert "  width: 4\n" in out
+    assert "  noise: 0.5\n" in out
+    assert "storage: a folder\n" in out
+    monkeypatch.setenv("HEADWAY_OVERRIDES", "config.widht=3")
+    code, _, err = run(capsys, "fit", "tests.tiny:TinyTrainer", "--print-config")
+    assert code == 2
+    assert "did you mean config.width?" in err
+
+
 def test_runs_are_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(capsys, "runs", "--storage", str(tmp_path))[1].replace("\n", "") == f"no runs in {tmp_path}"
     experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))

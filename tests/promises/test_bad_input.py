@@ -156,14 +156,17 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_the_first_step
 
 def _one_rank_cannot_write(world: World, folder: str) -> tuple[str, int]:
     steps = Steps()
-    run_dir = f"{folder}/file" if world.rank else folder
+    # One relative path for both, as ranks must agree on it, and on the machine of rank 1 a file is in its place.
+    os.chdir(f"{folder}/{world.rank}")
     with pytest.raises(CheckpointError) as raised:
-        TinyTrainer(TinyConfig(max_epochs=1), run_dir=run_dir, world=world, trackers=[], callbacks=[steps]).fit()
+        TinyTrainer(TinyConfig(max_epochs=1), run_dir="runs", world=world, trackers=[], callbacks=[steps]).fit()
     return str(raised.value), steps.begun
 
 
 def test_a_rank_that_cannot_write_ends_all(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "runs").touch()
     for message, begun in run_on_ranks(_one_rank_cannot_write, 2, str(tmp_path)):
         assert "cannot write" in message
         assert "rank 1: NotADirectoryError" in message

@@ -3,7 +3,7 @@
 Exit codes: 0 completed, stopped or finished before; 1 failed; 2 wrong input; 3 time limit reached;
 130 and 143 interrupted by Ctrl-C and by SIGTERM, with a checkpoint, ready to go on.
 
-HEADWAY_OVERRIDES has overrides that come before those of the line: `HEADWAY_OVERRIDES="scaling.workers=4 storage=/data"`.
+HEADWAY_OVERRIDES has overrides that come before those of the line: HEADWAY_OVERRIDES="scaling.workers=4 storage=/data".
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from .checkpoints import checkpoints_app
+
 if TYPE_CHECKING:
     from .result import RunResult
 
@@ -29,6 +31,7 @@ app = typer.Typer(
 )
 runs_app = typer.Typer(help="Shows runs.", invoke_without_command=True, rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
+app.add_typer(checkpoints_app, name="checkpoints")
 data_app = typer.Typer(help="Prepares and shows data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 

@@ -359,6 +359,8 @@ class CheckpointStore:
     def _remove(self, name: str, remove: Callable[[str], None]) -> None:
         try:
             remove(name)
+        except FileNotFoundError:
+            return  # somebody else has deleted it
         except Exception as error:
             what = (
                 f"could not delete {self._storage.path_of(name)} ({type(error).__name__}: {error}); delete it by hand"

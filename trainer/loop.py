@@ -209,6 +209,7 @@ class Loop:
         if self._saving is not None:
             self._saving.wait(None if self._world.size == 1 else _PATIENCE_S)
             self._saving = None
+            self._requests.watch(None)
 
     def _begin_to_save(self) -> None:
         """Saves the whole state while training goes on."""

@@ -7,7 +7,7 @@ import sys
 
 from .table import show
 
-PARTS = ("loop", "stream", "start")
+PARTS = ("loop", "saving", "stream", "start")
 
 
 def main(parts: list[str]) -> int:

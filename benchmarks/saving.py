@@ -1,0 +1,173 @@
+"""What saving costs: the time that training loses, the memory that it takes, and the share of its checksums."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+
+from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
+from headway.trainer.manifest import FileSum
+
+from .table import Row, interleave, median_ratio
+
+WIDTH, LAYERS, ROWS = 1024, 16, 96
+STATE_BYTES = 3 * 4 * LAYERS * (WIDTH**2 + WIDTH)  # weights and two moments, 200 MB
+STEPS, PAIRS, SAVES = 20, 7, 7
+
+
+class Wide(Trainer[TrainerConfig]):
+    """A model of 67 MB whose update takes about 200 ms on one core."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def configure_dataloaders(self) -> Any:
+        return [torch.randn(ROWS, WIDTH) for _ in range(STEPS)]
+
+    def training_step(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return F.mse_loss(self.model(x), x)
+
+
+def make_trainer(folder: str, *, saves: bool) -> Wide:
+    checkpoint = CheckpointConfig(every="10 steps" if saves else None, at_end=False)  # type: ignore[arg-type]
+    config = TrainerConfig(max_steps=10**9, log_every="1000 steps", checkpoint=checkpoint)  # type: ignore[arg-type]
+    trainer = Wide(config, run_dir=folder, world=World.alone("cpu"))
+    trainer.train_epoch()
+    return trainer
+
+
+def seconds(do: Callable[[], Any]) -> float:
+    began_s = time.perf_counter()
+    do()
+    return time.perf_counter() - began_s
+
+
+def time_lost(folder: str) -> Row:
+    """A checkpoint every ten updates, against none."""
+    saving, plain = make_trainer(f"{folder}/saving", saves=True), make_trainer(f"{folder}/plain", saves=False)
+    measured = interleave(lambda: seconds(saving.train_epoch), lambda: seconds(plain.train_epoch), pairs=PAIRS)
+    saving.save_checkpoint()
+    ours_s, theirs_s = (statistics.median(column) / STEPS for column in zip(*measured, strict=True))
+    ratio = median_ratio(measured)
+    return Row(
+        "save: an update, with a checkpoint every 10", f"{ours_s * 1e3:.0f} ms", f"{theirs_s * 1e3:.0f} ms", ratio,
+        "<= 1.01", ratio <= 1.01,
+    )  # fmt: skip
+
+
+def stalls(folder: str) -> list[Row]:
+    """The time that training stands still for one save: to begin it, and before the optimizer may step."""
+    trainer = make_trainer(f"{folder}/stalls", saves=False)
+    batch = torch.randn(ROWS, WIDTH)
+    state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+
+    def ours() -> float:
+        stall_s = seconds(trainer._loop._begin_to_save)
+        saving = trainer._loop._saving
+        assert saving is not None
+        F.mse_loss(trainer.model(batch), batch).backward()
+        stall_s += seconds(saving.hold)
+        trainer.optimizer.zero_grad()
+        trainer._loop._finish_saving()
+        return stall_s
+
+    def asynchronous(number: int) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            began_s = time.perf_counter()
+            future: Any = dcp.async_save(state, checkpoint_id=f"{folder}/dcp-{number}", no_dist=True)
+            stall_s = time.perf_counter() - began_s
+            future.result()
+        return stall_s
+
+    ours()  # takes the memory for the copies, once
+    others = {
+        "torch.save": (lambda number: seconds(lambda: torch.save(state, f"{folder}/{number}.pt")), 100.0),
+        "DCP async_save": (asynchronous, 5.0),
+    }
+    rows = []
+    for name, (theirs, target) in others.items():
+        numbers = iter(range(100))
+        pairs = interleave(ours, lambda theirs=theirs, numbers=numbers: theirs(next(numbers)), pairs=SAVES)
+        mine_s, their_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+        smaller = statistics.median(their / mine for mine, their in pairs)
+        rows.append(
+            Row(
+                f"save: stall, against {name}",
+                f"{mine_s * 1e3:.1f} ms",
+                f"{their_s * 1e3:.1f} ms",
+                1 / smaller,
+                f"<= 1/{target:g}",
+                smaller >= target,
+            )  # fmt: skip
+        )
+    return rows
+
+
+def checksums(folder: str) -> Row:
+    """The share of the checksums in a save that is waited for."""
+    trainer = make_trainer(f"{folder}/sums", saves=False)
+    shares = []
+    for _ in range(SAVES):
+        began_s = time.perf_counter()
+        path = Path(trainer.save_checkpoint().path)
+        save_s = time.perf_counter() - began_s
+        shares.append((seconds(lambda path=path: [FileSum.of(file) for file in path.iterdir()]), save_s))
+    sums_s, save_s = (statistics.median(column) for column in zip(*shares, strict=True))
+    share = statistics.median(mine / whole for mine, whole in shares)
+    return Row(
+        "save: checksums in a save", f"{sums_s * 1e3:.0f} ms", f"{save_s * 1e3:.0f} ms", share, "<= 0.05", share <= 0.05
+    )
+
+
+def memory() -> Row:
+    """How far the peak of the resident set rises while saving in the background, in parts of the state."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_rise, args=(sender,))
+    process.start()
+    rise_bytes: int = receiver.recv()
+    process.join()
+    ratio = rise_bytes / STATE_BYTES
+    return Row(
+        "save: peak memory above the process", f"{rise_bytes / 1e6:.0f} MB", f"{STATE_BYTES / 1e6:.0f} MB", ratio,
+        "<= 1.1", ratio <= 1.1,
+    )  # fmt: skip
+
+
+def _rise(sender: Any) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder, saves=False)
+        before = _peak_bytes()
+        trainer._loop._begin_to_save()
+        trainer.train_epoch()
+        trainer.save_checkpoint()
+        sender.send(_peak_bytes() - before)
+
+
+def _peak_bytes() -> int:
+    """The largest resident set of this process; getrusage would count that of its parent."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def rows() -> list[Row]:
+    """Measures all rows."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return [time_lost(folder), *stalls(folder), checksums(folder), memory()]

@@ -159,7 +159,9 @@ def test_the_drawing_of_a_run_has_every_hook_in_the_order_of_a_run(tmp_path: Pat
     assert sorted(drawn) == sorted(HOOKS)
 
     every = Duration(1, "steps")
-    config = TinyConfig(max_steps=4, log_every=every, evaluate_every=every, checkpoint=CheckpointConfig(every=every))
+    config = TinyConfig(
+        max_steps=4, log_every=every, evaluate_every=every, checkpoint=CheckpointConfig(every=every, background=False)
+    )
     watching = Everything()
     TinyTrainer(config, run_dir=tmp_path, callbacks=[watching, StopAt(2)]).fit()
     fired = list(watching.fired)

@@ -108,7 +108,8 @@ def test_the_run_that_lost_a_worker_is_the_run_that_did_not(
     lost = next(each for each in events if each["event"] == "group_failed")
     assert (lost["rank"], lost["attempt"], lost["text"]) == (1, 1, "the worker of rank 1 died")
     restored = next(each for each in events if each["event"] == "restored")
-    assert 15 <= restored["step"] < STEPS
+    # The save of step 15 may have been under way when the worker died.
+    assert 10 <= restored["step"] < STEPS
     assert restored["step"] % 5 == 0
 
     expected, found = trained(never_killed), trained(killed_one)

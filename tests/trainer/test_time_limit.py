@@ -59,16 +59,16 @@ def test_the_limit_counts_over_attempts_saves_and_is_told_C11_H3(tmp_path: Path)
         callbacks = [Slow(step_s=0.02), TimeLimit(limit_s)]
         return TinyTrainer(_config(), world=ALONE, callbacks=callbacks, run_dir=tmp_path).fit()
 
-    first = fit(0.2)
+    first = fit(0.4)
     assert (first.status, first.reason) == ("time_limit", "the time limit of 0s is reached")
-    assert 0 < first.steps <= 10
+    assert 0 < first.steps <= 20
     assert first.last_checkpoint is not None
     # Time is up already: no update is made, and nothing is written over.
-    again = fit(0.2)
+    again = fit(0.4)
     assert (again.status, again.steps, again.last_checkpoint) == ("time_limit", first.steps, first.last_checkpoint)
-    longer = fit(0.4)
+    longer = fit(3.0)
     assert longer.status == "time_limit"
-    assert first.steps < longer.steps <= 20
+    assert first.steps < longer.steps <= 150
 
 
 def test_a_checkpoint_knows_the_time_up_to_it_though_nothing_was_logged(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ class Profile(Callback):
 
     def _begin(self, trainer: Trainer[Any], first: int, last: int) -> None:
         upcoming = trainer.global_step + 1
-        name = f"steps-{max(first, upcoming)}-{last}-rank{trainer.world.rank}"
+        begin = max(first, upcoming)
+        name = f"steps-{begin}-{last}-rank{trainer.world.rank}"
         path = f"{str(trainer.run_dir).rstrip('/')}/profile/{name}"
         is_cuda = trainer.device.type == "cuda"
 
@@ -103,16 +104,16 @@ class Profile(Callback):
         self._last = last
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
-            schedule=lambda step: ProfilerAction.WARMUP if step < first else ProfilerAction.RECORD,
+            schedule=lambda step: ProfilerAction.WARMUP if step < begin else ProfilerAction.RECORD,
             on_trace_ready=write,
             record_shapes=self._record_shapes,
             with_stack=self._with_stack,
             profile_memory=self._memory,
         )
         # The numbers of its events are those of the run; it cannot be told in another way.
-        self._profiler.step_num = min(upcoming, first - 1)
+        self._profiler.step_num = begin - 1
         self._profiler.start()
-        while self._profiler.step_num < upcoming:
+        if upcoming == begin:
             self._profiler.step()
 
     def _finish(self) -> None:

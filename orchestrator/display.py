@@ -76,6 +76,8 @@ class Display:
                 self.line(f"{event['category']}: {event['text']}", "yellow")
             case "group_failed":
                 self.line(event["text"] + ("" if event["hopeless"] else "; starting the workers again"), "yellow")
+            case "rank_late":
+                self.line(f"{event['text']}; the stacks: {event['stacks']}", "yellow")
             case "stop_requested":
                 self.line(f"stopping at step {event['step']:,}: {event['reason']}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from headway.trainer.config import TrainerConfig
 from headway.trainer.errors import ConfigError
@@ -14,6 +14,8 @@ from headway.trainer.trainer import Trainer
 
 from .storage import absolute, join
 
+# Less than this a busy machine may take for anything.
+_SHORTEST_HANG_S = 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -75,15 +77,18 @@ class Retries:
         max_failures: workers that crashed, hung or lost each other; one failure of the whole group counts once.
         max_errors: exceptions of the code that trains, counted apart: a machine that is unwell takes no retry from it.
         max_preemptions: machines that were taken away with notice; None: as often as it happens.
+        hang_timeout: a time such as "10m": a rank that stays so long in one phase of its training, while others wait
+            for it, hangs, and the attempt ends as a failure. "auto" learns how long each phase takes. None: never.
 
     Example:
         >>> Retries(max_failures=1)
-        Retries(max_failures=1, max_errors=3, max_preemptions=None)
+        Retries(max_failures=1, max_errors=3, max_preemptions=None, hang_timeout='auto')
     """
 
     max_failures: int = 3
     max_errors: int = 3
     max_preemptions: int | None = None
+    hang_timeout: Duration | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_failures", "max_errors", "max_preemptions"):
@@ -91,6 +96,11 @@ class Retries:
             if (value is None and name == "max_preemptions") or (type(value) is int and value >= 0):
                 continue
             raise ConfigError(f"{name} is a whole number from 0, not {value!r}")
+        if self.hang_timeout not in ("auto", None):
+            timeout = Duration.parse(self.hang_timeout)
+            object.__setattr__(self, "hang_timeout", timeout)
+            if timeout.unit != "seconds" or timeout.amount < _SHORTEST_HANG_S:
+                raise ConfigError(f'hang_timeout is "auto", None or a time of at least 10s, not {self.hang_timeout}')
 
 
 @dataclass(frozen=True, kw_only=True)

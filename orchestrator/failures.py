@@ -56,6 +56,7 @@ class Failure:
         message, traceback: of the exception.
         hopeless: whether the error is one that would only come again.
         collateral: whether the exception only says that another rank is gone.
+        hung: what the ranks that hung did instead, where it was that.
     """
 
     attempt: int
@@ -68,6 +69,7 @@ class Failure:
     traceback: str = ""
     hopeless: bool = False
     collateral: bool = False
+    hung: str = ""
 
     @property
     def is_of_the_code(self) -> bool:
@@ -75,6 +77,8 @@ class Failure:
         return bool(self.kind) and not self.collateral
 
     def __str__(self) -> str:
+        if self.hung:
+            return self.hung
         who = "a worker" if self.rank is None else f"the worker of rank {self.rank}"
         where = "" if self.step is None else f" at step {self.step}"
         where += f" ({self.phase})" if self.phase else ""
@@ -106,6 +110,16 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
         gone: what Ray says of the ranks whose process is gone.
     """
     attempt = max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
+    for event in events:
+        if event["event"] == "rank_hung" and event["attempt"] == attempt:
+            # The driver has ended the attempt for it: whatever the ranks said while they were ended comes from that.
+            return Failure(
+                attempt=attempt,
+                rank=event["ranks"][0] if len(event["ranks"]) == 1 else None,
+                step=event["step"],
+                phase=event["phase"],
+                hung=f"{event['text']}; the stacks of all ranks that could write them: {event['stacks']}",
+            )
     raised = [event for event in events if event["event"] == "rank_failed" and event["attempt"] == attempt]
     causes = [event for event in raised if not event["collateral"]]
     silent = {rank: text for rank, text in (gone or {}).items() if rank not in {event["rank"] for event in raised}}

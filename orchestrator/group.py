@@ -45,6 +45,7 @@ def train_group(
         current_dir=os.getcwd(),
         threads=max(1, int(scaling.cpus_per_worker)),
         on_cpu=not scaling.gpus_per_worker,
+        watched=retries.hang_timeout is not None,
         capture=not verbose,
     )
     rays_files = tempfile.mkdtemp(prefix="headway-ray-")

@@ -21,6 +21,7 @@ from .group import error_of, train_group
 from .local_ray import missing
 from .result import RunResult
 from .runs import Run
+from .watching import Watch
 
 # A group that has not come up after so long, on a cluster that could hold it, is given up; Scaling.wait says otherwise.
 _PATIENCE_S = 600.0
@@ -99,6 +100,7 @@ class Supervision:
         self._is_up = False
         self._asked = 0
         self._events = EventLog(run.folder, "driver")
+        self._watch = Watch(experiment, run.folder, self._events)
         self._event_lines = Follower(run.folder, "events", from_now=True)
         self._metric_lines = Follower(run.folder, "metrics.jsonl", from_now=True)
 
@@ -139,11 +141,13 @@ class Supervision:
         """Shows what is new, and takes it into the record."""
         for event in self._event_lines.read():
             self._display.event(event)
+            self._watch.heed(event)
             if event["event"] == "attempt_started":
                 self._is_up = True
                 self._run.update(attempts=event["attempt"], workers=event["world_size"])
         for record in self._metric_lines.read():
             self._display.record(record)
+        self._watch.look()
         self._run.beat()
 
     def _heed_signals(self) -> bool:

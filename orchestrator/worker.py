@@ -22,6 +22,7 @@ from .bridge import Bridge, stop_request
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
 from .storage import Folder
+from .watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class Task:
         current_dir: of the driver; relative paths in a config mean the same here.
         threads: that torch takes on a CPU.
         on_cpu: whether no GPU was asked for.
+        watched: whether the driver listens for ranks that hang.
         capture: whether what the main rank prints is sent to the driver through the run's events.
     """
 
@@ -48,6 +50,7 @@ class Task:
     current_dir: str
     threads: int
     on_cpu: bool
+    watched: bool
     capture: bool
 
 
@@ -69,10 +72,15 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     assert past is not None
     attempt, resume = past
     trainer: Any = None
+    watchdog = Watchdog(folder, rank=world.rank, attempt=attempt)
     try:
-        _announce(events, world, attempt)
-        trainer_class, config = ray.cloudpickle.loads(task.training)
-        with _captured(events) if task.capture and world.is_main else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            if task.watched:
+                around.enter_context(watchdog)
+            _announce(events, world, attempt)
+            trainer_class, config = ray.cloudpickle.loads(task.training)
+            if task.capture and world.is_main:
+                around.enter_context(_captured(events))
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
@@ -81,6 +89,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
                 attempt=attempt,
                 printer=lambda text: events.add("message", text=text),
             )
+            watchdog.watch(trainer)
             result = trainer.fit(resume=resume)
     except BaseException as error:
         step = trainer.global_step if trainer is not None and bridge.began_at is not None else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .activity import Activity
 from .callbacks.base import CallbackList
 from .errors import ConfigError, DataError, StepError
 from .loaders import LoadedBatch
@@ -98,13 +99,14 @@ class Evaluation:
         trainer, callbacks, metrics = self._trainer, self._callbacks, self._trainer.metrics
         weighs_itself = trainer.weighs_itself
         batch_idx = 0
-        with closing(_in_step(stream, trainer.world)) as batches:
+        with closing(_in_step(stream, trainer.world, trainer.activity)) as batches:
             for batch in islice(batches, self._max_batches):
                 for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
                     if trainer.device.type != "cpu":
                         micro_batch = move(micro_batch, trainer.device)
                     # A row that is there to keep the ranks in step counts nowhere.
                     metrics.counts = num_samples > 0
+                    trainer.activity.begin_batch("evaluation")
                     callbacks.on_evaluation_batch_start(trainer, micro_batch, batch_idx)
                     with autocast(trainer.config.precision, trainer.device):
                         outputs = _as_dict(trainer, trainer.validation_step(micro_batch, batch_idx))
@@ -145,7 +147,7 @@ def _as_dict(trainer: Trainer[Any], outputs: Any) -> Mapping[str, Any]:
     return outputs
 
 
-def _in_step(stream: BatchStream, world: World) -> Generator[GlobalBatch, None, None]:
+def _in_step(stream: BatchStream, world: World, activity: Activity) -> Generator[GlobalBatch, None, None]:
     """Yields equally many batches on every rank: a rank that has run out repeats its last, which then counts nothing.
 
     Raises:
@@ -156,7 +158,9 @@ def _in_step(stream: BatchStream, world: World) -> Generator[GlobalBatch, None, 
     last: GlobalBatch | None = None
     try:
         while True:
+            activity.enter("reading validation data")
             batch = next(iterator, None)
+            activity.enter("evaluation")
             if must_agree and world.any(batch is not None):
                 if last is None and world.any(batch is None):
                     raise DataError("the validation data of some rank has no batches, and that of another has")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .activity import Phase
 from .checkpoint import Checkpoint
 from .config import LossSpikeConfig
 from .errors import ConfigError, DataError, LossSpikeError
@@ -67,6 +68,7 @@ class Loop:
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
+        self._activity = trainer.activity
         self.in_doubt = False
         self._step_timeout = config.parallel.step_timeout
         self._is_running = False
@@ -96,6 +98,7 @@ class Loop:
         if reason is None:
             self._state.check_storage()
         self.recorder.start(resumed=goes_on or resumed_from is not None)
+        self._activity.enter("between updates")
         if reason is None:
             if self._config.sanity_batches and self._progress.step == 0:
                 self._rehearse()
@@ -176,6 +179,7 @@ class Loop:
         """Has the models as they are in an evaluation, and the time left out."""
         self._let_weights_change()
         with (
+            self._in_phase("evaluation"),
             self.recorder.paused(),
             evaluating(self._trainer),
             autocast(self._config.precision, self._trainer.device),
@@ -194,7 +198,7 @@ class Loop:
         """Saves the whole state, between two updates, and waits until that is done."""
         self._finish_saving()
         self.update.settle()
-        with self.recorder.paused():
+        with self._in_phase("saving"), self.recorder.paused():
             checkpoint = self._state.save()
         self._checkpoints.done(self._progress.elapsed_s)
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
@@ -215,7 +219,7 @@ class Loop:
         """Saves the whole state while training goes on."""
         self._finish_saving()
         self.update.settle()
-        with self.recorder.paused():
+        with self._in_phase("saving"), self.recorder.paused():
             self._saving = self._state.begin_save()
         self.update.hold = self._saving.hold
         self._requests.watch(self._saving)
@@ -227,7 +231,7 @@ class Loop:
             return
         saving, self._saving = self._saving, None
         self._requests.watch(None)
-        with self.recorder.paused():
+        with self._in_phase("saving"), self.recorder.paused():
             checkpoint = saving.result()
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
 
@@ -240,10 +244,17 @@ class Loop:
         self._evaluation = evaluation
         self._let_weights_change()
         try:
-            with self.recorder.paused():
+            with self._in_phase("evaluation"), self.recorder.paused():
                 return evaluation()
         finally:
             self._evaluation = None
+
+    @contextmanager
+    def _in_phase(self, phase: Phase) -> Iterator[None]:
+        # An error leaves the phase as it is: that is where it came from.
+        self._activity.enter(phase)
+        yield
+        self._activity.enter("between updates")
 
     def _rehearse(self) -> None:
         """Finds out before the first step whether an evaluation works. Draws no random number of the run's."""
@@ -264,6 +275,7 @@ class Loop:
             refusal = self.update(batch)
         finally:
             self.recorder.in_update = False
+        self._activity.end_update()
         if self._step_timeout is not None:
             self._world.set_timeout(self._step_timeout.amount)
             self._step_timeout = None
@@ -490,9 +502,12 @@ class Loop:
         iterator = self._data.epoch(epoch, offset=self._progress.offset)
         try:
             while True:
+                self._activity.enter("reading data")
                 began_s = time.perf_counter()
                 batch = next(iterator, None)
                 self.recorder.waited_s += time.perf_counter() - began_s
+                # Here it may wait for the data of other ranks, so it must be ahead of who reads them.
+                self._activity.enter("forward")
                 if must_agree:
                     own = batch.num_samples if batch is not None else ()
                     count, squares, samples = self._world.sum_of(len(own), len(own) ** 2, sum(own))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import assembly, initialise, parallel
+from .activity import Activity
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
@@ -90,6 +91,7 @@ class Trainer(OwnHooks, Generic[C]):
         config, run_dir, world, attempt, progress, callbacks: as given, or made from what was given.
         models, optimizers, schedulers: by the names of the attributes that hold them, once set up.
         history: means over whole epochs.
+        activity: what this rank is doing right now, for who watches it from another thread.
         training: False during an evaluation.
         metrics: those of `configure_metrics`, by name; their `update` counts in evaluations.
         weighs_itself, counts_tokens: whether the subclass overrides `loss_weight` and `num_tokens`.
@@ -145,6 +147,7 @@ class Trainer(OwnHooks, Generic[C]):
         self.attempt: int = attempt
         self.progress: Progress = Progress()
         self.history: History = History()
+        self.activity: Activity = Activity()
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
@@ -486,6 +489,7 @@ class Trainer(OwnHooks, Generic[C]):
         error: BaseException | None = None
         status: Status = "failed"
         try:
+            self.activity.enter("setting up")
             with stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
                 self._check_config()
                 self.setup()

@@ -65,6 +65,7 @@ class Update:
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics) -> None:
         self._trainer = trainer
+        self._activity = trainer.activity
         self._metrics = metrics
         self._config = trainer.config
         self._world = trainer.world
@@ -152,6 +153,7 @@ class Update:
             self._turns.before_backward()
         with without_autocast(self._config.precision, self._trainer.device):
             self._backward(loss)
+        self._activity.enter("forward")
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Steps one optimizer when the gradients are complete, and returns their norm before clipping; else None."""
@@ -166,6 +168,7 @@ class Update:
         self._stepped.add(optimizer)
         with without_autocast(self._config.precision, self._trainer.device):
             norm = self._step([optimizer])
+        self._activity.enter("forward")
         # The forward pass around this call keeps casts of the weights as they were before.
         torch.clear_autocast_cache()
         return norm
@@ -213,6 +216,7 @@ class Update:
         last = len(micro_batches) - 1
         for i, micro_batch in enumerate(micro_batches):
             batch_idx = progress.micro_batches
+            self._activity.begin_batch("forward")
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
             self._scale, self._micro_batch = scales[i], i
@@ -264,11 +268,13 @@ class Update:
             loss, scale = loss.float(), scale * self._scaler.scale
         if not (isinstance(scale, float) and scale == 1.0):
             loss = loss * scale
+        self._activity.enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
         """Measures the gradients of some optimizers, and steps these if they are finite; returns the norm."""
         trainer, guard = self._trainer, self._guard
+        self._activity.enter("optimizer")
         if self._replicated and len(self._losses) > self._micro_batch + 1:
             # DDP reduces the gradients of the first backward after a forward, and lets those of a second one be.
             self._world.average([p.grad for p in _with_gradient(optimizers) if p in self._replicated])

@@ -1,0 +1,122 @@
+"""Two Ray workers, one of which stops in the middle: it is named, the stacks are written, and the run goes on (C13)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.orchestrator import Experiment, Retries, Scaling, TrainingFailedError, fit
+from headway.orchestrator.events import Event, read_events
+from headway.orchestrator.storage import Folder
+from headway.trainer import CheckpointConfig, Duration
+from headway.trainer.trackers.jsonl import read_records
+from tests.on_ray import OnRay, OnRayConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STEPS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitsConfig(OnRayConfig):
+    slow_s: float = 0.0
+    hang_at: int | None = None
+
+
+class Waits(OnRay):
+    """Is slow where a run may be slow, and waits for ever for its data where that is asked for."""
+
+    def configure_dataloaders(self) -> Any:
+        return self._batches, self._batches
+
+    def _batches(self) -> Any:
+        config: Any = self.config
+        for number in range(STEPS):
+            if number == 0:
+                time.sleep(config.slow_s)  # the first batch of the training, and of every evaluation
+            if self.training and number == config.hang_at and self.world.rank == 1:
+                time.sleep(3600)
+            yield {"id": torch.arange(8), "x": torch.ones(8, 6), "y": torch.zeros(8, dtype=torch.int64)}
+
+    def on_checkpoint_saved(self, checkpoint: Any) -> None:
+        if self.attempt == 1 and self.global_step == 5:
+            time.sleep(self.config.slow_s)  # type: ignore[attr-defined]
+
+
+def experiment(storage: Path, *, hang_timeout: str, max_failures: int, **config: Any) -> Experiment:
+    return Experiment(
+        name="waits",
+        trainer=Waits,
+        config=WaitsConfig(
+            data="",
+            max_steps=STEPS,
+            log_every=Duration(1, "steps"),
+            evaluate_every=Duration(20, "steps"),
+            evaluate_batches=2,
+            checkpoint=CheckpointConfig(every=Duration(5, "steps")),
+            **config,
+        ),
+        scaling=Scaling(workers=2),
+        retries=Retries(max_failures=max_failures, hang_timeout=hang_timeout),  # type: ignore[arg-type]
+        storage=str(storage),
+    )
+
+
+def stop_worker_at(step: int, run_dir: str, stopped: list[Event]) -> None:
+    """Sends SIGSTOP to the worker of rank 1 when the run has logged a step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(record["step"] >= step for record in read_records(f"{run_dir}/metrics.jsonl")):
+            started = next(each for each in read_events(Folder(run_dir)) if each["event"] == "attempt_started")
+            os.kill(started["workers"][1]["pid"], signal.SIGSTOP)
+            stopped.append({"time": time.time(), "pid": started["workers"][1]["pid"]})
+            return
+        time.sleep(0.02)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected_C13(
+    ray_session: None, tmp_path: Path
+) -> None:
+    waits = experiment(tmp_path, hang_timeout="15s", max_failures=1, slow_s=6.0, pause_s=0.1)
+    stopped: list[Event] = []
+    stopper = threading.Thread(target=stop_worker_at, args=(12, waits.run_dir, stopped))
+    stopper.start()
+    result = fit(waits)
+    stopper.join()
+
+    assert stopped
+    assert (result.status, result.steps, result.attempts) == ("completed", STEPS, 2)
+    events = read_events(Folder(waits.run_dir))
+    late = [each for each in events if each["event"] == "rank_late"]
+    assert [each["ranks"] for each in late] == [[1]]
+    # The target is 5 s; a test that shares its cores gets twice that.
+    assert late[0]["time"] - stopped[0]["time"] < 10
+    assert next(each for each in events if each["event"] == "group_failed")["text"].startswith(
+        "rank 1 has said nothing"
+    )
+    assert next(each for each in events if each["event"] == "restored")["step"] >= 10
+    assert "loop.py" in Path(waits.run_dir, "watch", "stacks-1-rank-0.txt").read_text()
+    assert not is_there(stopped[0]["pid"])
+
+
+def test_a_rank_whose_data_never_comes_is_named_with_its_phase_C13(ray_session: None, tmp_path: Path) -> None:
+    waits = experiment(tmp_path, hang_timeout="10s", max_failures=0, hang_at=7)
+    with pytest.raises(TrainingFailedError, match=r"rank 1 has not moved for \d+ s, in phase 'reading data' at step 7"):
+        fit(waits)
+    assert "_batches" in Path(waits.run_dir, "watch", "stacks-1-rank-1.txt").read_text()
+    assert "rank 0, process" in Path(waits.run_dir, "watch", "stacks-1-rank-0.txt").read_text()

@@ -166,9 +166,9 @@ class CheckpointStore:
         sequence, name, token = self._on_main(doing, lambda: self._plan(said.step))
         staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
-            self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
-            sums = self._together(doing, lambda: self._publish(snapshot, staged, name))
-            files = {file: each for rank_sums in self.world.gather(sums) for file, each in rank_sums.items()}
+            tensors = self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
+            rest = self._together(doing, lambda: self._publish(snapshot, staged, name, list(tensors)))
+            files = {file: each for rank_sums in self.world.gather(tensors | rest) for file, each in rank_sums.items()}
 
             def commit() -> Checkpoint:
                 checkpoint = Checkpoint(
@@ -331,12 +331,11 @@ class CheckpointStore:
                 )
         return self._known
 
-    def _publish(self, snapshot: Snapshot, staged: Path, name: str) -> dict[str, FileSum]:
-        """Sizes and checksums of this rank's files, once they are where all ranks' files meet."""
-        files = snapshot.write_the_rest(staged, self.world)
-        sums = {file: FileSum.of(staged / file) for file in files}
-        self._storage.publish(staged, name, files)
-        return sums
+    def _publish(self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str]) -> dict[str, FileSum]:
+        """Brings this rank's files to where all ranks' files meet, and returns those that were not written before."""
+        rest = snapshot.write_the_rest(staged, self.world)
+        self._storage.publish(staged, name, [*written, *rest])
+        return rest
 
     def _retain(self, committed: str, step: int) -> None:
         names = [name for name in self._storage.names() if name.split(".")[0] == _name(step) and name != committed]

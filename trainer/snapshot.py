@@ -7,6 +7,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from .errors import CheckpointError
+from .manifest import FileSum
 from .payload import PlacesTensors, named_tensors, put_together, take_apart, target
 from .storage import Storage
 from .streams import Stateful
+from .summing import SummedFile
 from .world import World
 
 _STRUCTURES = "parts.pkl"
@@ -66,22 +69,24 @@ class Snapshot:
             rank_states[part] = (structure, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
         return cls(structures, tensors, rank_states)
 
-    def write_tensors(self, folder: Path, world: World) -> None:
-        """Writes this rank's share of the tensors. Every rank must call this."""
+    def write_tensors(self, folder: Path, world: World) -> dict[str, FileSum]:
+        """Writes this rank's share of the tensors, and returns its files. Every rank must call this."""
         writer = FileSystemWriter(folder, sync_files=False)  # the storage does, for all files
-        writer.fs = _FilesThatSayWhy()
-        save(self.tensors, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
+        with ThreadPoolExecutor(1, "headway-sum") as helper:
+            writer.fs = files = _SummedFiles(helper)
+            save(self.tensors, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
+        return {name: each for name, each in files.sums.items() if name.endswith(".distcp")}
 
-    def write_the_rest(self, folder: Path, world: World) -> list[str]:
-        """Writes what is not a tensor, and returns the names of all files of this rank."""
+    def write_the_rest(self, folder: Path, world: World) -> dict[str, FileSum]:
+        """Writes what is not a tensor, after the tensors, and returns the files."""
         stream = io.BytesIO()
         torch.save(self.rank_states, stream)
         (folder / _rank_file(world.rank)).write_bytes(stream.getbuffer())
-        files = [_rank_file(world.rank), *(each.name for each in folder.glob(f"__{world.rank}_*"))]
+        files = [_rank_file(world.rank)]
         if world.is_main:
             (folder / _STRUCTURES).write_bytes(pickle.dumps(self.structures))
             files += [_STRUCTURES, _METADATA]
-        return files
+        return {file: FileSum.of(folder / file) for file in files}
 
 
 class Reading:
@@ -167,14 +172,22 @@ class _FetchedFiles(FileSystem):
         return super().create_stream(self._reading._fetch(Path(path).name), mode)
 
 
-class _FilesThatSayWhy(FileSystem):
-    """Files for torch to write to. It hides a failed write, as of a full disk, behind an error of its own position."""
+class _SummedFiles(FileSystem):
+    """Files for torch to write to, with their checksums. What fails, such as for a full disk, it says itself.
+
+    Torch hides it behind an error of its own position.
+    """
+
+    def __init__(self, helper: ThreadPoolExecutor) -> None:
+        self.sums: dict[str, FileSum] = {}
+        self._helper = helper
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         try:
             with super().create_stream(path, mode) as stream:
-                yield stream
+                yield (summed := SummedFile(stream, self._helper))
+            self.sums[Path(path).name] = summed.sum
         except RuntimeError as error:
             cause = error.__context__
             while cause is not None and not isinstance(cause, OSError):

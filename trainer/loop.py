@@ -18,6 +18,7 @@ from .errors import ConfigError, DataError, LossSpikeError
 from .evaluation import Evaluation, evaluating
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
+from .parallel import check_unbroken
 from .precision import autocast
 from .progress import Schedule
 from .recorder import Recorder
@@ -89,6 +90,9 @@ class Loop:
                 "trainer, or go on with this one"
             )
         self._stopped = None
+        if self.in_doubt:
+            for model in self._trainer.models.values():
+                check_unbroken(model)
         goes_on = resume == "auto" and self._progress.step > 0 and not self.in_doubt
         resumed_from = None if goes_on else self._state.restore(resume, restore)
         self.in_doubt = False

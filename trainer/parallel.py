@@ -105,6 +105,19 @@ def check_unsharded(model: nn.Module) -> None:
         )
 
 
+def check_unbroken(model: nn.Module) -> None:
+    """Refuses a sharded model that an error may have left in the midst of an update.
+
+    Raises:
+        ConfigError: FSDP2 keeps what it has of that update's gradients, and has no way to drop it.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "an error has ended the fit before, and a sharded model may still hold gradients of the update that it "
+            "broke: make a new trainer with the same run_dir, which goes on from the newest checkpoint"
+        )
+
+
 def check_strategy(config: ParallelConfig, world: World) -> None:
     """Refuses a strategy that does not fit the number of ranks.
 

@@ -400,6 +400,29 @@ def test_what_an_error_has_left_is_no_part_of_the_fit_that_follows(
 # ---- On ranks ------------------------------------------------------------------------------------------------------
 
 
+def _break_on_ranks(world: World, folder: str, strategy: str) -> bool:
+    parallel = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
+    config = _config(micro_batch_size=1, checkpoint=CheckpointConfig(every=4), parallel=parallel)
+    whole_run = TinyTrainer(config, run_dir=f"{folder}/whole", world=world)
+    whole_run.fit()
+    broken = Breaks(config, run_dir=f"{folder}/broken", world=world)
+    with pytest.raises(LookupError):
+        broken.fit()
+    if strategy == "fsdp":
+        with pytest.raises(ConfigError, match="make a new trainer with the same run_dir"):
+            broken.fit()
+        broken = Breaks(config, run_dir=f"{folder}/broken", world=world)
+        broken.is_broken = False
+    broken.fit()
+    return _same(weights(whole_run), weights(broken))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_after_an_error_inside_an_update_ranks_go_on_as_if_there_had_been_none(tmp_path: Path, strategy: str) -> None:
+    """FSDP2 cannot drop the gradients of a broken update, so there it takes a new trainer."""
+    assert run_on_ranks(_break_on_ranks, 2, str(tmp_path), strategy) == [True, True]
+
+
 def _on_ranks(world: World, folder: str, checkpoint: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp"):

@@ -4,6 +4,7 @@ In `<storage>/<name>/` lie
 `run.json`: who, when, where, how it stands; replaced as a whole, by the driver alone;
 `config.yaml`: the whole experiment, enough to start the same run again;
 `events.jsonl`: what happened (events.py);
+`watch/`: what the ranks of the last attempt did when they were last heard, and the stacks of a hang (watchdog.py);
 `metrics.jsonl` and `checkpoints/`: the trainer's.
 """
 

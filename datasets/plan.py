@@ -251,6 +251,38 @@ class EpochPlan:
             yield cached[1]
             offset, before = offset + size, after
 
+    def places(self, offset: int, count: int) -> list[tuple[int, int]]:
+        """Returns fragment and row in it (of the file, not of the permuted order) of the next samples, at most `count`.
+
+        Takes the permutation of each fragment that it names.
+        """
+        samples = np.arange(offset, min(offset + count, self.rows))
+        shard, over = samples % self.shards, samples - self.rows // self.shards * self.shards
+        # What the longer shards have over comes last.
+        longer = np.flatnonzero(np.diff(self._cuts) > self.rows // self.shards)
+        shard[over >= 0] = longer[over[over >= 0]]
+        place = self._cuts[shard] + samples // self.shards
+        fragments = np.arange(len(self.fragment_rows))
+        if self.shuffle:
+            fragments = permutation(len(self.fragment_rows), _FRAGMENTS, self.seed, self.epoch)
+        ends = np.cumsum(self.fragment_rows[fragments])
+        at = np.searchsorted(ends, place, side="right")
+        within = place - (ends - self.fragment_rows[fragments])[at]
+        orders: dict[int, npt.NDArray[np.int64]] = {}
+        for fragment in fragments[at].tolist():
+            if fragment not in orders:
+                orders[fragment] = row_order(
+                    int(self.fragment_rows[fragment]),
+                    seed=self.seed,
+                    epoch=self.epoch,
+                    fragment=fragment,
+                    shuffle=self.shuffle,
+                )
+        return [
+            (fragment, int(orders[fragment][row]))
+            for fragment, row in zip(fragments[at].tolist(), within.tolist(), strict=True)
+        ]
+
     @property
     def _cuts(self) -> npt.NDArray[np.int64]:
         return self.rows * np.arange(self.shards + 1, dtype=np.int64) // self.shards

@@ -141,6 +141,21 @@ class ParquetStream:
         """Global batches of one epoch."""
         return self._open.plan(epoch).steps(self._open.global_batch_size)
 
+    @property
+    def samples_per_step(self) -> int:
+        """Rows of one update over all ranks."""
+        return self._open.global_batch_size
+
+    def next_rows(self, epoch: int, *, offset: int, count: int) -> list[str]:
+        """Returns the rows that come next over all ranks, one of each logical shard in turn, by file, group and row."""
+        opened = self._open
+        plan, source = opened.plan(epoch), opened.source
+        left = plan.samples(opened.global_batch_size, offset=offset) - offset
+        return [
+            f"{source.files[source.fragment_files[fragment]].name}[{source.fragment_groups[fragment]}]:{row}"
+            for fragment, row in plan.places(offset, min(count, left))
+        ]
+
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields this rank's part of every global batch of an epoch, from `offset` on; equally many on every rank.
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from headway.trainer.config import MAY_CHANGE
 from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 from headway.trainer.streams import Guarantee
@@ -35,10 +36,7 @@ from .storage import Folder, absolute, join
 RunStatus = Literal["running"] | Status
 
 # How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
-_FREE = (
-    "scaling", "retries", "storage", "config.max_epochs", "config.max_steps", "config.max_samples", "config.log_every",
-    "config.evaluate_every", "config.checkpoint", "config.parallel", "config.micro_batch_size",
-)  # fmt: skip
+_FREE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
 _LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples")
 # A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
 HEARTBEAT_S = 20.0

@@ -90,7 +90,8 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
                 printer=lambda text: events.add("message", text=text),
             )
             watchdog.watch(trainer)
-            result = trainer.fit(resume=resume)
+            # The driver has compared the configs, and its person may have accepted what differs.
+            result = trainer.fit(resume=resume, accept_changes=True)
     except BaseException as error:
         step = trainer.global_step if trainer is not None and bridge.began_at is not None else None
         events.add(

@@ -4,7 +4,16 @@ from . import optimizers, schedules
 from .callbacks.base import Callback
 from .checkpoint import Checkpoint, CheckpointStore
 from .config import CheckpointConfig, LossSpikeConfig, ParallelConfig, TrainerConfig
-from .errors import CheckpointError, ConfigError, DataError, HeadwayError, LossSpikeError, NonFiniteError, StepError
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HeadwayError,
+    LossSpikeError,
+    NonFiniteError,
+    ResumeError,
+    StepError,
+)
 from .export import export_pretrained, export_safetensors, load_weights
 from .histogram import Histogram, histograms
 from .nested import average_records, map_tensors
@@ -36,6 +45,7 @@ __all__ = [
     "NonFiniteError",
     "ParallelConfig",
     "Progress",
+    "ResumeError",
     "Sketch",
     "Stateful",
     "StepError",

@@ -3,6 +3,7 @@
     <root>/step-00000042/manifest.json       written last; without it, this is no checkpoint
                          parts.pkl           the structure of every part, each a pickle of its own
                          .metadata, *.distcp the tensors of all parts (Distributed Checkpoint), written by all ranks
+                         tensors.json        a sum of each tensor
                          rank-00000.pt ...   what each rank keeps to itself
 
 All ranks take every decision together: what fails on one rank is a CheckpointError on all of them.
@@ -11,6 +12,7 @@ All ranks take every decision together: what fails on one rank is a CheckpointEr
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import tempfile
@@ -20,20 +22,21 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .best import Mode
 from .catalog import Entry, fault, locate, read_checkpoint, scan
+from .digests import TensorSum, add_up, digest_of
 from .errors import CheckpointError
 from .manifest import MANIFEST, Checkpoint, CheckpointWarning, FileSum, parse_manifest, write_manifest
 from .pins import is_pinned
 from .progress import Duration
 from .retention import Retention
 from .saving import Saving
-from .snapshot import Reading, Snapshot
+from .snapshot import TENSOR_SUMS, Reading, Snapshot
 from .staging import Staging
 from .storage import Storage, open_storage
 from .streams import Stateful
@@ -42,6 +45,27 @@ from .world import World
 __all__ = ["Checkpoint", "CheckpointStore", "CheckpointWarning", "read_checkpoint"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What has been written into a checkpoint, in short.
+
+    Attributes:
+        tensors: of the sums of all tensors, whose own are in a file of the checkpoint.
+        ranks: of what each rank keeps to itself, by part and key.
+    """
+
+    tensors: str
+    ranks: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorSum], ranks: list[dict[str, Any]]) -> Digests:
+        """Draws the sums of tensors together."""
+        return cls(digest_of({name: str(each) for name, each in tensors.items()}), ranks)
+
+
+Meta: TypeAlias = Mapping[str, Any] | Callable[[Digests], Mapping[str, Any]]
 
 
 class CheckpointStore:
@@ -108,7 +132,7 @@ class CheckpointStore:
         step: int,
         epoch: int,
         metrics: Mapping[str, float],
-        meta: Mapping[str, Any],
+        meta: Meta,
     ) -> Checkpoint:
         """Writes a checkpoint and returns it once it is on the disk. Every rank must call this.
 
@@ -118,12 +142,13 @@ class CheckpointStore:
             step: completed updates.
             epoch: completed passes over the data.
             metrics: floats of any kind.
-            meta: JSON, kept in the manifest.
+            meta: JSON, kept in the manifest; or a function that returns it, called on the main rank by the thread that
+                saves, with the digests of what has been written.
 
         Raises:
             CheckpointError: on every rank, whichever rank failed. What was saved before is untouched.
         """
-        said = _Said(step, epoch, dict(metrics), dict(meta))
+        said = _Said(step, epoch, dict(metrics), meta)
         return self._write(said, lambda: Snapshot.of(parts, rank_parts))
 
     def begin_save(
@@ -134,7 +159,7 @@ class CheckpointStore:
         step: int,
         epoch: int,
         metrics: Mapping[str, float],
-        meta: Mapping[str, Any],
+        meta: Meta,
         is_steady: Callable[[torch.Tensor], bool],
     ) -> Saving:
         """Begins to do what `save` does in the background, and returns at once. Every rank must call this.
@@ -142,7 +167,7 @@ class CheckpointStore:
         Tensors that are `is_steady` keep their value until `Saving.hold` has returned; others are copied at once. Until
         the result of what it returns has been asked for, no other method of the store may be called.
         """
-        said = _Said(step, epoch, dict(metrics), dict(meta))
+        said = _Said(step, epoch, dict(metrics), meta)
         try:
             snapshot = Snapshot.of(parts, rank_parts)
             copy = self._staging.begin(snapshot.tensors, is_steady=is_steady)
@@ -166,9 +191,11 @@ class CheckpointStore:
         sequence, name, token = self._on_main(doing, lambda: self._plan(said.step))
         staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
-            tensors = self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
-            rest = self._together(doing, lambda: self._publish(snapshot, staged, name, list(tensors)))
-            files = {file: each for rank_sums in self.world.gather(tensors | rest) for file, each in rank_sums.items()}
+            written, sums = self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
+            tensors = add_up(self.world.gather(sums))
+            rest = self._together(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
+            files = {file: each for rank_sums in self.world.gather(written | rest) for file, each in rank_sums.items()}
+            ranks = self.world.gather(snapshot.digests())
 
             def commit() -> Checkpoint:
                 checkpoint = Checkpoint(
@@ -176,7 +203,7 @@ class CheckpointStore:
                     step=said.step,
                     epoch=said.epoch,
                     metrics={key: float(value) for key, value in said.metrics.items()},
-                    meta=said.meta,
+                    meta=dict(said.meta(Digests.of(tensors, ranks)) if callable(said.meta) else said.meta),
                     world_size=self.world.size,
                     sequence=sequence,
                     time_s=time.time(),
@@ -273,6 +300,14 @@ class CheckpointStore:
             what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its fresh one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
 
+    def tensor_sums(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """Returns the sums of all tensors of a checkpoint, by name. Every rank must call this."""
+        storage, name = locate(checkpoint.path)
+        sums: dict[str, str] = self._on_main(
+            f"read {checkpoint.path}", lambda: json.loads(storage.read(name, TENSOR_SUMS))
+        )
+        return sums
+
     def check(self) -> None:
         """Writes next to nothing and deletes it, to find out now whether a save would fail. Every rank must call this.
 
@@ -331,9 +366,11 @@ class CheckpointStore:
                 )
         return self._known
 
-    def _publish(self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str]) -> dict[str, FileSum]:
+    def _publish(
+        self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str], tensors: Mapping[str, TensorSum]
+    ) -> dict[str, FileSum]:
         """Brings this rank's files to where all ranks' files meet, and returns those that were not written before."""
-        rest = snapshot.write_the_rest(staged, self.world)
+        rest = snapshot.write_the_rest(staged, self.world, tensors)
         self._storage.publish(staged, name, [*written, *rest])
         return rest
 
@@ -405,7 +442,7 @@ class _Said:
     step: int
     epoch: int
     metrics: dict[str, float]
-    meta: dict[str, Any]
+    meta: Meta
 
 
 def _writer(storage: Storage, name: str) -> str:

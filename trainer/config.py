@@ -16,6 +16,12 @@ NonFinite = Literal["raise", "skip", "retry"]
 ChangedData = Literal["raise", "reset"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 
+MAY_CHANGE = (
+    "max_epochs", "max_steps", "max_samples", "log_every", "grad_norm_groups", "evaluate_every", "evaluate_at_start",
+    "evaluate_batches", "sanity_batches", "checkpoint", "parallel", "micro_batch_size", "changed_data",
+)  # fmt: skip
+"""Fields of a `TrainerConfig` that do not change what is learned: a run may go on with others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:

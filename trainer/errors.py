@@ -7,6 +7,7 @@ HeadwayError
 ├── NonFiniteError       a loss or a gradient is NaN or infinite
 ├── LossSpikeError       the loss has jumped away more often than the run may go back
 └── CheckpointError      a checkpoint cannot be written, or none of those present can be read
+    └── ResumeError      a run that was to go on is not the one that saved the checkpoint
 """
 
 
@@ -36,3 +37,7 @@ class LossSpikeError(HeadwayError, ArithmeticError):
 
 class CheckpointError(HeadwayError, RuntimeError):
     """A checkpoint cannot be written, or none of those that are there can be read."""
+
+
+class ResumeError(CheckpointError):
+    """A run that was to go on from a checkpoint is not the one that saved it: what was loaded or asked for differs."""

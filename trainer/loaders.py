@@ -133,16 +133,26 @@ class LoaderStream:
         _end_workers(self._batches)
         self._batches = self._reader = None
 
+    @property
+    def samples_per_step(self) -> int:
+        """Rows of one update over all ranks."""
+        return self._global_batch_size
+
+    def next_rows(self, epoch: int, *, offset: int, count: int) -> list[int]:
+        """Returns the places in the dataset of the rows that come next over all ranks."""
+        return self._order(epoch)[offset : min(offset + count, self.samples_in_epoch(epoch))].tolist()
+
     def _global_rows(self, epoch: int, offset: int) -> Iterator[list[int]]:
-        rows = len(self._dataset)
-        if self._shuffle and self._feed.training:
-            seed = int(np.random.SeedSequence((self._feed.seed, epoch)).generate_state(1, np.uint64)[0] >> np.uint64(1))
-            order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
-        else:
-            order = list(range(rows))
-        end = self.samples_in_epoch(epoch)
+        order, end = self._order(epoch).tolist(), self.samples_in_epoch(epoch)
         for start in range(offset, end, self._global_batch_size):
             yield order[start : min(start + self._global_batch_size, end)]
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        rows = len(self._dataset)
+        if not self._shuffle or not self._feed.training:
+            return torch.arange(rows)
+        seed = int(np.random.SeedSequence((self._feed.seed, epoch)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+        return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
     def _split(self, rows: list[int]) -> tuple[list[list[int]], list[int], int]:
         """Cuts the rows of a global batch into this rank's micro-batches; every rank gets equally many of them."""

@@ -82,7 +82,7 @@ class Loop:
         if config.loss_spike is not None and trainer.run_dir is None:
             raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
 
-    def run(self, resume: str, restore: Collection[str]) -> FitResult:
+    def run(self, resume: str, restore: Collection[str], *, accept_changes: bool) -> FitResult:
         """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
         if resume == "never" and self._progress.step:
             raise ConfigError(
@@ -94,7 +94,7 @@ class Loop:
             for model in self._trainer.models.values():
                 check_unbroken(model)
         goes_on = resume == "auto" and self._progress.step > 0 and not self.in_doubt
-        resumed_from = None if goes_on else self._state.restore(resume, restore)
+        resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
         self.in_doubt = False
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self._progress.elapsed_s)

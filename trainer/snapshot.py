@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import warnings
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .digests import TensorSum, add_up, digest_of, sum_of_part
 from .errors import CheckpointError
 from .manifest import FileSum
 from .payload import PlacesTensors, named_tensors, put_together, take_apart, target
@@ -29,6 +33,7 @@ from .world import World
 
 _STRUCTURES = "parts.pkl"
 _METADATA = ".metadata"
+TENSOR_SUMS = "tensors.json"
 
 
 def _rank_file(rank: int) -> str:
@@ -69,15 +74,28 @@ class Snapshot:
             rank_states[part] = (structure, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
         return cls(structures, tensors, rank_states)
 
-    def write_tensors(self, folder: Path, world: World) -> dict[str, FileSum]:
-        """Writes this rank's share of the tensors, and returns its files. Every rank must call this."""
+    def write_tensors(self, folder: Path, world: World) -> tuple[dict[str, FileSum], dict[str, TensorSum]]:
+        """Writes this rank's share of the tensors; returns its files and its sums of tensors. Every rank must call this.
+
+        Of equal copies on several ranks, one is written: the sums are of that one.
+        """
         writer = FileSystemWriter(folder, sync_files=False)  # the storage does, for all files
+        planner = _SummingPlanner()
         with ThreadPoolExecutor(1, "headway-sum") as helper:
             writer.fs = files = _SummedFiles(helper)
-            save(self.tensors, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
-        return {name: each for name, each in files.sums.items() if name.endswith(".distcp")}
+            group, alone = world.control, world.size == 1
+            save(self.tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+        return {name: each for name, each in files.sums.items() if name.endswith(".distcp")}, planner.sums
 
-    def write_the_rest(self, folder: Path, world: World) -> dict[str, FileSum]:
+    def digests(self) -> dict[str, Any]:
+        """Returns a digest of everything that this rank keeps to itself, by part and key."""
+        digests: dict[str, Any] = {}
+        for part, (structure, tensors) in self.rank_states.items():
+            state = put_together(structure, tensors.__getitem__)
+            digests[part] = {str(key): digest_of(value) for key, value in state.items()}
+        return digests
+
+    def write_the_rest(self, folder: Path, world: World, sums: Mapping[str, TensorSum]) -> dict[str, FileSum]:
         """Writes what is not a tensor, after the tensors, and returns the files."""
         stream = io.BytesIO()
         torch.save(self.rank_states, stream)
@@ -85,8 +103,24 @@ class Snapshot:
         files = [_rank_file(world.rank)]
         if world.is_main:
             (folder / _STRUCTURES).write_bytes(pickle.dumps(self.structures))
-            files += [_STRUCTURES, _METADATA]
+            (folder / TENSOR_SUMS).write_text(json.dumps({name: str(each) for name, each in sums.items()}, indent=1))
+            files += [_STRUCTURES, _METADATA, TENSOR_SUMS]
         return {file: FileSum.of(folder / file) for file in files}
+
+
+class _SummingPlanner(DefaultSavePlanner):
+    """Sums what this rank writes of each tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, TensorSum] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor) and (about := write_item.tensor_data) is not None:
+            part = sum_of_part(data, offsets=about.chunk.offsets, size=about.size)
+            self.sums = add_up([self.sums, {write_item.index.fqn: part}])
+        return data
 
 
 class Reading:

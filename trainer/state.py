@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .best import Best
+from .certificate import Certifier
 from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
 from .config import CheckpointConfig
 from .errors import ConfigError, DataError
@@ -65,6 +66,7 @@ class RunState:
     ) -> None:
         self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
         self._update, self._spikes = update, spikes
+        self._certifier = Certifier(trainer, data)
         self._store: CheckpointStore | None = None
         config = trainer.config.checkpoint
         if trainer.run_dir is not None:
@@ -122,18 +124,19 @@ class RunState:
 
     def _description(self) -> dict[str, Any]:
         """What a checkpoint of this moment says of itself."""
-        trainer = self._trainer
+        trainer, certificate = self._trainer, self._certifier.certify()
+        meta = {
+            "config": as_plain(trainer.config),
+            "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
+            "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
+            "total_steps": trainer.total_steps,
+            "versions": versions(),
+        }
         return {
             "step": trainer.progress.step,
             "epoch": trainer.progress.epoch,
             "metrics": self._metrics_of_this_state(),
-            "meta": {
-                "config": as_plain(trainer.config),
-                "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
-                "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
-                "total_steps": trainer.total_steps,
-                "versions": versions(),
-            },
+            "meta": lambda digests: {**meta, "certificate": certificate(digests)},
         }
 
     def judge(self, metrics: Mapping[str, float]) -> bool:
@@ -164,7 +167,9 @@ class RunState:
         if self._store is not None:
             self._store.check()
 
-    def restore(self, resume: str, components: Collection[str] = COMPONENTS) -> Checkpoint | None:
+    def restore(
+        self, resume: str, components: Collection[str] = COMPONENTS, *, accept_changes: bool = False
+    ) -> Checkpoint | None:
         """Loads what `Trainer.fit(resume=..., restore=...)` asks for, and returns it. Every rank must call this.
 
         Where there is nothing to go on from, the run begins with the weights that `init_from` names, if it does.
@@ -173,6 +178,7 @@ class RunState:
             CheckpointError: there are checkpoints and none of them is good, or the one asked for is not.
             ConfigError: it makes no sense.
             DataError: the data is not what it was when the checkpoint was saved.
+            ResumeError: something else is not.
         """
         store, config = self._store, self._trainer.config
         _check_components(components)
@@ -199,11 +205,15 @@ class RunState:
                 f"{f'from {began_from}' if began_from else 'without'}: leave it out to go on, or begin another run"
             )
         is_other_data = self._check_data(checkpoint, components)
+        self._certifier.check_request(checkpoint, components, accept_changes=accept_changes)
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
-        self._find_place(begin_epoch_again="data" not in components or is_other_data)
+        keeps_place = self._find_place(begin_epoch_again="data" not in components or is_other_data)
+        self._certifier.check_restored(
+            checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
+        )
         self._tell_of_another_length(checkpoint)
         self._trainer.callbacks.on_restored(self._trainer)
         return checkpoint
@@ -287,8 +297,8 @@ class RunState:
             "the data from its beginning"
         )
 
-    def _find_place(self, *, begin_epoch_again: bool) -> None:
-        """Begins the epoch in progress again, where the data cannot go on from, or is not to."""
+    def _find_place(self, *, begin_epoch_again: bool) -> bool:
+        """Begins the epoch in progress again, where the data cannot go on or is not to; returns whether it goes on."""
         progress = self._trainer.progress
         if self._data.guarantee != "exact" and progress.step_in_epoch and not begin_epoch_again:
             warnings.warn(
@@ -299,6 +309,7 @@ class RunState:
             begin_epoch_again = True
         if begin_epoch_again:
             progress.step_in_epoch = progress.offset = 0
+        return not begin_epoch_again
 
     def _tell_of_another_length(self, checkpoint: Checkpoint) -> None:
         """Says what becomes of the learning rate where the limit of the run has been moved."""

@@ -70,6 +70,23 @@ class DropsTail(Protocol):
         ...
 
 
+@runtime_checkable
+class ForeseesRows(Protocol):
+    """A `BatchStream` that knows which rows come next without reading them: a resumed run proves itself by them."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one update over all ranks."""
+        ...
+
+    def next_rows(self, epoch: int, *, offset: int, count: int) -> Sequence[int | str]:
+        """Returns the next rows over all ranks by what they are called in the data, at most `count`, in their order.
+
+        The same at every number of ranks. Another thread than the one that reads may call this.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Feed:
     """What a stream must know of the run before it can be read; other packages take it by shape, not by import.

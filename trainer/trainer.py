@@ -469,7 +469,11 @@ class Trainer(OwnHooks, Generic[C]):
     # ---- The loop --------------------------------------------------------------------------------------------------
 
     def fit(
-        self, *, resume: Literal["auto", "never"] | str = "auto", restore: Collection[str] = COMPONENTS
+        self,
+        *,
+        resume: Literal["auto", "never"] | str = "auto",
+        restore: Collection[str] = COMPONENTS,
+        accept_changes: bool = False,
     ) -> FitResult:
         """Trains, or goes on, until a limit is reached or a stop is asked for. Every rank must call this.
 
@@ -480,9 +484,12 @@ class Trainer(OwnHooks, Generic[C]):
             restore: what to take of it, some of "models", "optimizers", "schedulers", "progress" (counters and
                 history), "data" (the position in it), "callbacks" and "rng"; the rest stays fresh. Without "data" the
                 epoch in progress begins again, on whatever data there is now.
+            accept_changes: goes on although the config, the samples of an update or the order of the rows are not those
+                of the run that saved the checkpoint. For other data there is `config.changed_data`.
 
         Raises:
             ConfigError, DataError: what was asked for makes no sense; raised before the first step.
+            ResumeError: the run is not the one that saved the checkpoint; raised before the first step.
             StepError, NonFiniteError: a step gave nothing to learn from.
             CheckpointError: no checkpoint is good, or none can be written.
         """
@@ -493,7 +500,7 @@ class Trainer(OwnHooks, Generic[C]):
             with stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
                 self._check_config()
                 self.setup()
-                result = self._loop.run(resume, restore)
+                result = self._loop.run(resume, restore, accept_changes=accept_changes)
             status = result.status
             return result
         except BaseException as raised:

@@ -106,6 +106,21 @@ def test_any_interruptions_and_resizes_deliver_every_row_once_A3_A4(
 
 
 @given(
+    fragments=FRAGMENTS, seed=SEEDS, shards=SHARDS, per_shard=st.integers(1, 4), shuffle=st.booleans(),
+    world_size=st.integers(1, 3),
+)  # fmt: skip
+def test_the_rows_that_come_next_are_known_before_they_are_read(
+    fragments: list[int], seed: int, shards: int, per_shard: int, shuffle: bool, world_size: int
+) -> None:
+    plan = EpochPlan(np.array(fragments), seed, 1, shards=shards, shuffle=shuffle, tail="keep")
+    offset = 0
+    for batch in global_batches(plan, world_size=min(world_size, shards), global_batch_size=shards * per_shard):
+        assert sorted(plan.places(offset, shards * per_shard)) == sorted(batch)
+        offset += len(batch)
+    assert plan.places(offset, 1) == []
+
+
+@given(
     fragments=FRAGMENTS, seed=SEEDS, shards=SHARDS, per_shard=st.integers(1, 4), tail=st.sampled_from(["drop", "keep"])
 )
 def test_a_global_batch_holds_the_same_rows_at_every_world_size_E4(

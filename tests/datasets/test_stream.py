@@ -16,7 +16,7 @@ import torch
 
 from headway.datasets.errors import DataError
 from headway.datasets.stream import ParquetStream
-from headway.trainer.streams import Feed, is_stream
+from headway.trainer.streams import Feed, ForeseesRows, is_stream
 
 from .conftest import feed_of, write
 
@@ -52,6 +52,7 @@ def steps(path: Any, *, world_size: int = 1, epoch: int = 0, offset: int = 0, **
 
 def test_it_keeps_the_trainers_contract(folder: Path) -> None:
     assert is_stream(ParquetStream(folder))
+    assert isinstance(opened(folder), ForeseesRows)
     assert {"rank", "world_size", "global_batch_size", "micro_batch_size", "seed", "device", "training"} <= set(
         inspect.signature(Feed).parameters
     )

@@ -223,7 +223,8 @@ def test_an_average_of_other_parameters_is_refused(tmp_path: Path) -> None:
 
     TinyTrainer(_config(), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
     with pytest.raises(CheckpointError, match=r"not those of the parameters .* differ: model\.last\.bias"):
-        Frozen(_config(max_steps=9), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
+        with pytest.warns(CheckpointWarning, match="the code of"):
+            Frozen(_config(max_steps=9), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
 
 
 def test_only_one_average_can_be_evaluated() -> None:

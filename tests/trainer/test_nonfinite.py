@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from headway.trainer import Callback, CheckpointConfig, NonFiniteError, ParallelConfig, Trainer, World, update
+from headway.trainer.checkpoint import CheckpointWarning
 from headway.trainer.parallel import whole
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, TinyConfig, TinyTrainer, weights
@@ -28,6 +30,12 @@ def _config(**changes: Any) -> TinyConfig:
         **changes,
     }
     return TinyConfig(**settings)
+
+
+def _fit_although_changed(trainer: Trainer[Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        trainer.fit(accept_changes=True)
 
 
 class Explodes(TinyTrainer):
@@ -108,7 +116,7 @@ def _explode(world: World, folder: str, strategy: str = "ddp", **changes: Any) -
         trainer.fit()
     checkpoints = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
     resumed = TinyTrainer(_config(max_steps=2, parallel=config.parallel), run_dir=folder, world=world)
-    resumed.fit()
+    _fit_although_changed(resumed)
     return {
         "message": str(raised.value),
         "step": trainer.global_step,
@@ -364,7 +372,7 @@ def test_where_norms_arrive_late_nothing_is_saved_that_is_not_finite(tmp_path: P
     finally:
         update.AT_ONCE = before
     resumed = TinyTrainer(_config(max_steps=2), run_dir=tmp_path, world=ALONE)
-    resumed.fit()
+    _fit_although_changed(resumed)
     assert resumed.global_step == 2
     assert all(value.isfinite().all() for value in weights(resumed).values())
 

@@ -19,6 +19,7 @@ from headway.trainer import (
     DataError,
     NonFiniteError,
     ParallelConfig,
+    ResumeError,
     World,
 )
 from tests.distributed import run_on_ranks
@@ -278,7 +279,17 @@ def test_other_data_is_read_from_its_beginning_where_that_is_allowed_A13(tmp_pat
     _fit(tmp_path, StopAt(6))
     with pytest.raises(DataError, match=r'was Rows\[32\] and is Rows\[48\].*changed_data="reset"'):
         _fit(tmp_path, num_rows=48)
-    result, trainer = _fit(tmp_path, StopAt(8), num_rows=48, changed_data="reset", shuffle=False)
+    # Other data is not all that differs: the config that names it does too.
+    trainer = TinyTrainer(
+        _config(num_rows=48, changed_data="reset", shuffle=False),
+        run_dir=tmp_path,
+        world=ALONE,
+        callbacks=[StopAt(8)],
+        printer=lambda text: None,
+    )
+    with pytest.raises(ResumeError, match="config.num_rows: 32 -> 48\n  config.shuffle: True -> False"):
+        trainer.fit()
+    result = trainer.fit(accept_changes=True)
     assert trainer.seen == [(6, list(range(8))), (7, list(range(8, 16)))]
     assert (result.steps, result.epochs) == (8, 1)
     # The new data is the run's own now: its place in it is kept.

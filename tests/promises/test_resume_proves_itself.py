@@ -1,0 +1,326 @@
+"""A resumed run is compared with the one that saved, before its first update: here, with faults planted in between."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from headway.datasets.stream import ParquetStream
+from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World
+from headway.trainer.checkpoint import CheckpointWarning, read_checkpoint
+from headway.trainer.loaders import LoaderStream
+from headway.trainer.manifest import MANIFEST, FileSum, parse_manifest, write_manifest
+from headway.trainer.model_state import OptimizerState
+from headway.trainer.progress import Progress
+from tests.distributed import run_on_ranks
+from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
+
+ALONE = World.alone("cpu")
+
+
+def _config(**changes: Any) -> TinyConfig:
+    """Six updates in an epoch."""
+    settings = {
+        "max_epochs": 2,
+        "global_batch_size": 16,
+        "dropout": 0.3,
+        "evaluate_every": None,
+        "checkpoint": CheckpointConfig(every="2 steps", background=False),  # type: ignore[arg-type]
+        **changes,
+    }
+    return TinyConfig(**settings)
+
+
+def _trainer(folder: Path | str, *callbacks: Any, of: type[TinyTrainer] = TinyTrainer, **changes: Any) -> TinyTrainer:
+    options = {"world": changes.pop("world", ALONE), "printer": changes.pop("printer", lambda text: None)}
+    return of(_config(**changes), run_dir=folder, callbacks=callbacks, **options)
+
+
+def _interrupted(folder: Path, **changes: Any) -> Path:
+    """Trains eight updates, so two into the second epoch, and returns the newest checkpoint."""
+    result = _trainer(folder, StopAt(8), **changes).fit()
+    assert result.last_checkpoint is not None
+    return Path(result.last_checkpoint)
+
+
+def _reseal(checkpoint: Path) -> None:
+    """Makes the checksums right again, as an error of ours would that comes before them."""
+    said, files = parse_manifest(str(checkpoint), (checkpoint / MANIFEST).read_bytes())
+    sums = {name: FileSum.of(checkpoint / name) for name in files}
+    (checkpoint / MANIFEST).write_bytes(write_manifest(said, sums))
+
+
+def _refused(folder: Path, message: str, **changes: Any) -> None:
+    trainer = _trainer(folder, **changes)
+    with pytest.raises(ResumeError, match=message):
+        trainer.fit()
+    assert trainer.seen == [], "nothing is learned before the proof"
+
+
+def _with_progress(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = checkpoint / "parts.pkl"
+    parts = pickle.loads(file.read_bytes())
+    progress = pickle.loads(parts["progress"])
+    change(progress)
+    parts["progress"] = pickle.dumps(progress)
+    file.write_bytes(pickle.dumps(parts))
+    _reseal(checkpoint)
+
+
+def test_what_was_not_tampered_with_goes_on(tmp_path: Path) -> None:
+    checkpoint = _interrupted(tmp_path)
+    _reseal(checkpoint)
+    certificate = read_checkpoint(checkpoint).meta["certificate"]
+    assert certificate["position"] == {"step": 8, "epoch": 1, "step_in_epoch": 2, "offset": 32}
+    assert (certificate["samples_per_step"], certificate["schedulers"]) == (16, ["scheduler"])
+    resumed = _trainer(tmp_path)
+    assert resumed.fit().steps == 12
+    first = [row for _, rows in resumed.seen for row in rows][:4]
+    assert certificate["next_rows"]["first"] == first
+
+
+def test_a_checkpoint_without_a_certificate_goes_on(tmp_path: Path) -> None:
+    checkpoint = _interrupted(tmp_path)
+    said, files = parse_manifest(str(checkpoint), (checkpoint / MANIFEST).read_bytes())
+    del said.meta["certificate"], files["tensors.json"]
+    (checkpoint / MANIFEST).write_bytes(write_manifest(said, files))
+    (checkpoint / "tensors.json").unlink()
+    assert _trainer(tmp_path).fit().steps == 12
+
+
+@pytest.mark.parametrize(
+    ("field", "by", "message"),
+    [
+        ("offset", 1, "progress.offset: 32 -> 33\n  next rows: "),
+        ("epoch", -1, "progress.epoch: 1 -> 0\n  next rows: "),
+        ("step", 1, "progress.step: 8 -> 9"),
+    ],
+)
+def test_a_place_that_is_off_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, by: int, message: str
+) -> None:
+    checkpoint = _interrupted(tmp_path)
+    load = Progress.load_state_dict
+
+    def shifted(self: Progress, state: dict[str, Any]) -> None:
+        load(self, {**state, field: state[field] + by})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "load_state_dict", shifted)
+        _refused(tmp_path, message)
+    _with_progress(checkpoint, lambda progress: progress.update({field: progress[field] + by}))
+    _refused(tmp_path, message)
+
+
+def test_another_seed(tmp_path: Path) -> None:
+    _interrupted(tmp_path)
+    _refused(tmp_path, r"config.seed: 0 -> 1\nTo go on: take the change back, or fit\(accept_changes=True\)", seed=1)
+    assert _trainer(tmp_path, seed=1).fit(accept_changes=True).steps == 12
+
+
+def test_another_order_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupted(tmp_path)
+    order = LoaderStream._order
+    monkeypatch.setattr(LoaderStream, "_order", lambda self, epoch: order(self, epoch).flip(0))
+    _refused(
+        tmp_path, r"^this run is not the one that saved .*step-00000008.*\n  next rows: \d+, \d+, \d+, \d+, \.\.\. "
+    )
+
+
+def test_another_batch_size(tmp_path: Path) -> None:
+    _interrupted(tmp_path)
+    _refused(tmp_path, r"config.global_batch_size: 16 -> 8\n  samples of an update: 16 -> 8", global_batch_size=8)
+    # What may differ, because the result does not: how an update is cut into forward passes.
+    assert _trainer(tmp_path, micro_batch_size=4).fit().steps == 12
+
+
+class Sized(TinyTrainer):
+    """Says in no config how large its batches are."""
+
+    rows = 16
+
+    def configure_dataloaders(self) -> Any:
+        return DataLoader(Rows(103), batch_size=self.rows, shuffle=True, drop_last=True)
+
+
+def test_another_batch_size_that_no_config_knows_of(tmp_path: Path) -> None:
+    _interrupted(tmp_path, of=Sized, global_batch_size=None)
+    smaller = type("Smaller", (Sized,), {"rows": 8})
+    _refused(tmp_path, "differs, then -> now:\n  samples of an update: 16 -> 8", of=smaller, global_batch_size=None)
+
+
+def test_random_numbers_of_an_earlier_step(tmp_path: Path) -> None:
+    checkpoint = _interrupted(tmp_path)
+    mine, earlier = (checkpoint.with_name(f"step-0000000{step}") / "rank-00000.pt" for step in (8, 6))
+    torch.save({**torch.load(mine), "rng": torch.load(earlier)["rng"]}, mine)
+    _reseal(checkpoint)
+    _refused(tmp_path, r'rng.torch of rank 0: \w+ -> \w+\nTo go on: leave "rng" out of restore=')
+    kept = ("models", "optimizers", "schedulers", "progress", "data", "callbacks")
+    assert _trainer(tmp_path).fit(restore=kept).steps == 12
+
+
+def test_random_numbers_that_are_drawn_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupted(tmp_path)
+    monkeypatch.setattr("headway.trainer.snapshot.Reading.give_rank_parts", lambda *_: [])
+    _refused(tmp_path, "rng.torch of rank 0")
+
+
+def test_moments_of_another_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = _interrupted(tmp_path)
+    one, other = (f"optimizers/optimizer/state/model.blocks.{block}.0.weight/exp_avg" for block in (0, 1))
+    load = OptimizerState.load_state_dict
+
+    def crossed(self: OptimizerState, state: dict[str, Any]) -> None:
+        names = [name.split("/")[3] for name in (one, other)]
+        moments = dict(zip(names, [state["state"][name] for name in reversed(names)], strict=True))
+        load(self, {**state, "state": {**state["state"], **moments}})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OptimizerState, "load_state_dict", crossed)
+        _refused(tmp_path, f"  {one}: float32 .*\n(.*\n)*  {other}: float32")
+    file = checkpoint / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    (here,) = (index for index in metadata.storage_data if index.fqn == one)
+    (there,) = (index for index in metadata.storage_data if index.fqn == other)
+    stored = metadata.storage_data
+    stored[here], stored[there] = stored[there], stored[here]
+    file.write_bytes(pickle.dumps(metadata))
+    _reseal(checkpoint)
+    _refused(tmp_path, f"  {one}: float32 .*\n  {other}: float32")
+
+
+def test_weights_that_are_not_those_that_were_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupted(tmp_path)
+    from headway.trainer.model_state import ModelState
+
+    load = ModelState.load_state_dict
+
+    def flipped(self: ModelState, state: Any) -> None:
+        load(self, state)
+        with torch.no_grad():
+            self._models["model"].last.weight.view(torch.int32)[2, 3] ^= 1  # type: ignore[union-attr,index,operator]
+
+    monkeypatch.setattr(ModelState, "load_state_dict", flipped)
+    _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 \w+ -> float32 \w+\nTo go on")
+
+
+class Unscheduled(TinyTrainer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate)
+
+
+def test_a_scheduler_that_was_left_out(tmp_path: Path) -> None:
+    _interrupted(tmp_path)
+    _refused(tmp_path, r"schedulers: scheduler -> none\nTo go on: set self.scheduler in configure_", of=Unscheduled)
+    kept = ("models", "optimizers", "progress", "data", "callbacks", "rng")
+    with pytest.warns(CheckpointWarning, match=r"the code of configure_optimizers\(\) is not"):
+        assert _trainer(tmp_path, of=Unscheduled).fit(restore=kept).steps == 12
+
+
+class OtherStep(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {name: 2 * value for name, value in super().training_step(batch, batch_idx).items()}
+
+    def on_log(self, metrics: Any) -> None:
+        """No part of what is learned."""
+
+
+def test_other_code_of_the_step_is_warned_of(tmp_path: Path) -> None:
+    _interrupted(tmp_path)
+    with pytest.warns(
+        CheckpointWarning, match=r"the code of training_step\(\) is not what it was when .*step-00000008"
+    ):
+        assert _trainer(tmp_path, of=OtherStep).fit().steps == 12
+
+
+class Streamed(TinyTrainer):
+    folder: Path
+
+    def configure_dataloaders(self) -> Any:
+        return ParquetStream(self.folder, engine="threads", shards=4)
+
+
+def _write(file: Path, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    columns = {
+        "id": pa.array(np.arange(64)),
+        "x": pa.FixedSizeListArray.from_arrays(pa.array(draw.standard_normal(64 * 6, dtype=np.float32)), 6),
+        "y": pa.array(draw.integers(0, 3, 64)),
+    }
+    pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
+
+
+def test_a_file_replaced_by_another_of_equal_size(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(2):
+        _write(data / f"{number}.parquet", number)
+    of: Any = type("Streamed", (Streamed,), {"folder": data})
+    checkpoint = _interrupted(tmp_path / "run", of=of)
+    next_rows = read_checkpoint(checkpoint).meta["certificate"]["next_rows"]
+    size = (data / "1.parquet").stat().st_size
+    _write(data / "1.parquet", 5)
+    assert (data / "1.parquet").stat().st_size == size
+    with pytest.raises(DataError, match="the training data has changed since .*its fingerprint was"):
+        _trainer(tmp_path / "run", of=of).fit()
+    _write(data / "1.parquet", 1)
+    resumed = _trainer(tmp_path / "run", of=of)
+    assert resumed.fit().steps == 16
+    # One row of each logical shard in turn: on one rank, these are the rows of the first batch.
+    assert {int(row.rpartition(":")[2]) for row in next_rows["first"]} <= set(resumed.seen[0][1])
+
+
+# ---- Ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _saves(world: World, folder: str, strategy: str) -> dict[str, torch.Tensor]:
+    trainer = _trainer(folder, StopAt(8), world=world, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+    trainer.fit()
+    return weights(trainer)
+
+
+def _goes_on(world: World, folder: str) -> list[str]:
+    """How each of several ways to go on ends."""
+    ends = []
+    for strategy in ("ddp", "fsdp"):
+        here = f"{folder}-{strategy}"
+        if world.is_main:
+            shutil.copytree(folder, here)
+        world.barrier()
+        trainer = _trainer(here, world=world, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+        try:
+            ends.append(f"{trainer.fit().steps}")
+        except ResumeError as error:
+            ends.append(f"{error}")
+    return ends
+
+
+def test_any_number_of_ranks_and_any_strategy_goes_on_A4_A5(tmp_path: Path) -> None:
+    run_on_ranks(_saves, 2, str(tmp_path / "two"), "fsdp")
+    _interrupted(tmp_path / "one")
+    assert run_on_ranks(_goes_on, 2, str(tmp_path / "one")) == [["12", "12"]] * 2
+    assert _goes_on(ALONE, str(tmp_path / "two")) == ["12", "12"]
+
+
+def test_rank_files_that_have_changed_places(tmp_path: Path) -> None:
+    run_on_ranks(_saves, 2, str(tmp_path / "run"), "ddp")
+    checkpoint = max((tmp_path / "run" / "checkpoints").iterdir())
+    one, other = checkpoint / "rank-00000.pt", checkpoint / "rank-00001.pt"
+    one.rename(checkpoint / "aside")
+    other.rename(one)
+    (checkpoint / "aside").rename(other)
+    _reseal(checkpoint)
+    for ends in run_on_ranks(_goes_on, 2, str(tmp_path / "run")):
+        for end in ends:
+            assert "rng.torch of rank 0: " in end
+            assert "rng.torch of rank 1: " in end

@@ -1,0 +1,136 @@
+"""Checksums of tensors that come out the same however these are cut into shards, and digests of plain values.
+
+The sum of a tensor is two numbers: of its elements' bits as whole numbers, and of these times their places in the whole
+tensor, both modulo 2**64. So the sums of shards add up to the sum of the whole, on any number of ranks. They find
+errors, not a forger; on one core they read about 2.5 GB/s of float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from .parallel import local
+from .world import World
+
+# Elements at a time: what they are widened to stays in the cache of a core; a GPU wants fewer, larger pieces.
+_CHUNK = {False: 1 << 16, True: 1 << 22}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MODULUS = 1 << 64
+
+
+class TensorSum(NamedTuple):
+    """What is known of a tensor, or of a part of it: add the parts."""
+
+    dtype: str
+    bits: int
+    places: int
+
+    def plus(self, other: TensorSum) -> TensorSum:
+        """Returns the sum of two parts of one tensor."""
+        bits, places = self.bits + other.bits, self.places + other.places
+        return TensorSum(self.dtype, bits % _MODULUS, places % _MODULUS)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.bits:016x}{self.places:016x}"
+
+
+def sum_of_part(part: torch.Tensor, *, offsets: Sequence[int], size: Sequence[int]) -> TensorSum:
+    """Sums a part of a tensor, on the device where it lies.
+
+    Args:
+        part: a block of the whole tensor.
+        offsets: where the block begins in it, in every dimension.
+        size: of the whole tensor.
+    """
+    dtype = str(part.dtype).removeprefix("torch.")
+    part = torch.view_as_real(part.detach()) if part.is_complex() else part.detach()
+    if part.dim() > len(size):
+        offsets, size = (*offsets, 0), (*size, 2)
+    values = part.contiguous().view(-1).view(_BITS[part.element_size()])
+    total = torch.zeros(2, dtype=torch.int64, device=part.device)
+    if list(part.shape[1:]) == list(size[1:]):
+        first = int(offsets[0]) * (part.numel() // max(1, part.shape[0])) if size else 0
+        wide = torch.empty(min(len(values), _CHUNK[part.is_cuda]), dtype=torch.int64, device=part.device)
+        steps = torch.arange(len(wide), device=part.device)
+        for start in range(0, len(values), len(wide) or 1):
+            narrow = values[start : start + len(wide)]
+            chunk = wide[: len(narrow)].copy_(narrow)
+            bits = chunk.sum()
+            total[0] += bits
+            total[1] += chunk.mul_(steps[: len(narrow)]).sum() + bits * (first + start)
+    else:
+        places = torch.zeros((), dtype=torch.int64, device=part.device)
+        for offset, width, whole in zip(offsets, part.shape, size, strict=True):
+            places = places[..., None] * whole + torch.arange(offset, offset + width, device=part.device)
+        wide = values.to(torch.int64)
+        total[0], total[1] = wide.sum(), (wide * places.view(-1)).sum()
+    bits_sum, places_sum = total.tolist()
+    return TensorSum(dtype, bits_sum % _MODULUS, places_sum % _MODULUS)
+
+
+def sums_of(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, TensorSum]:
+    """Sums whole tensors: sharded ones over all ranks, others as this rank has them. Every rank must call this."""
+    own: dict[str, TensorSum] = {}
+    shards: dict[str, TensorSum] = {}
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        if not isinstance(tensor, DTensor):
+            own[name] = sum_of_part(part, offsets=[0] * part.dim(), size=part.shape)
+        elif _counts_here(tensor) and part.numel():
+            # What Distributed Checkpoint itself asks a DTensor for its place by.
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            shards[name] = sum_of_part(part, offsets=chunk.offsets, size=tensor.shape)
+    return own | add_up(world.gather(shards))
+
+
+def add_up(ranks: Sequence[Mapping[str, TensorSum]]) -> dict[str, TensorSum]:
+    """Adds up what the ranks have of each tensor."""
+    whole: dict[str, TensorSum] = {}
+    for each in ranks:
+        for name, part in each.items():
+            whole[name] = whole[name].plus(part) if name in whole else part
+    return whole
+
+
+def digest_of(value: Any) -> str:
+    """Returns sixteen hex digits of a plain value: numbers, text, tensors, and any nesting of them in dicts and lists.
+
+    A list and a tuple of the same things are the same; of any other object only the class counts.
+    """
+    digest = hashlib.sha256()
+    _feed(digest, value)
+    return digest.hexdigest()[:16]
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype}{list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(b"{")
+        for key in sorted(value, key=repr):
+            digest.update(repr(key).encode())
+            _feed(digest, value[key])
+        digest.update(b"}")
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"[")
+        for each in value:
+            _feed(digest, each)
+        digest.update(b"]")
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        digest.update(f"{value!r},".encode())
+    else:
+        digest.update(type(value).__qualname__.encode())
+
+
+def _counts_here(tensor: DTensor) -> bool:
+    """Whether this rank has the first of equal copies of its shard."""
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or []
+    return all(
+        place == 0 or not isinstance(kind, Replicate) for place, kind in zip(coordinate, tensor.placements, strict=True)
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.train import UserCallback
 
-from headway.trainer.errors import CheckpointError
+from headway.trainer.errors import CheckpointError, ResumeError
 
 from .bridge import stop_request
 from .events import Event, EventLog, read_events
@@ -90,10 +90,11 @@ class Failure:
 def is_hopeless_kind(error: BaseException) -> bool:
     """Whether an error says by its class that it would come again: ours are about the config, the data or the numbers.
 
-    A checkpoint that could not be written may well be written the next time.
+    A checkpoint that could not be written may well be written the next time; one of another run stays that.
     """
     # By module, not by class: headway.datasets has errors of its own, and not every run needs to import it.
-    return type(error).__module__.startswith("headway.") and not isinstance(error, CheckpointError)
+    is_ours = type(error).__module__.startswith("headway.")
+    return is_ours and (not isinstance(error, CheckpointError) or isinstance(error, ResumeError))
 
 
 def is_collateral(error: BaseException) -> bool:

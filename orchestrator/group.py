@@ -29,7 +29,14 @@ from .worker import Task, train
 
 
 def train_group(
-    experiment: Experiment, run: Run, *, since: float, resume: str, patience_s: float, verbose: bool
+    experiment: Experiment,
+    run: Run,
+    *,
+    since: float,
+    resume: str,
+    accept_changes: bool,
+    patience_s: float,
+    verbose: bool,
 ) -> dict[str, Any]:
     """Runs Ray Train to its end, and returns what rank 0 did.
 
@@ -41,6 +48,7 @@ def train_group(
         run_dir=run.run_dir,
         since=since,
         resume=resume,
+        accept_changes=accept_changes,
         imports=_import_folders(),
         current_dir=os.getcwd(),
         threads=max(1, int(scaling.cpus_per_worker)),

@@ -86,14 +86,23 @@ class Supervision:
         signals: that the person may send.
         display: where to show the run.
         resume: "auto", or the checkpoint to begin from.
+        accept_changes: goes on from it although what is trained has changed.
         verbose: shows what Ray prints.
     """
 
     def __init__(
-        self, experiment: Experiment, run: Run, signals: Signals, display: Display, *, resume: str, verbose: bool
+        self,
+        experiment: Experiment,
+        run: Run,
+        signals: Signals,
+        display: Display,
+        *,
+        resume: str,
+        accept_changes: bool,
+        verbose: bool,
     ) -> None:
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
-        self._resume, self._verbose = resume, verbose
+        self._resume, self._accept_changes, self._verbose = resume, accept_changes, verbose
         self._since = time.time()
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
@@ -131,6 +140,7 @@ class Supervision:
                 self._run,
                 since=self._since,
                 resume=self._resume,
+                accept_changes=self._accept_changes,
                 patience_s=_patience_s(self._experiment),
                 verbose=self._verbose,
             )

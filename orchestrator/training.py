@@ -63,7 +63,10 @@ def fit(
             with connected(experiment.scaling, verbose=verbose):
                 # ray.init takes SIGTERM for itself.
                 signals.install()
-                result = Supervision(experiment, run, signals, display, resume=resume, verbose=verbose).run()
+                supervision = Supervision(
+                    experiment, run, signals, display, resume=resume, accept_changes=accept_changes, verbose=verbose
+                )
+                result = supervision.run()
         except KeyboardInterrupt:
             reason = f"{signals.name} before training began"
             result = RunResult.recorded(run, status="interrupted", reason=reason, signal=signals.number)

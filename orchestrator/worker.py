@@ -34,6 +34,7 @@ class Task:
         run_dir: of the run, an absolute path or a URI.
         since: when this driver started, in seconds since 1970.
         resume: "auto", or the checkpoint that the user chose to begin from.
+        accept_changes: whether the user has accepted that what is trained has changed.
         imports: folders that the driver imports from, besides its packages.
         current_dir: of the driver; relative paths in a config mean the same here.
         threads: that torch takes on a CPU.
@@ -46,6 +47,7 @@ class Task:
     run_dir: str
     since: float
     resume: str
+    accept_changes: bool
     imports: tuple[str, ...]
     current_dir: str
     threads: int
@@ -90,8 +92,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
                 printer=lambda text: events.add("message", text=text),
             )
             watchdog.watch(trainer)
-            # The driver has compared the configs, and its person may have accepted what differs.
-            result = trainer.fit(resume=resume, accept_changes=True)
+            result = trainer.fit(resume=resume, accept_changes=task.accept_changes)
     except BaseException as error:
         step = trainer.global_step if trainer is not None and bridge.began_at is not None else None
         events.add(

@@ -227,7 +227,7 @@ class Certifier:
         return {"first": rows[:_NUM_READABLE], "digest": digest_of(rows)}
 
 
-_ACCEPT = "take the change back, or fit(accept_changes=True) if it is meant"
+_ACCEPT = "take the change back, or accept it if it is meant: fit(accept_changes=True), --accept-changes"
 _ANOTHER = "no option explains this away: resume from another checkpoint, or begin a new run with init_from"
 
 

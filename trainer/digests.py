@@ -39,6 +39,12 @@ class TensorSum(NamedTuple):
         return f"{self.dtype} {self.bits:016x}{self.places:016x}"
 
 
+def has_sum(tensor: torch.Tensor) -> bool:
+    """Whether this rank's part of a tensor is plain numbers: what libraries pack into subclasses has no sum."""
+    part = local(tensor)
+    return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and not part.is_quantized
+
+
 def sum_of_part(part: torch.Tensor, *, offsets: Sequence[int], size: Sequence[int]) -> TensorSum:
     """Sums a part of a tensor, on the device where it lies.
 
@@ -74,11 +80,16 @@ def sum_of_part(part: torch.Tensor, *, offsets: Sequence[int], size: Sequence[in
 
 
 def sums_of(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, TensorSum]:
-    """Sums whole tensors: sharded ones over all ranks, others as this rank has them. Every rank must call this."""
+    """Sums whole tensors: sharded ones over all ranks, others as this rank has them. Every rank must call this.
+
+    One that has no sum is left out.
+    """
     own: dict[str, TensorSum] = {}
     shards: dict[str, TensorSum] = {}
     for name, tensor in tensors.items():
         part = local(tensor)
+        if not has_sum(part):
+            continue
         if not isinstance(tensor, DTensor):
             own[name] = sum_of_part(part, offsets=[0] * part.dim(), size=part.shape)
         elif _counts_here(tensor) and part.numel():

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .digests import TensorSum, add_up, digest_of, sum_of_part
+from .digests import TensorSum, add_up, digest_of, has_sum, sum_of_part
 from .errors import CheckpointError
 from .manifest import FileSum
 from .payload import PlacesTensors, named_tensors, put_together, take_apart, target
@@ -117,7 +117,7 @@ class _SummingPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         data: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
-        if isinstance(data, torch.Tensor) and (about := write_item.tensor_data) is not None:
+        if isinstance(data, torch.Tensor) and has_sum(data) and (about := write_item.tensor_data) is not None:
             part = sum_of_part(data, offsets=about.chunk.offsets, size=about.size)
             self.sums = add_up([self.sums, {write_item.index.fqn: part}])
         return data

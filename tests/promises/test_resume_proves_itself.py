@@ -124,7 +124,11 @@ def test_a_place_that_is_off_by_one(
 
 def test_another_seed(tmp_path: Path) -> None:
     _interrupted(tmp_path)
-    _refused(tmp_path, r"config.seed: 0 -> 1\nTo go on: take the change back, or fit\(accept_changes=True\)", seed=1)
+    _refused(
+        tmp_path,
+        r"config.seed: 0 -> 1\nTo go on: take the change back, or accept it .*fit\(accept_changes=True\)",
+        seed=1,
+    )
     assert _trainer(tmp_path, seed=1).fit(accept_changes=True).steps == 12
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from headway.trainer import Callback, CheckpointConfig, CheckpointError, ConfigError, ParallelConfig, World
 from headway.trainer.callbacks import Ema
+from headway.trainer.checkpoint import CheckpointWarning
 from headway.trainer.config import Strategy
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
@@ -222,9 +223,11 @@ def test_an_average_of_other_parameters_is_refused(tmp_path: Path) -> None:
             self.model.last.bias.requires_grad_(False)
 
     TinyTrainer(_config(), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
-    with pytest.raises(CheckpointError, match=r"not those of the parameters .* differ: model\.last\.bias"):
-        with pytest.warns(CheckpointWarning, match="the code of"):
-            Frozen(_config(max_steps=9), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
+    with (
+        pytest.raises(CheckpointError, match=r"not those of the parameters .* differ: model\.last\.bias"),
+        pytest.warns(CheckpointWarning, match="the code of"),
+    ):
+        Frozen(_config(max_steps=9), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
 
 
 def test_only_one_average_can_be_evaluated() -> None:

@@ -75,7 +75,7 @@ class Snapshot:
         return cls(structures, tensors, rank_states)
 
     def write_tensors(self, folder: Path, world: World) -> tuple[dict[str, FileSum], dict[str, TensorSum]]:
-        """Writes this rank's share of the tensors; returns its files and its sums of tensors. Every rank must call this.
+        """Writes this rank's share of the tensors; returns its files and sums of tensors. Every rank must call this.
 
         Of equal copies on several ranks, one is written: the sums are of that one.
         """

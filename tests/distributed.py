@@ -33,7 +33,7 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s:
     """
     # Forked from a server that has imported torch and done nothing else: a spawned rank would import it for seconds.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "headway.trainer"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "headway.trainer"])
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="headway-ranks-") as folder:
         processes = [

@@ -29,7 +29,7 @@ CONFIG = TinyConfig(
 )
 # A run is interrupted in a process of its own, with a main thread that Python delivers signals to.
 PROCESSES = mp.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "headway.trainer"])
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "headway.trainer"])
 
 
 class Patient(TinyTrainer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,11 +27,18 @@ class GlobalBatch:
         micro_batches: columns as tensors [B, ...] or, for what is no number, lists of B Python objects.
         num_samples: rows of each micro-batch that count; 0 marks a repeated row, there to keep the ranks in step.
         global_num_samples: rows of the update over all ranks.
+        name_rows: says what the rows that count are called in the data, in their order.
     """
 
     micro_batches: Sequence[dict[str, Any]]
     num_samples: Sequence[int]
     global_num_samples: int
+    name_rows: Callable[[], Sequence[str]]
+
+    def row_ids(self) -> list[Sequence[str]]:
+        """Returns the rows of each micro-batch as "<file>[<row group>]:<row in it>"; works them out when asked."""
+        names, ends = self.name_rows(), list(accumulate(self.num_samples))
+        return [names[end - size : end] for size, end in zip(self.num_samples, ends, strict=True)]
 
 
 class Shelves:
@@ -54,18 +62,20 @@ class Shelves:
         """Throws away what the tail policy dropped, before the next epoch's rows arrive."""
         self._shelves.clear()
 
-    def batches(self, batch: Batch, times: int, *, pinned: bool = False) -> list[GlobalBatch]:
-        """Returns the next `times` batches, which are alike, as tensors; waits for rows that have not arrived.
+    def batches(
+        self, batch: Batch, names: Sequence[Callable[[], Sequence[str]]], *, pinned: bool = False
+    ) -> list[GlobalBatch]:
+        """Returns the next batches, one for each of `names`, as tensors; waits for rows that have not arrived.
 
-        Several at a time because a batch takes a row or two of each of many shards: a shard's rows for all of them lie
-        together.
+        They are alike. Several at a time because a batch takes a row or two of each of many shards: a shard's rows for
+        all of them lie together.
         """
-        own = sum(batch.sizes)
+        own, times = sum(batch.sizes), len(names)
         if not own:
             rows = self._last = self._last or self._spare()
             columns = {name: _lay([(column, np.zeros(1, np.intp))], 1, pinned) for name, column in rows.items()}
             made = [_cut(columns, range(0, 1)) for _ in batch.sizes]
-            return [GlobalBatch(made, batch.sizes, batch.global_num_samples)] * times
+            return [GlobalBatch(made, batch.sizes, batch.global_num_samples, each) for each in names]
         parts, places, before = [], [], 0
         for shard, count in batch.takes:
             place = (np.arange(times)[:, None] * own + np.arange(before, before + count)).reshape(-1)
@@ -94,8 +104,9 @@ class Shelves:
                 ],
                 batch.sizes,
                 batch.global_num_samples,
+                name_rows,
             )
-            for first in range(0, own * times, own)
+            for first, name_rows in zip(range(0, own * times, own), names, strict=True)
         ]
 
     def _take(self, shard: int, rows: int) -> Iterator[Part]:

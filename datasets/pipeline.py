@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, groupby, islice
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -104,6 +105,16 @@ class Recipe:
         """One row to fill a micro-batch with, for a rank that has none of its own."""
         return read(self.job(0, 0, [Slice(0, 0, 1, 0)]), self.transforms)
 
+    def row_names(self, places: Iterable[tuple[int, int]]) -> list[str]:
+        """What rows are called that a plan gives by fragment and row in it: "<file>[<row group>]:<row in it>"."""
+        files, groups = self.source.fragment_files, self.source.fragment_groups
+        return [f"{self.source.files[files[each]].name}[{groups[each]}]:{row}" for each, row in places]
+
+    def own_rows(self, epoch: int, offset: int, count: int) -> list[str]:
+        """What this rank's part of some samples is called, in the order of its batch."""
+        rank, world_size = self.feed.rank, self.feed.world_size
+        return self.row_names(self.plan(epoch).places_of_rank(offset, count, rank=rank, world_size=world_size))
+
     def rows(self, epochs: Iterable[Iterable[Job]]) -> Generator[Rows, None, None]:
         """Carries the jobs out; the rows come in their order."""
         if self.engine == "ray":
@@ -199,15 +210,19 @@ class Pipeline:
         with closing(recipe.rows(map(jobs, epochs()))) as rows:
             shelves = Shelves(asked, rows, recipe.spare)
             for each in epochs():
+                place = offset if each == epoch else 0
                 batches = recipe.plan(each).batches(
                     rank=feed.rank,
                     world_size=feed.world_size,
                     global_batch_size=recipe.global_batch_size,
                     micro_batch_size=feed.micro_batch_size,
-                    offset=offset if each == epoch else 0,
+                    offset=place,
                 )
                 for batch, times in _alike(batches, recipe.source.row_bytes):
-                    made = shelves.batches(batch, times, pinned=cuda)
+                    size = batch.global_num_samples
+                    names = [partial(recipe.own_rows, each, place + i * size, size) for i in range(times)]
+                    place += times * size
+                    made = shelves.batches(batch, names, pinned=cuda)
                     yield (made, None) if copies is None else _copy(made, feed.device, copies)
                 shelves.clear()
                 yield None

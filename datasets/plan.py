@@ -256,11 +256,27 @@ class EpochPlan:
 
         Takes the permutation of each fragment that it names.
         """
+        return self._find(*self._drawn(offset, count))
+
+    def places_of_rank(self, offset: int, count: int, *, rank: int, world_size: int) -> list[tuple[int, int]]:
+        """Returns the same of a rank's part of these samples, in the order that they have in its batch."""
+        first, last = owned(self.shards, rank=rank, world_size=world_size)
+        samples, shard = self._drawn(offset, count)
+        order = np.argsort(shard, kind="stable")
+        own = order[(shard[order] >= first) & (shard[order] < last)]
+        return self._find(samples[own], shard[own])
+
+    def _drawn(self, offset: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The next samples, and the shard that each is drawn from."""
         samples = np.arange(offset, min(offset + count, self.rows))
         shard, over = samples % self.shards, samples - self.rows // self.shards * self.shards
         # What the longer shards have over comes last.
         longer = np.flatnonzero(np.diff(self._cuts) > self.rows // self.shards)
         shard[over >= 0] = longer[over[over >= 0]]
+        return samples, shard
+
+    def _find(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Fragment and row in it of samples that are drawn from these shards."""
         place = self._cuts[shard] + samples // self.shards
         fragments = np.arange(len(self.fragment_rows))
         if self.shuffle:

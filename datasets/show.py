@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .errors import DataError
 from .reading import Job, read
-from .sources import Paths, read_source
+from .sources import Paths, nearest, read_source
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,52 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None) -> Descriptio
         fingerprint=source.fingerprint,
         first_row={name: _plain(column[0]) for name, column in rows.items()},
     )
+
+
+def read_row(path: Paths, row: str) -> dict[str, Any]:
+    """Looks a row up by what it is called in an error, a checkpoint's certificate or a batch's `row_ids()`.
+
+    Args:
+        path: the whole dataset: files are named relative to what they have in common.
+        row: "<file>[<row group>]:<row in it>", counted from 0.
+
+    Returns:
+        column: value.
+
+    Raises:
+        DataError: there is no such row.
+    """
+    source = read_source(path)
+    names = [file.name for file in source.files]
+    written = re.fullmatch(r"(.+)\[(\d+)\]:(\d+)", row)
+    if written is None:
+        raise DataError(f'a row is called like "{names[0]}[0]:17" (file, row group, row in it), not {row!r}')
+    name, group, number = written[1], int(written[2]), int(written[3])
+    if name not in names:
+        raise DataError(f"the dataset has no file {name!r}; {nearest(name, names)}")
+    file = names.index(name)
+    groups = dict(
+        zip(
+            source.fragment_groups[source.fragment_files == file].tolist(),
+            source.fragment_rows[source.fragment_files == file].tolist(),
+            strict=True,
+        )
+    )
+    if number >= groups.get(group, 0):
+        there = ", ".join(f"{rows} in group {each}" for each, rows in list(groups.items())[:8])
+        raise DataError(f"{name} has no row {number} in row group {group}; its rows are {there or 'none'}")
+    rows = read(
+        Job(
+            path=source.files[file].path,
+            digest=source.files[file].digest,
+            group=group,
+            num_rows=groups[group],
+            columns=tuple(source.columns),
+            order=None,
+            ranges=((number, number + 1),),
+        )
+    )
+    return {name: _plain(column[0]) for name, column in rows.items()}
 
 
 def _plain(value: Any) -> Any:

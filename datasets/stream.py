@@ -149,12 +149,9 @@ class ParquetStream:
     def next_rows(self, epoch: int, *, offset: int, count: int) -> list[str]:
         """Returns the rows that come next over all ranks, one of each logical shard in turn, by file, group and row."""
         opened = self._open
-        plan, source = opened.plan(epoch), opened.source
+        plan = opened.plan(epoch)
         left = plan.samples(opened.global_batch_size, offset=offset) - offset
-        return [
-            f"{source.files[source.fragment_files[fragment]].name}[{source.fragment_groups[fragment]}]:{row}"
-            for fragment, row in plan.places(offset, min(count, left))
-        ]
+        return opened.row_names(plan.places(offset, min(count, left)))
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields this rank's part of every global batch of an epoch, from `offset` on; equally many on every rank.

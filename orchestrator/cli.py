@@ -117,11 +117,18 @@ def prepare_data(
 
 
 @data_app.command("show")
-def show_data(path: Annotated[str, typer.Argument(help="Parquet file, folder, glob or URI.")]) -> None:
-    """Shows rows, files, columns, fingerprint and the first row of a dataset."""
-    from headway.datasets.show import describe
+def show_data(
+    path: Annotated[str, typer.Argument(help="Parquet file, folder, glob or URI.")],
+    row: Annotated[str | None, typer.Option(help='One row, as errors name it: "a.parquet[3]:17".')] = None,
+) -> None:
+    """Shows rows, files, columns, fingerprint and the first row of a dataset; or one row of it."""
+    from headway.datasets.show import describe, read_row
 
-    print(describe(path))
+    if row is None:
+        print(describe(path))
+        return
+    for name, value in read_row(path, row).items():
+        print(f"{name}: {value!r}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headway.datasets.errors import DataError
-from headway.datasets.show import describe
+from headway.datasets.show import describe, read_row
 from headway.datasets.sources import read_source
 
 from .conftest import write
@@ -167,3 +168,15 @@ def test_describe_shows_a_dataset_at_a_glance(folder: Path) -> None:
     text = str(shown)
     for part in ("103", "8 row groups in 3 files", shown.fingerprint, "[0, 1, 2, 3]"):
         assert part in text
+
+
+def test_a_row_is_found_by_its_name(folder: Path) -> None:
+    assert read_row(folder, "deep/c.parquet[1]:2") == {"id": 98, "tokens": [98, 99, 100, 101]}
+    for row, problem in {
+        "17": "a row is called like",
+        "c.parquet[0]:1": "no file 'c.parquet'; did you mean",
+        "a.parquet[0]:16": "no row 16 in row group 0; its rows are 16 in group 0, 16 in group 1, 8 in group 2",
+        "a.parquet[3]:0": "no row 0 in row group 3",
+    }.items():
+        with pytest.raises(DataError, match=re.escape(problem)):
+            read_row(folder, row)

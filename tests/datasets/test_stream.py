@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import threading
 import time
 from pathlib import Path
@@ -15,8 +16,11 @@ import pytest
 import torch
 
 from headway.datasets.errors import DataError
+from headway.datasets.show import read_row
 from headway.datasets.stream import ParquetStream
-from headway.trainer.streams import Feed, ForeseesRows, is_stream
+from headway.trainer import NonFiniteError, Trainer, TrainerConfig
+from headway.trainer.streams import Feed, ForeseesRows, NamesRows, is_stream
+from headway.trainer.world import World
 
 from .conftest import feed_of, write
 
@@ -67,6 +71,42 @@ def test_batches_are_tensors_of_the_rows(folder: Path, engine: str) -> None:
     assert torch.equal(columns["tokens"], columns["id"][:, None].int() + torch.arange(4, dtype=torch.int32))
     assert (batch.num_samples, batch.global_num_samples) == ((8,), 8)
     stream.close()
+
+
+def test_a_batch_names_its_rows_D8(folder: Path) -> None:
+    for rank, feed in ((0, {}), (2, {"micro_batch_size": 1}), (3, {"global_batch_size": 4})):
+        stream = opened(folder, rank=rank, world_size=4, tail="keep", shards=4, feed=feed)
+        for batch in stream.epoch(1, offset=20):
+            assert isinstance(batch, NamesRows)
+            named = [[read_row(folder, str(row))["id"] for row in rows] for rows in batch.row_ids()]
+            assert [len(rows) for rows in named] == list(batch.num_samples)
+            assert [row for rows in named for row in rows] == ids(batch)
+        stream.close()
+
+
+def test_an_error_says_which_rows_of_which_file_D8(tmp_path: Path) -> None:
+    x = pa.array([float("nan") if i == 21 else 1.0 for i in range(32)])
+    path = write(tmp_path / "numbers.parquet", range(32), x=x)
+
+    class Line(Trainer[TrainerConfig]):
+        def configure_models(self) -> None:
+            self.model = torch.nn.Linear(1, 1)
+
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        def configure_dataloaders(self) -> Any:
+            return ParquetStream(path)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(batch["x"].float()[:, None]).square().mean()
+
+    config = TrainerConfig(max_epochs=1, global_batch_size=8, micro_batch_size=2)
+    with pytest.raises(NonFiniteError, match=r"is not finite, rows numbers.parquet\[\d\]:\d+, numbers") as raised:
+        Line(config, world=World.alone("cpu")).fit()
+    rows = re.findall(r"numbers\.parquet\[\d+\]:\d+", str(raised.value))
+    assert len(rows) == 2
+    assert 21 in [read_row(path, row)["id"] for row in rows]
 
 
 @pytest.mark.parametrize(("tail", "count"), [("drop", 12), ("keep", 13)])

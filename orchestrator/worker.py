@@ -7,6 +7,7 @@ import io
 import os
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -58,7 +59,8 @@ class Task:
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
     """Trains one attempt on one rank, and returns the fields of its `FitResult`. Raises whatever the trainer raises."""
-    task: Task = settings["task"]
+    entered, task = time.time(), settings["task"]
+    assert isinstance(task, Task)
     if os.path.isdir(task.current_dir):
         os.chdir(task.current_dir)
     sys.path[:0] = [path for path in task.imports if path not in sys.path]
@@ -79,7 +81,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         with contextlib.ExitStack() as around:
             if task.watched:
                 around.enter_context(watchdog)
-            _announce(events, world, attempt)
+            _announce(events, world, attempt, entered)
             trainer_class, config = ray.cloudpickle.loads(task.training)
             if task.capture and world.is_main:
                 around.enter_context(_captured(events))
@@ -121,8 +123,14 @@ def _past(folder: Folder, task: Task) -> tuple[int, str]:
     return 1 + sum(event["event"] == "attempt_started" for event in events), "auto" if saved else task.resume
 
 
-def _announce(events: EventLog, world: World, attempt: int) -> None:
-    me = {"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(world.device)}
+def _announce(events: EventLog, world: World, attempt: int, entered: float) -> None:
+    me = {
+        "rank": world.rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(world.device),
+        "entered": round(entered, 3),
+    }
     workers = world.gather(me)
     if world.is_main:
         events.add("attempt_started", attempt=attempt, world_size=world.size, workers=workers)

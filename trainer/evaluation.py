@@ -17,6 +17,7 @@ from .loaders import LoadedBatch
 from .metrics import MeanMetrics
 from .nested import move
 from .precision import autocast
+from .reductions import Reduce
 from .requests import Requests
 from .streams import BatchStream, GlobalBatch
 from .world import World
@@ -89,10 +90,10 @@ class Evaluation:
             self._callbacks.on_evaluation_end(trainer, result)
         return result
 
-    def log(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight, reduce: Reduce) -> None:
         """Takes in a number that a step logs by itself."""
         if self._trainer.metrics.counts:
-            self._means.add({name: value}, weight, self._prefix)
+            self._means.log(self._prefix + name, value, weight, reduce)
 
     def _run(self, stream: BatchStream) -> int | None:
         """Runs over one set, and returns how many batches it had; None if a request to stop came."""

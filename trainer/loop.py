@@ -22,6 +22,7 @@ from .parallel import check_unbroken
 from .precision import autocast
 from .progress import Schedule
 from .recorder import Recorder
+from .reductions import Reduce
 from .requests import Requests, StopStatus
 from .result import FitResult
 from .rng import RngState
@@ -190,13 +191,13 @@ class Loop:
         ):
             yield
 
-    def log(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight, reduce: Reduce) -> None:
         """Takes in a number that a step logs by itself."""
         if self._evaluation is not None:
-            self._evaluation.log(name, value, weight)
-            return
-        metrics = self.update.logged if self.recorder.in_update else self.metrics
-        metrics.add({name: value}, weight, "train/" if self._trainer.training else "validation/")
+            self._evaluation.log(name, value, weight, reduce)
+        elif not self.update.is_padding:
+            metrics = self.update.logged if self.recorder.in_update else self.metrics
+            metrics.log(f"{'train' if self._trainer.training else 'validation'}/{name}", value, weight, reduce)
 
     def save(self) -> Checkpoint:
         """Saves the whole state, between two updates, and waits until that is done."""

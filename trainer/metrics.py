@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import StepError
+from .reductions import Reduce, Reductions
 from .world import World
 
 _FOLD_AT = 1024
@@ -23,6 +24,9 @@ class MeanMetrics:
     `add` never waits for a device: a tensor that lies on one is kept there. `read` is the one place that waits, for the
     device and for the other ranks. A mean is `sum(weight * value) / sum(weight)`, summed in float64 (float32 on devices
     that have no float64). A name may be missing on some ranks or in some micro-batches: its mean is over the others.
+
+    Attributes:
+        reduced: what is logged and is no mean; `read` returns it besides.
 
     Example:
         >>> metrics = MeanMetrics()
@@ -37,6 +41,7 @@ class MeanMetrics:
         self._on_device: defaultdict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
         self._folded: list[tuple[str, Tensor]] = []
         self._agreed: list[str] = []
+        self.reduced = Reductions()
 
     def add(self, outputs: Mapping[str, Any], weight: Tensor | float = 1, prefix: str = "") -> None:
         """Takes the numbers of one micro-batch of this rank; nested names become "a/b".
@@ -74,22 +79,40 @@ class MeanMetrics:
                 sums[0] += weight * float(value)
                 sums[1] += weight
 
+    def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
+        """Takes one number: for its mean, by weight, or for something else.
+
+        Raises:
+            StepError: it is no single number, there is no such `reduce`, or the name has another one.
+        """
+        if reduce == "mean":
+            self.add({name: value}, weight)
+            return
+        if isinstance(weight, Tensor) or weight != 1:
+            raise StepError(f"log({name!r}) has a weight and reduce={reduce!r}: only a mean is weighted")
+        self.reduced.add(name, value, reduce)
+
     def read(self, world: World) -> dict[str, float]:
         """Returns the means since the last read, by sorted name, equal on every rank, and begins anew.
 
         Every rank must call this; it waits for the device. A name whose weights sum to zero is left out.
         """
-        sums = self._take()
+        sums, reduced = self._take(), self.reduced.take()
         if world.size == 1:
             self._agreed = sorted(sums)
-            total = [sums[name] for name in self._agreed]
+            total, others = [sums[name] for name in self._agreed], len(reduced)
         else:
-            total, strangers = self._over_ranks(sums, world)
+            total, strangers, others = self._over_ranks(sums, world, others=len(reduced))
             if strangers:
                 # Names change rarely, mostly at the first read; all ranks see the same count, so all go this way.
                 self._agreed = sorted({name for names in world.gather([*self._agreed, *sums]) for name in names})
-                total, _ = self._over_ranks(sums, world)
-        return {name: weighted / weight for name, (weighted, weight) in zip(self._agreed, total, strict=True) if weight}
+                total, _, _ = self._over_ranks(sums, world)
+        means = {
+            name: weighted / weight for name, (weighted, weight) in zip(self._agreed, total, strict=True) if weight
+        }
+        if not others and not self.reduced.kinds:
+            return means
+        return dict(sorted((means | self.reduced.meet(world.gather(reduced) if others else [], means)).items()))
 
     def take_over(self, other: MeanMetrics) -> None:
         """Adds all that another one has; never waits for a device."""
@@ -101,25 +124,30 @@ class MeanMetrics:
             if len(self._on_device[name]) >= _FOLD_AT:
                 self._fold(name)
         self._folded += other._folded
+        if other.reduced.values:
+            self.reduced.take_over(other.reduced)
 
     def forget(self) -> None:
         """Begins anew without a read."""
         self._sums.clear()
         self._on_device.clear()
         self._folded.clear()
+        self.reduced.values.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank has added since the last read."""
         sums = self._take()
         # They stay, as one sum: reading them later adds what comes then.
         self._sums.update(sums)
-        return {"sums": {name: list(pair) for name, pair in sums.items()}}
+        return {"sums": {name: list(pair) for name, pair in sums.items()}, "reduced": self.reduced.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Goes on from what `state_dict` returned, and from nothing that has been added since."""
         self.forget()
         for name, pair in state_dict["sums"].items():
             self._sums[name] = list(pair)
+        if "reduced" in state_dict:
+            self.reduced.load_state_dict(state_dict["reduced"])
 
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
         """Keeps a value on its device, as it is now: only a fresh result of the graph will not change in place."""
@@ -157,14 +185,16 @@ class MeanMetrics:
                 sums[name][1] += weight
         return sums
 
-    def _over_ranks(self, sums: Mapping[str, list[float]], world: World) -> tuple[list[list[float]], int]:
-        """Sums all agreed names over all ranks by one collective, together with the count of names not agreed yet."""
+    def _over_ranks(
+        self, sums: Mapping[str, list[float]], world: World, *, others: int = 0
+    ) -> tuple[list[list[float]], int, int]:
+        """Sums all agreed names over all ranks by one collective, with the counts of names not agreed and of others."""
         rows = [sums.get(name, [0.0, 0.0]) for name in self._agreed]
         strangers = len(sums.keys() - set(self._agreed))
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
-        packed = torch.tensor([*rows, [strangers, 0]], dtype=dtype, device=world.device)
+        packed = torch.tensor([*rows, [strangers, others]], dtype=dtype, device=world.device)
         *total, last = world.sum(packed).tolist()
-        return total, int(last[0])
+        return total, int(last[0]), int(last[1])
 
 
 def _not_a_number(name: str, value: Any) -> StepError:

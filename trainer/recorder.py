@@ -140,7 +140,8 @@ class Recorder:
             record |= meter(record)
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # The means cover what an interrupted attempt has added before, the throughput does not.
-        trainer.history.add(record, samples=progress.samples - self._flushed_samples)
+        samples = progress.samples - self._flushed_samples
+        trainer.history.add(record, samples=samples, kinds=self._metrics.reduced.kinds)
         self._flushed_samples = progress.samples
         self._log(record)
         self._new_interval()

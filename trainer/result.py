@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .reductions import Reduce, combine
 from .streams import Guarantee
 from .table import Table
 from .trackers.jsonl import read_records
@@ -87,13 +88,25 @@ class History:
     epochs: list[dict[str, float]] = field(default_factory=list)
     latest: dict[str, float] = field(default_factory=dict)
     _sums: dict[str, list[float]] = field(default_factory=dict)
+    _reduced: dict[str, float] = field(default_factory=dict)
     _evaluation: dict[str, float] = field(default_factory=dict)
 
-    def add(self, record: Mapping[str, float], *, samples: int) -> None:
-        """Takes in the training means over an interval of so many samples."""
+    def add(self, record: Mapping[str, float], *, samples: int, kinds: Mapping[str, Reduce]) -> None:
+        """Takes in the training metrics of an interval of so many samples.
+
+        Args:
+            record: by name; what is not finite is left out of the epoch.
+            samples: how much its means count.
+            kinds: how those are reduced that are no means.
+        """
         self.latest.update(record)
         for name, value in record.items():
-            if name.startswith("train/") and math.isfinite(value):
+            if not name.startswith("train/") or not math.isfinite(value):
+                continue
+            if name in kinds:
+                before = self._reduced.get(name)
+                self._reduced[name] = value if before is None else combine(kinds[name], before, value)
+            else:
                 total = self._sums.setdefault(name, [0.0, 0.0])
                 total[0] += value * samples
                 total[1] += samples
@@ -105,22 +118,29 @@ class History:
 
     def end_epoch(self, *, epoch: int, step: int, dropped_samples: int = 0) -> dict[str, float]:
         """Closes an epoch and returns its means, and how many samples of it were left out, if any were."""
-        means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
         dropped = {"dropped_samples": float(dropped_samples)} if dropped_samples else {}
-        row = {"epoch": float(epoch), "step": float(step), **means, **self._evaluation, **dropped}
+        row = {"epoch": float(epoch), "step": float(step), **self.so_far(), **dropped}
         self.epochs.append(row)
-        self._sums, self._evaluation = {}, {}
+        self._sums, self._reduced, self._evaluation = {}, {}, {}
         return row
 
     def so_far(self) -> dict[str, float]:
         """Returns the means over the part of the epoch that has been, without closing it."""
-        return {name: total / weight for name, (total, weight) in self._sums.items() if weight} | self._evaluation
+        means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+        return means | self._reduced | self._evaluation
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all of it."""
-        return {"epochs": self.epochs, "latest": self.latest, "sums": self._sums, "evaluation": self._evaluation}
+        return {
+            "epochs": self.epochs,
+            "latest": self.latest,
+            "sums": self._sums,
+            "reduced": self._reduced,
+            "evaluation": self._evaluation,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes it over."""
         self.epochs, self.latest = list(state["epochs"]), dict(state["latest"])
         self._sums, self._evaluation = dict(state["sums"]), dict(state["evaluation"])
+        self._reduced = dict(state.get("reduced", {}))

@@ -30,6 +30,7 @@ from .nested import batch_size
 from .precision import autocast
 from .progress import Progress
 from .recorder import Meter, as_plain
+from .reductions import Reduce
 from .requests import Requests, StopStatus
 from .result import FitResult, History, Status
 from .rng import seed_everything
@@ -332,9 +333,21 @@ class Trainer(OwnHooks, Generic[C]):
         """A context in which a forward pass computes in the precision of the config; steps run in one already."""
         return autocast(self.config.precision, self.device)
 
-    def log(self, name: str, value: float | torch.Tensor, weight: Weight = 1.0) -> None:
-        """Logs a number of this step, averaged by weight like what the step returns. On any subset of the ranks."""
-        self._loop.log(name, value, weight)
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight = 1.0, *, reduce: Reduce = "mean") -> None:
+        """Logs a number of this step under `train/<name>` or `validation/<name>`. On any subset of the ranks.
+
+        Args:
+            name: one name is reduced in one way for the whole run.
+            value: a number or a tensor of one element, which may lie on the device: nothing waits for it.
+            weight: how much it counts in a mean.
+            reduce: "mean" averages by weight over micro-batches, ranks and the interval between two records, as it is
+                done with what the step returns. "sum", "max" and "min" are over the same. "last" is the latest value,
+                of the first rank that has one.
+
+        Raises:
+            StepError: it is no single number, or the name is reduced in another way elsewhere.
+        """
+        self._loop.log(name, value, weight, reduce)
 
     def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
         """Gives images by name, [channels, height, width], to the trackers. Every rank may; the main rank's count.

@@ -57,6 +57,7 @@ class Update:
         is_last_micro_batch: whether the gradients of the micro-batch in hand complete the update.
         learning_rates: those that produced the last update, by name.
         logged: what a step logs by itself; it counts when the update has been applied.
+        is_padding: whether the micro-batch in hand only keeps the ranks in step: nothing that its step logs counts.
         hold: called once before the next optimizer steps: waits until what a save copies may change.
 
     Raises:
@@ -93,6 +94,7 @@ class Update:
             for p in model.parameters()
         }
         self.is_last_micro_batch = True
+        self.is_padding = False
         self.learning_rates: list[float] = []
         self.logged = MeanMetrics()
         self.hold: Callable[[], None] | None = None
@@ -220,6 +222,7 @@ class Update:
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
             self._scale, self._micro_batch = scales[i], i
+            self.is_padding = not batch.num_samples[i]
             if i == last:
                 outputs = self._forward_backward(micro_batch, batch_idx)
             else:
@@ -228,6 +231,7 @@ class Update:
                     outputs = self._forward_backward(micro_batch, batch_idx)
             if turns is not None:
                 turns.end_micro_batch()
+            self.is_padding = False
             taken.append(outputs)
             progress.micro_batches += 1
             callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)

@@ -15,6 +15,7 @@ from .errors import ConfigError
 
 _FIRST_SCALE = 2.0**16
 _GROWS_AFTER = 2000
+_UNCHANGED = nullcontext()
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
@@ -24,13 +25,13 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     norms in float32.
     """
     if precision == "fp32":
-        return nullcontext()
+        return _UNCHANGED
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
 def without_autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Returns a context for what a step does besides its forward passes: backward, and the optimizer's step."""
-    return nullcontext() if precision == "fp32" else torch.autocast(device.type, enabled=False)
+    return _UNCHANGED if precision == "fp32" else torch.autocast(device.type, enabled=False)
 
 
 def cast_weights(model: nn.Module, precision: Precision) -> None:

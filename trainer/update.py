@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from .blame import Suspects
+from .clipping import clip_norm, total_norm
 from .errors import StepError
 from .gradients import norm_groups, report_unused
 from .metrics import MeanMetrics
 from .nested import move
 from .nonfinite import Arrival, NonFiniteGuard, can_skip, skipping
-from .parallel import whole, without_gradient_sync
+from .parallel import without_gradient_sync
 from .precision import autocast, loss_scaler, without_autocast
 from .scheduling import schedulers_at
 from .streams import GlobalBatch
@@ -244,7 +245,7 @@ class Update:
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
         self._went_backward = False
-        with autocast(self._config.precision, self._trainer.device):
+        with autocast(self._config.precision, self._world.device):
             outputs = self._trainer.training_step(micro_batch, batch_idx)
         if isinstance(outputs, torch.Tensor):
             outputs = {"loss": outputs}
@@ -293,7 +294,7 @@ class Update:
             )
         if self._unchecked:
             self._check_gradients(optimizers)
-        norm = whole(get_total_norm([p.grad for p in parameters]))
+        norm = total_norm([p.grad for p in parameters])
         measured: float | torch.Tensor = norm
         arrival: Arrival | None = None
         not_finite: torch.Tensor | None = None
@@ -311,7 +312,7 @@ class Update:
             guard.watch(trainer.progress.step + 1, Arrival(norm), self._suspects())
         norms = {"grad_norm": measured}
         for pattern, group in self._norm_groups.items():
-            norms[f"grad_norm/{pattern}"] = whole(get_total_norm([p.grad for p in parameters if p in group]))
+            norms[f"grad_norm/{pattern}"] = total_norm([p.grad for p in parameters if p in group])
         self._clip(parameters, norm, measured)
         if self.hold is not None:
             self.hold()
@@ -348,7 +349,7 @@ class Update:
         limit, largest = self._config.max_grad_norm, self._config.max_grad_value
         # Where the norm is known on the host, gradients below the limit are not multiplied by one. 1e-6 as in the call.
         if limit is not None and not (isinstance(measured, float) and measured + 1e-6 <= limit):
-            clip_grads_with_norm_(parameters, limit, norm)
+            clip_norm(parameters, limit, norm)
         if largest is not None:
             clip_grad_value_(parameters, largest)
 
@@ -386,8 +387,9 @@ class Update:
 
 
 def _with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [p for group in groups for p in group["params"] if p.grad is not None]
+    return [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
 
 
 def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:

@@ -246,10 +246,11 @@ class IterableStream:
         if set_epoch is not None:
             set_epoch(epoch)
         window: list[Any] = []
+        length = self._window
         self._batches = batches = iter(self._make())
         for batch in batches:
             window.append(batch)
-            if len(window) == self._window:
+            if len(window) == length:
                 yield self._group(window)
                 window = []
         if window:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -313,7 +312,7 @@ class Loop:
         if agreed.saved:
             self._finish_saving()
         record = self._flush() if applied and self._logs.due(progress, ended="steps") else {}
-        if self._goes_back(record):
+        if record and self._goes_back(record):
             applied = False
         if agreed.stop:
             self._stop(agreed.stop)
@@ -508,11 +507,11 @@ class Loop:
         try:
             while True:
                 self._activity.enter("reading data")
-                began_s = time.perf_counter()
+                began_s = self._activity.since_s
                 batch = next(iterator, None)
-                self.recorder.waited_s += time.perf_counter() - began_s
                 # Here it may wait for the data of other ranks, so it must be ahead of who reads them.
                 self._activity.enter("forward")
+                self.recorder.waited_s += self._activity.since_s - began_s
                 if must_agree:
                     own = batch.num_samples if batch is not None else ()
                     count, squares, samples = self._world.sum_of(len(own), len(own) ** 2, sum(own))

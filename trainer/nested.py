@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -103,18 +103,21 @@ def _is_number(value: Any) -> bool:
 
 def batch_size(nested: Any) -> int:
     """Rows of a batch: the first dimension of its first tensor that has one; 1 where there is none."""
-    return next((tensor.shape[0] for tensor in _tensors(nested) if tensor.dim() > 0), 1)
+    rows = _rows(nested)
+    return 1 if rows is None else rows
 
 
-def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+def _rows(nested: Any) -> int | None:
     if isinstance(nested, torch.Tensor):
-        yield nested
+        return nested.size(0) if nested.dim() else None
+    values: Iterable[Any] = ()
+    if isinstance(nested, (list, tuple)):
+        values = nested
     elif isinstance(nested, Mapping):
-        for value in nested.values():
-            yield from _tensors(value)
-    elif isinstance(nested, (list, tuple)):
-        for value in nested:
-            yield from _tensors(value)
+        values = nested.values()
     elif dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        for each in dataclasses.fields(nested):
-            yield from _tensors(getattr(nested, each.name))
+        values = (getattr(nested, each.name) for each in dataclasses.fields(nested))
+    for value in values:
+        if (rows := _rows(value)) is not None:
+            return rows
+    return None

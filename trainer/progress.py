@@ -135,12 +135,14 @@ class Schedule:
     def __init__(self, every: Duration | None) -> None:
         self.every = every
         self._last_s = 0.0
+        self._unit: Unit | None = every.unit if every else None
+        self._amount = int(every.amount) if every and every.unit != "seconds" else 1
 
-    def due(self, progress: Progress, *, ended: Unit) -> bool:
+    def due(self, progress: Progress, *, ended: Literal["steps", "epochs"]) -> bool:
         """Whether it is time, now that a step or an epoch has ended; never by wall time."""
-        if self.every is None or self.every.unit != ended or self.every.unit == "seconds":
+        if self._unit != ended:
             return False
-        return int(progress.step if ended == "steps" else progress.epoch) % int(self.every.amount) == 0
+        return (progress.step if ended == "steps" else progress.epoch) % self._amount == 0
 
     def due_by_clock(self, elapsed_s: float) -> bool:
         """Whether the seconds have passed since it was last done; ask on one rank only."""

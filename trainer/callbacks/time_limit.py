@@ -54,5 +54,5 @@ class TimeLimit(Callback):
         self._look(trainer)
 
     def _look(self, trainer: Trainer[Any]) -> None:
-        if trainer.world.is_main and trainer.elapsed_s >= self.limit_s:
+        if trainer.elapsed_s >= self.limit_s and trainer.world.is_main:
             trainer.request_stop(f"the time limit of {human_duration(self.limit_s)} is reached", status="time_limit")

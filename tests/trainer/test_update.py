@@ -502,3 +502,34 @@ def test_an_optimizer_that_nobody_knows_is_refused() -> None:
 
     with pytest.raises(StepError, match="no attribute of the trainer"):
         Stranger(_config(), world=ALONE).fit()
+
+
+# ---- Zeroing -------------------------------------------------------------------------------------------------------
+
+
+class ZeroesItself(torch.optim.SGD):
+    """An optimizer with something of its own to do when the gradients go."""
+
+    zeroed = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+class ZeroingTrainer(TinyTrainer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = ZeroesItself(self.model.parameters(), lr=0.1)
+
+
+def test_an_optimizers_own_zero_grad_is_called_after_every_update() -> None:
+    trainer = ZeroingTrainer(_config(max_steps=3), world=ALONE)
+    trainer.fit()
+    assert trainer.optimizer.zeroed == 3
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_no_gradient_is_left_after_an_update() -> None:
+    trainer = TinyTrainer(_config(max_steps=3), world=ALONE)
+    trainer.fit()
+    assert all(p.grad is None for p in trainer.model.parameters())

@@ -7,7 +7,7 @@ every checkpoint. Nothing here is on the path of a step.
 
 from __future__ import annotations
 
-import json
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -15,54 +15,31 @@ from typing import Any
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.trainer import Trainer
 
+from .asking import asked_to_stop
 from .events import EventLog
+from .lease import lease_of
 from .storage import Folder
-
-_STOP = "stop.json"
-_STATUSES = ("stopped", "time_limit", "interrupted")
-
-
-def request_stop(folder: Folder, reason: str, *, status: str = "stopped", abort: bool = False) -> None:
-    """Asks whoever trains a run to end it, from any process that can write to its folder.
-
-    Args:
-        folder: of the run.
-        reason: in words, for the record.
-        status: how the run is to be called: "stopped", "time_limit" or "interrupted".
-        abort: without a checkpoint, right now.
-    """
-    folder.write(_STOP, json.dumps({"reason": reason, "status": status, "abort": abort}))
-
-
-def stop_request(folder: Folder) -> dict[str, Any] | None:
-    """Returns what `request_stop` asked for, or None."""
-    try:
-        asked = json.loads(folder.read(_STOP) or "null")
-    except ValueError:
-        return None
-    return asked if isinstance(asked, dict) and asked.get("status") in _STATUSES else None
-
-
-def withdraw_stop(folder: Folder) -> None:
-    """Forgets what was asked of an earlier life of the run."""
-    folder.remove(_STOP)
 
 
 class Bridge(Callback):
     """Writes what happens to the events of the run, and listens for a request to stop. Both on the main rank.
 
+    The process ends at once where that is asked for, and where another driver has taken the run over: two attempts must
+    not train it at a time. Ray ends the other ranks then.
+
     Args:
         folder: of the run.
         events: where to write.
         is_main: whether this is the main rank.
+        lease: of the driver that this attempt belongs to.
 
     Attributes:
         began_at: the step from which this attempt trains, or None before it does.
     """
 
-    def __init__(self, folder: Folder, events: EventLog, *, is_main: bool) -> None:
+    def __init__(self, folder: Folder, events: EventLog, *, is_main: bool, lease: str) -> None:
         self.began_at: int | None = None
-        self._folder, self._events, self._is_main = folder, events, is_main
+        self._folder, self._events, self._is_main, self._lease = folder, events, is_main, lease
         self._ended = threading.Event()
 
     def on_setup_start(self, trainer: Trainer[Any]) -> None:
@@ -101,6 +78,8 @@ class Bridge(Callback):
 
     def _listen(self, trainer: Trainer[Any]) -> None:
         while not self._ended.wait(0.3 if self._folder.is_local else 3.0):
-            if (asked := stop_request(self._folder)) is not None:
-                trainer.request_stop(asked["reason"], status=asked["status"])
-                return
+            asked = asked_to_stop(self._folder)
+            if (asked and asked.abort) or lease_of(self._folder) not in (self._lease, None):
+                os._exit(1)
+            if asked:
+                trainer.request_stop(asked.reason, status=asked.status)

@@ -99,6 +99,29 @@ def show_run(context: typer.Context, name: Annotated[str, typer.Argument(help="N
     print_run(name, context.obj)
 
 
+@runs_app.command("stop")
+def stop_run(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Name of the run.")],
+    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    now: Annotated[bool, typer.Option("--now", help="End without a checkpoint.")] = False,
+    within: Annotated[
+        str | None, typer.Option(help="End without a checkpoint if it has not ended after this time, as in 2m.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Come back when it has ended.")] = False,
+) -> None:
+    """Has a run that another process trains save a checkpoint and end, as "stopped"; its driver exits with 0."""
+    from headway.trainer.progress import Duration
+
+    from .stopping import stop_run
+
+    limit = Duration.parse(within) if within is not None else None
+    if limit is not None and limit.unit != "seconds":
+        raise typer.BadParameter(f"a time such as 90s or 2m, not {within!r}", param_hint="--within")
+    within_s = limit.amount if limit is not None else None
+    print(stop_run(name, storage or context.obj, now=now, within_s=within_s, wait=wait))
+
+
 @data_app.command("prepare")
 def prepare_data(
     inputs: Annotated[list[str], typer.Argument(help="Text files, folders or globs.")],

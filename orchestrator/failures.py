@@ -16,7 +16,7 @@ from ray.train import UserCallback
 
 from headway.trainer.errors import CheckpointError, ResumeError
 
-from .bridge import stop_request
+from .asking import asked_to_stop
 from .events import Event, EventLog, read_events
 from .storage import Folder
 
@@ -226,8 +226,8 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
         if failure is None or failure.attempt in self._seen:
             return
         self._seen.add(failure.attempt)
-        asked = stop_request(folder)
-        hopeless = bool(asked and asked["abort"])
+        asked = asked_to_stop(folder)
+        hopeless = bool(asked and asked.abort)
         if not any(_was_preempted(error) for error in worker_exceptions.values()):
             hopeless |= is_hopeless(failure, self._failures) or is_over_budget(
                 failure, self._failures, max_failures=self._max_failures, max_errors=self._max_errors

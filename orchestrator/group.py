@@ -53,6 +53,7 @@ def train_group(
         current_dir=os.getcwd(),
         threads=max(1, int(scaling.cpus_per_worker)),
         on_cpu=not scaling.gpus_per_worker,
+        lease=run.lease,
         watched=retries.hang_timeout is not None,
         capture=not verbose,
     )

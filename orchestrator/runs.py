@@ -26,10 +26,12 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 from headway.trainer.streams import Guarantee
 
+from .asking import asked_to_stop, withdraw_stop
 from .config import Difference, differences, from_yaml, to_plain, to_yaml
 from .convert import parse_yaml
 from .errors import RunConflictError, StorageError
 from .experiment import Experiment
+from .lease import RECORD, lease
 from .provenance import git_state, hardware, versions
 from .storage import Folder, absolute, join
 
@@ -150,14 +152,14 @@ class Run:
 
     def __init__(self, run_dir: str) -> None:
         self.folder = Folder(run_dir)
-        text = self.folder.read("run.json")
+        text = self.folder.read(RECORD)
         if text is None:
             raise ConfigError(f"there is no run in {run_dir}")
         try:
             self.record = Record.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
             raise StorageError(
-                f"{self.folder.path('run.json')} is damaged ({error}): repair it, or remove the folder"
+                f"{self.folder.path(RECORD)} is damaged ({error}): repair it, or remove the folder"
             ) from error
 
     @property
@@ -182,8 +184,15 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether starting it again, with the same limits, would train nothing."""
-        return self.record.status in ("completed", "stopped")
+        """Whether starting it again, with the same limits, would train nothing: it has come to its own end."""
+        return self.record.status == "completed" or (
+            self.record.status == "stopped" and asked_to_stop(self.folder) is None
+        )
+
+    @property
+    def lease(self) -> str:
+        """What tells the driver that has claimed the run from every other one."""
+        return lease(asdict(self.record))
 
     def experiment(self) -> Experiment:
         """Returns the experiment that was recorded, to start the same run again."""
@@ -193,7 +202,7 @@ class Run:
         """Changes the record, on storage too. For the driver alone."""
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
         self.record = replace(self.record, driver=driver, **changes)
-        self.folder.write("run.json", self.record.to_json())
+        self.folder.write(RECORD, self.record.to_json())
 
     def beat(self) -> None:
         """Tells others that the driver lives, if it has been a while."""
@@ -229,7 +238,7 @@ def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
     """
     folder = Folder(experiment.run_dir)
     text = to_yaml(experiment)
-    if folder.read("run.json") is None:
+    if folder.read(RECORD) is None:
         folder.prepare()
         return Opened(_begin(folder, experiment, text), "new")
     run = Run(experiment.run_dir)
@@ -237,7 +246,7 @@ def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
         driver = run.record.driver
         raise RunConflictError(
             f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}; "
-            "wait for it, stop it with Ctrl-C there, or choose another name"
+            f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
         )
     changes = tuple(differences(_plain(run.folder.read("config.yaml") or ""), _plain(text)))
     refused = [change for change in changes if not _may_change(change.path)]
@@ -247,6 +256,8 @@ def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
         return Opened(run, "finished", changes)
     folder.prepare()
     folder.write("config.yaml", text)
+    # Before the run can be seen to live: what is asked from then on is asked of this life of it.
+    withdraw_stop(folder)
     run.update(
         status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(), command=sys.argv,
         workers=experiment.scaling.workers, versions=versions(), git=git_state(), hardware=hardware(),
@@ -294,7 +305,7 @@ def _begin(folder: Folder, experiment: Experiment, text: str) -> Run:
         workers=experiment.scaling.workers, created=now(), started=now(), driver=Driver.this(), versions=versions(),
         git=git_state(), hardware=hardware(), command=sys.argv,
     )  # fmt: skip
-    folder.write("run.json", record.to_json())
+    folder.write(RECORD, record.to_json())
     return Run(folder.place)
 
 

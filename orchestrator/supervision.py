@@ -7,13 +7,14 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
-from .bridge import request_stop, withdraw_stop
+from .asking import Stop, ask_to_stop, asked_to_stop
 from .display import Display
 from .events import EventLog, Follower
 from .experiment import Experiment
@@ -106,8 +107,10 @@ class Supervision:
         self._since = time.time()
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
-        self._is_up = False
-        self._asked = 0
+        self._is_up = self._has_workers = False
+        self._signals_seen = 0
+        self._stop: Stop | None = None
+        self._stop_since_s = 0.0
         self._events = EventLog(run.folder, "driver")
         self._watch = Watch(experiment, run.folder, self._events)
         self._event_lines = Follower(run.folder, "events", from_now=True)
@@ -115,7 +118,6 @@ class Supervision:
 
     def run(self) -> RunResult:
         """Trains to the end, whatever it is."""
-        withdraw_stop(self._run.folder)
         self._events.add("driver_started", pid=os.getpid(), workers=self._experiment.scaling.workers)
         thread = threading.Thread(target=self._train, name="headway-ray-train", daemon=True)
         self._signals.raises = False
@@ -125,8 +127,9 @@ class Supervision:
             while thread.is_alive():
                 thread.join(pause_s)
                 self._look()
-                if self._heed_signals():
-                    return self._abandoned()
+                self._heed_signals()
+                if (reason := self._heed_stop()) is not None:
+                    return self._abandoned(reason)
                 self._heed_the_clock()
             self._look()
         finally:
@@ -153,27 +156,49 @@ class Supervision:
             self._display.event(event)
             self._watch.heed(event)
             if event["event"] == "attempt_started":
-                self._is_up = True
+                self._is_up = self._has_workers = True
                 self._run.update(attempts=event["attempt"], workers=event["world_size"])
+            elif event["event"] == "group_failed":
+                self._has_workers = False
+            elif event["event"] == "checkpoint_saved":
+                # What is on storage is what a run without a last word has come to.
+                self._run.update(steps=event["step"], last_checkpoint=event["path"])
         for record in self._metric_lines.read():
             self._display.record(record)
         self._watch.look()
         self._run.beat()
 
-    def _heed_signals(self) -> bool:
-        """Whether to leave at once. The first signal asks the workers to save and end, if there are any."""
-        if self._signals.count == self._asked:
-            return False
-        self._asked = self._signals.count
-        leave = not self._is_up or self._asked > 1
-        request_stop(self._run.folder, self._signals.name, status="interrupted", abort=leave)
-        if not leave:
-            self._display.line(f"{self._signals.name}: saving a checkpoint and ending; once more to end at once")
-        return leave
+    def _heed_signals(self) -> None:
+        """The first signal asks for a checkpoint and the end, the second one for the end."""
+        if self._signals.count == self._signals_seen:
+            return
+        self._signals_seen = self._signals.count
+        abort = self._signals_seen > 1
+        ask_to_stop(self._run.folder, Stop(reason=self._signals.name, status="interrupted", abort=abort))
 
-    def _abandoned(self) -> RunResult:
-        reason = f"{self._signals.name}, at once" if self._is_up else f"{self._signals.name} before training began"
-        return RunResult.recorded(self._run, status="interrupted", reason=reason, signal=self._signals.number)
+    def _heed_stop(self) -> str | None:
+        """Returns why to leave without the workers, which heed the same request; None to go on.
+
+        What was asked for last counts, and what is over cannot be asked back.
+        """
+        stop = asked_to_stop(self._run.folder)
+        if stop is None:
+            return None
+        if stop != self._stop:
+            self._stop, self._stop_since_s = stop, time.monotonic()
+            if self._has_workers and not stop.abort:
+                self._display.line(f"{stop.reason}: saving a checkpoint and ending; {_again(stop)} to end at once")
+        if not self._has_workers:
+            return f"{stop.reason} {'while there were no workers' if self._is_up else 'before training began'}"
+        if stop.within_s is not None and time.monotonic() - self._stop_since_s > stop.within_s:
+            ask_to_stop(self._run.folder, replace(stop, abort=True))
+            return f"{stop.reason}, without a checkpoint after {human_duration(stop.within_s)}"
+        return f"{stop.reason}, at once" if stop.abort else None
+
+    def _abandoned(self, reason: str) -> RunResult:
+        assert self._stop is not None
+        signal = self._signals.number if self._stop.status == "interrupted" else None
+        return RunResult.recorded(self._run, status=self._stop.status, reason=reason, signal=signal)
 
     def _heed_the_clock(self) -> None:
         """Does not wait for ever for workers that do not come."""
@@ -195,6 +220,10 @@ class Supervision:
         if returned.keys() == {"status", "reason"}:  # the workers were told to stop before they began
             return RunResult.recorded(self._run, **returned, signal=signal)
         return RunResult(**returned, run_dir=self._run.run_dir, attempts=self._run.record.attempts, signal=signal)
+
+
+def _again(stop: Stop) -> str:
+    return "once more" if stop.status == "interrupted" else "`headway runs stop --now`"
 
 
 def _patience_s(experiment: Experiment) -> float:

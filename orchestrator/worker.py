@@ -19,9 +19,12 @@ import torch
 
 from headway.trainer.world import World
 
-from .bridge import Bridge, stop_request
+from .asking import asked_to_stop
+from .bridge import Bridge
+from .errors import RunConflictError
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
+from .lease import lease_of
 from .storage import Folder
 from .watchdog import Watchdog
 
@@ -40,6 +43,7 @@ class Task:
         current_dir: of the driver; relative paths in a config mean the same here.
         threads: that torch takes on a CPU.
         on_cpu: whether no GPU was asked for.
+        lease: of the driver; no other one may have claimed the run.
         watched: whether the driver listens for ranks that hang.
         capture: whether what the main rank prints is sent to the driver through the run's events.
     """
@@ -53,6 +57,7 @@ class Task:
     current_dir: str
     threads: int
     on_cpu: bool
+    lease: str
     watched: bool
     capture: bool
 
@@ -68,10 +73,12 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(task.threads)
     world = World.attach("cpu" if task.on_cpu else None)
     folder = Folder(task.run_dir)
-    if (asked := stop_request(folder)) is not None:
-        return {"status": asked["status"], "reason": asked["reason"]}
+    if lease_of(folder) != task.lease:
+        raise RunConflictError(f"another driver has taken over the run in {task.run_dir}: this one has lost it")
+    if (asked := asked_to_stop(folder)) is not None:
+        return {"status": asked.status, "reason": asked.reason}
     events = EventLog(folder, f"rank-{world.rank}")
-    bridge = Bridge(folder, events, is_main=world.is_main)
+    bridge = Bridge(folder, events, is_main=world.is_main, lease=task.lease)
     past = world.broadcast(_past(folder, task) if world.is_main else None)
     assert past is not None
     attempt, resume = past

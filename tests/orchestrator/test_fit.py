@@ -13,8 +13,17 @@ import pytest
 from rich.console import Console
 
 from headway.datasets.errors import DataError
-from headway.orchestrator import Experiment, Retries, Scaling, StorageError, TrainingFailedError, find_run, fit
-from headway.orchestrator.bridge import request_stop
+from headway.orchestrator import (
+    Experiment,
+    Retries,
+    RunResult,
+    Scaling,
+    StorageError,
+    TrainingFailedError,
+    find_run,
+    fit,
+)
+from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.display import Display
 from headway.orchestrator.events import read_events
 from headway.orchestrator.runs import Run, open_run
@@ -23,6 +32,7 @@ from headway.orchestrator.training import _check_training
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.on_ray import OnRay, OnRayConfig, write_rows
+from tests.promises.test_a_hang_ends_by_itself import is_there
 
 
 @pytest.fixture(scope="module")
@@ -151,22 +161,27 @@ def test_an_error_of_ours_is_raised_as_it_is_and_not_tried_again(ray_session: No
 def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     ray_session: None, tmp_path: Path, data: str
 ) -> None:
-    """I3: and a stopped run has a checkpoint, a record that can be read, and is finished."""
+    """I3: and a stopped run has a checkpoint, a record that can be read, and goes on when it is started again."""
     found, screen = experiment(tmp_path, data, workers=2, max_steps=100_000, pause_s=0.01, say="hello"), Screen()
     folder = Folder(found.run_dir)
 
-    def stop() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if folder.exists("events.jsonl") and any(each["event"] == "warning" for each in read_events(folder)):
-                return request_stop(folder, "enough")
-            time.sleep(0.05)
-        return None
+    def fit_until(event: str, attempt: int, stop: Stop) -> RunResult:
+        def ask() -> None:
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline:
+                there = read_events(folder) if folder.exists("events.jsonl") else []
+                if sum(each["event"] == event for each in there) == attempt:
+                    return ask_to_stop(folder, stop)
+                time.sleep(0.05)
+            return None
 
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    result = fit(found, display=screen.display)
-    stopper.join()
+        asker = threading.Thread(target=ask)
+        asker.start()
+        result = fit(found, display=screen.display)
+        asker.join()
+        return result
+
+    result = fit_until("warning", 1, Stop(reason="enough"))
     assert (result.status, result.reason) == ("stopped", "enough")
     assert result.last_checkpoint is not None
     assert result.last_checkpoint.endswith(f"{result.steps:08d}")
@@ -177,8 +192,17 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["status"], record["steps"], record["attempts"]) == ("stopped", result.steps, 1)
     assert find_run("run", str(tmp_path)).experiment() == found
-    assert fit(found, display=screen.display).status == "stopped"
     assert Run(found.run_dir).record.attempts == 1
+
+    # It goes on; told to end at once, it saves nothing, and its workers go, although this process and Ray stay.
+    again = fit_until("training", 2, Stop(reason="now", abort=True))
+    assert (again.status, again.reason, again.steps) == ("stopped", "now, at once", result.steps)
+    assert again.last_checkpoint == result.last_checkpoint
+    workers = [each for each in read_events(folder) if each["event"] == "attempt_started"][-1]["workers"]
+    deadline = time.monotonic() + 60
+    while any(is_there(worker["pid"]) for worker in workers):
+        assert time.monotonic() < deadline, "workers of a run that was abandoned train on"
+        time.sleep(0.1)
 
 
 def test_bad_data_is_a_mistake_in_what_was_asked_for(tmp_path: Path) -> None:

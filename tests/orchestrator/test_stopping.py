@@ -1,0 +1,126 @@
+"""`headway runs stop`: what it asks for, and what it answers where there is nothing to stop (I3)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.orchestrator.asking import Stop, ask_to_stop, asked_to_stop, withdraw_stop
+from headway.orchestrator.cli import main
+from headway.orchestrator.lease import lease_of
+from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.stopping import stop_run
+from headway.orchestrator.storage import Folder
+from headway.trainer.errors import ConfigError
+from tests.orchestrator.test_runs import experiment, left_by_a_dead_driver
+
+
+@pytest.mark.parametrize("place", ["disk", "memory://stopping"])
+def test_what_is_asked_for_can_be_read_wherever_the_run_lies(tmp_path: Path, place: str) -> None:
+    folder = Folder(str(tmp_path) if place == "disk" else place)
+    folder.prepare()
+    assert asked_to_stop(folder) is None
+    stop = Stop(reason="enough", status="interrupted", abort=True, within_s=3.5)
+    ask_to_stop(folder, stop)
+    assert asked_to_stop(folder) == stop
+    for damaged in ("{", "[1]", '{"reason": "x", "status": "completed"}', '{"why": "x"}'):
+        folder.write("stop.json", damaged)
+        assert asked_to_stop(folder) is None
+    withdraw_stop(folder)
+    withdraw_stop(folder)
+    assert asked_to_stop(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "answer"),
+    [
+        ([], Stop(reason="headway runs stop"), "is asked to save a checkpoint and end"),
+        (["--now"], Stop(reason="headway runs stop", abort=True), "is asked to end at once"),
+        (["--within", "2m"], Stop(reason="headway runs stop", within_s=120.0), "is asked to save"),
+    ],
+)
+@pytest.mark.parametrize("where", ["of the group", "of the command"])
+def test_a_running_run_is_asked_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], wanted: Stop, answer: str, where: str
+) -> None:
+    run = open_run(experiment(tmp_path)).run
+    storage = ["--storage", str(tmp_path)]
+    before, after = (storage, []) if where == "of the group" else ([], storage)
+    with pytest.raises(SystemExit) as ended:
+        main(["runs", *before, "stop", "tiny", *options, *after])
+    assert ended.value.code in (0, None)
+    assert answer in capsys.readouterr().out
+    assert asked_to_stop(run.folder) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({"status": "completed", "steps": 10, "reason": "max_steps=10 reached"}, "completed after 10 steps (max_steps"),
+        ({"status": "interrupted", "steps": 7, "reason": "Ctrl-C"}, "interrupted after 7 steps (Ctrl-C); to go on"),
+    ],
+)
+def test_a_run_that_has_ended_is_left_alone(tmp_path: Path, changes: dict[str, Any], answer: str) -> None:
+    run = open_run(experiment(tmp_path)).run
+    run.update(**changes)
+    assert f"tiny is not running: {answer}" in stop_run("tiny", str(tmp_path))
+    assert asked_to_stop(run.folder) is None
+
+
+def test_a_run_whose_driver_is_dead_is_said_to_be_dead(tmp_path: Path) -> None:
+    left_by_a_dead_driver(open_run(experiment(tmp_path)).run)
+    answer = stop_run("tiny", str(tmp_path), wait=True)
+    assert "is not running: interrupted" in answer
+    assert "is gone" in answer
+
+
+def test_there_must_be_a_run_and_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="there is no run 'none'"):
+        stop_run("none", str(tmp_path))
+    open_run(experiment(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["runs", "stop", "tiny", "--storage", str(tmp_path), "--within", "3 steps"])
+    assert ended.value.code == 2
+    assert "a time such as 90s or 2m" in capsys.readouterr().err
+
+
+def test_waiting_tells_how_it_ended(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+
+    def obey() -> None:
+        while asked_to_stop(run.folder) is None:
+            time.sleep(0.01)
+        run.update(status="stopped", steps=7, reason="headway runs stop")
+
+    thread = threading.Thread(target=obey)
+    thread.start()
+    assert "has ended: stopped after 7 steps (headway runs stop); to go on, start it again" in stop_run(
+        "tiny", str(tmp_path), wait=True
+    )
+    thread.join()
+
+
+def test_what_was_asked_of_one_life_is_not_asked_of_the_next(tmp_path: Path) -> None:
+    """A run that was stopped from outside has not come to its own end: it goes on."""
+    run = open_run(experiment(tmp_path)).run
+    ask_to_stop(run.folder, Stop(reason="enough"))
+    run.update(status="stopped", started="2001-01-01T00:00:00+00:00")
+    assert not Run(run.run_dir).is_finished
+    opened = open_run(experiment(tmp_path))
+    assert opened.verdict == "goes on"
+    assert asked_to_stop(run.folder) is None
+
+
+def test_a_lease_is_of_one_life_of_the_run(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    first = run.lease
+    run.update(steps=3)
+    assert lease_of(run.folder) == run.lease == first
+    run.update(started="2001-01-01T00:00:00+00:00")
+    assert lease_of(run.folder) == run.lease != first
+    run.folder.write("run.json", "{")
+    assert lease_of(run.folder) is None

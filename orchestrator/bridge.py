@@ -64,6 +64,10 @@ class Bridge(Callback):
         """Writes where it lies."""
         self._tell("checkpoint_saved", step=checkpoint.step, path=str(checkpoint.path))
 
+    def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
+        """Writes why."""
+        self._tell("checkpoint_failed", step=trainer.global_step, error=str(error))
+
     def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
         """Writes why."""
         self._tell("stop_requested", step=trainer.global_step, reason=reason)

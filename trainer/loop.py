@@ -13,7 +13,7 @@ import torch
 from .activity import Phase
 from .checkpoint import Checkpoint
 from .config import LossSpikeConfig
-from .errors import ConfigError, DataError, LossSpikeError
+from .errors import CheckpointError, ConfigError, DataError, LossSpikeError
 from .evaluation import Evaluation, evaluating
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
@@ -202,7 +202,7 @@ class Loop:
         """Saves the whole state, between two updates, and waits until that is done."""
         self._finish_saving()
         self.update.settle()
-        with self._in_phase("saving"), self.recorder.paused():
+        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
             checkpoint = self._state.save()
         self._checkpoints.done(self._progress.elapsed_s)
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
@@ -223,7 +223,7 @@ class Loop:
         """Saves the whole state while training goes on."""
         self._finish_saving()
         self.update.settle()
-        with self._in_phase("saving"), self.recorder.paused():
+        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
             self._saving = self._state.begin_save()
         self.update.hold = self._saving.hold
         self._requests.watch(self._saving)
@@ -235,9 +235,21 @@ class Loop:
             return
         saving, self._saving = self._saving, None
         self._requests.watch(None)
-        with self._in_phase("saving"), self.recorder.paused():
+        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
             checkpoint = saving.result()
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
+
+    @contextmanager
+    def _telling_of_failure(self) -> Iterator[None]:
+        """Lets the hooks hear of a save that has failed; what one of them raises does not hide why."""
+        try:
+            yield
+        except CheckpointError as error:
+            try:
+                self._trainer.callbacks.on_checkpoint_failed(self._trainer, error)
+            except Exception as failure:
+                error.add_note(f"besides, {type(failure).__name__}: {failure}")
+            raise
 
     def _let_weights_change(self) -> None:
         """Waits for what a save in the background has yet to copy: averages may take the place of the weights."""
@@ -376,6 +388,7 @@ class Loop:
             return False
         spikes.went_back(progress.step)
         self.recorder.trackers.rewind(progress.step)
+        self._trainer.history.rewind(progress.step)
         self.recorder.note({"rollbacks": float(spikes.rollbacks)})
         self._trainer.print(
             f"{what}; went back to the weights of step {progress.step} ({checkpoint.path}), and on behind the data "

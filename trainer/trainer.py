@@ -72,6 +72,7 @@ class Trainer(OwnHooks, Generic[C]):
         │  │        log                                                               on_log
         │  │        evaluate    on_evaluation_start, on_evaluation_batch_start/end, on_evaluation_end
         │  │        save, in the background; told when it is committed                on_checkpoint_saved
+        │  │              or could not be, which ends the run                          on_checkpoint_failed
         │  │        stop                                                              on_stop_requested
         │  └─ log, evaluate, save at the end of the epoch                             on_epoch_end
         ├─ evaluate and save, if the last step has not been

@@ -165,11 +165,16 @@ class Saved(Callback):
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.told_at: list[int] = []
+        self.failed: list[BaseException] = []
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
         assert read_checkpoint(checkpoint.path).step == checkpoint.step
         self.steps.append(checkpoint.step)
         self.told_at.append(trainer.global_step)
+
+    def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
+        self.failed.append(error)
+        raise OSError("the hook has failed too")
 
 
 CONFIG = TinyConfig(
@@ -226,9 +231,11 @@ def test_a_failure_surfaces_and_what_was_saved_before_stays(tmp_path: Path, monk
 
     monkeypatch.setattr(storage._Local, "commit", full)
     saved = Saved()
-    with pytest.raises(CheckpointError, match="cannot save step 6 .*No space left on device"):
+    with pytest.raises(CheckpointError, match="cannot save step 6 .*No space left on device") as raised:
         TinyTrainer(CONFIG, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
     assert saved.steps == [3]
+    assert saved.failed == [raised.value]
+    assert raised.value.__notes__ == ["besides, OSError: the hook has failed too"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 

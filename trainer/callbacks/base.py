@@ -98,6 +98,13 @@ class Callback:
         One that is saved in the background is of an earlier update: `checkpoint.step`.
         """
 
+    def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
+        """Fires when a checkpoint could not be written, on every rank, before `error` ends the run.
+
+        What was saved before is untouched. No hook hears of what retention deletes: `headway checkpoints ls` shows
+        what there is.
+        """
+
     def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Fires after each epoch, also one in which a stop was asked for, with its training and evaluation means."""
 

@@ -222,7 +222,12 @@ class CheckpointStore:
             self._storage.abandon(staged, name)
             raise
         if self.world.is_main:
-            self._retain(name, said.step)
+            try:
+                self._retain(name, said.step)
+            except Exception as error:
+                # It is committed, on every rank: that an old one stays is no reason to fail on one of them.
+                what = f"{checkpoint.path} is saved, but what it supersedes is not deleted"
+                warnings.warn(f"{what} ({type(error).__name__}: {error})", CheckpointWarning, stacklevel=2)
         return checkpoint
 
     def list(self) -> list[Checkpoint]:

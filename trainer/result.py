@@ -124,6 +124,10 @@ class History:
         self._sums, self._reduced, self._evaluation = {}, {}, {}
         return row
 
+    def rewind(self, step: int) -> None:
+        """Forgets the epochs that ended after update `step`, to which a run has gone back, as trackers do."""
+        self.epochs = [row for row in self.epochs if row["step"] <= step]
+
     def so_far(self) -> dict[str, float]:
         """Returns the means over the part of the epoch that has been, without closing it."""
         means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cmp_to_key
 from typing import Literal
 
-from .best import Mode
+from .best import Mode, is_better
 from .errors import ConfigError
 from .manifest import Checkpoint
 from .progress import Duration
@@ -72,9 +73,14 @@ class Retention:
         """Returns those with a finite value of the metric, the best first; of equal ones the earliest."""
         if self.monitor is None:
             return []
-        sign, monitor = (1 if self.mode == "min" else -1), self.monitor
+        monitor = self.monitor
+
+        def order(one: Checkpoint, other: Checkpoint) -> int:
+            ours, theirs = one.metrics[monitor], other.metrics[monitor]
+            return is_better(theirs, ours, mode=self.mode) - is_better(ours, theirs, mode=self.mode)
+
         judged = [each for each in checkpoints if math.isfinite(each.metrics.get(monitor, math.nan))]
-        return sorted(judged, key=lambda each: sign * each.metrics[monitor])
+        return sorted(judged, key=cmp_to_key(order))
 
 
 def _firsts(checkpoints: Sequence[Checkpoint], every: Duration) -> list[Checkpoint]:

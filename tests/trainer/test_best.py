@@ -64,6 +64,8 @@ def _on_disk(run_dir: Path) -> list[int]:
         ("max", [-5.0, -7.0, -5.0, -1.0], [-5.0, -1.0]),
         ("min", [NAN, -INF, INF, 3.0, NAN, 2.0], [3.0, 2.0]),
         ("max", [INF, NAN, 0.0], [0.0]),
+        ("max", [0.9, 0.9000000000000001, 0.9 + 1e-11], [0.9, 0.9 + 1e-11]),
+        ("min", [0.9000000000000001, 0.9], [0.9000000000000001]),
     ],
 )
 def test_best_is_finite_earliest_and_of_its_mode_D10_H1(mode: Any, values: list[float], taken: list[float]) -> None:

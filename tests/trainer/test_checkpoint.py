@@ -170,6 +170,27 @@ def test_when_none_is_good_it_is_an_error_never_a_fresh_start_B2(tmp_path: Path,
         CheckpointStore(str(tmp_path), world=ALONE).newest_good()
 
 
+def test_what_retention_cannot_look_at_is_a_warning_and_the_checkpoint_is_saved_B7(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised on the main rank alone, it would leave the other ranks with a save that has succeeded."""
+
+    def unreachable(storage: Any) -> Any:
+        raise OSError("the storage does not answer")
+
+    store = CheckpointStore(str(tmp_path), world=ALONE, keep_last=1)
+    save(store, 1)
+    monkeypatch.setattr("headway.trainer.checkpoint.scan", unreachable)
+    with pytest.warns(
+        CheckpointWarning, match=r"step-00000002 is saved, but .* \(OSError: the storage does not answer"
+    ):
+        save(store, 2)
+    monkeypatch.undo()
+    assert steps(store) == [1, 2]
+    save(store, 3)
+    assert steps(store) == [3]
+
+
 def test_saving_a_step_again_replaces_it_and_there_always_is_one(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     save(store, 4, part="first")

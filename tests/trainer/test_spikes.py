@@ -19,6 +19,7 @@ from headway.trainer import (
     ParallelConfig,
     Trainer,
     World,
+    read_history,
 )
 from headway.trainer.callbacks import EarlyStopping
 from headway.trainer.parallel import whole
@@ -235,6 +236,14 @@ def test_an_epoch_at_whose_end_the_run_goes_back_is_in_the_history_once(tmp_path
         trainer = Without(config, run_dir=tmp_path, world=ALONE, printer=lambda text: None)
         rows.append([(row["epoch"], row["step"]) for row in trainer.fit().history])
     assert rows == [[(1, 18)], [(1, 18), (2, 38)]]
+
+
+def test_an_epoch_of_updates_that_are_made_again_is_in_no_history(tmp_path: Path) -> None:
+    """The first epoch ends at step 16, and the jump of step 18 takes the run back to 15."""
+    config = _config(max_steps=None, max_epochs=3, num_rows=128)
+    result = Jumps(config, run_dir=tmp_path, world=ALONE, printer=lambda text: None).fit()
+    assert [(row["epoch"], row["step"]) for row in result.history] == [(2, 29), (3, 45)]
+    assert read_history(tmp_path / "metrics.jsonl") == result.history
 
 
 def test_a_run_killed_after_going_back_goes_on_from_there(tmp_path: Path) -> None:

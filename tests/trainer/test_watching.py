@@ -42,6 +42,21 @@ def test_a_trace_shows_the_chosen_updates(tmp_path: Path, steps: tuple[int, int]
     assert steps_in(trace) == shown
 
 
+def test_an_update_that_is_skipped_has_an_event_of_its_own(tmp_path: Path) -> None:
+    class Skips(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            outputs["loss"] = outputs["loss"] * (float("nan") if batch_idx == 3 else 1.0)
+            return outputs
+
+    config = config_of(non_finite="skip")
+    Skips(config, run_dir=tmp_path, world=ALONE, callbacks=[Profile(steps=(3, 5))]).fit()
+    events = json.loads((tmp_path / "profile/steps-3-5-rank0.json").read_text())["traceEvents"]
+    updates = [event for event in events if event.get("name", "").startswith("ProfilerStep#")]
+    updates = [each for each in updates if each.get("cat") == "user_annotation"]
+    assert [each["name"].split("#")[1] for each in sorted(updates, key=lambda each: each["ts"])] == ["3", "4", "4", "5"]
+
+
 def test_a_stop_inside_the_chosen_updates_writes_what_there_is_and_a_resumed_run_the_rest(tmp_path: Path) -> None:
     for callbacks in ([StopAt(4)], []):
         profile = Profile(steps=(3, 6), record_shapes=True)

@@ -24,6 +24,7 @@ class Profile(Callback):
 
     Open it at https://ui.perfetto.dev or chrome://tracing: every update is an event `ProfilerStep#<step>`, which begins
     where the update before ended, so with the wait for its data. The update before the first one warms the profiler up.
+    An update that is skipped has an event of its own, with the number that the next one has again.
     An ending inside the chosen updates writes what there is; the last event then is what the ending took.
 
     Args:
@@ -80,6 +81,12 @@ class Profile(Callback):
                 self._finish()
             else:
                 self._profiler.step()
+
+    def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
+        """Ends the event of an update that was not applied: the next one has the same number."""
+        if self._profiler is not None:
+            self._profiler.step_num -= 1
+            self._profiler.step()
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
         """Writes what there is."""

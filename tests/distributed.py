@@ -32,6 +32,7 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s:
         AssertionError: a rank raised, died, or was late; the text holds the traceback of the first to fail.
     """
     # Forked from a server that has imported torch and done nothing else: a spawned rank would import it for seconds.
+    # Wrapping a model in DDP or FSDP imports dynamo, which each rank would otherwise do for itself.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "headway.trainer"])
     results: Any = context.Queue()

@@ -5,12 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA := data/stdlib
 RUN ?= gpt
+SCHEDULES ?= 200
 
-.PHONY: help train test check format types docs bench clean
+.PHONY: help train test chaos check format types docs bench clean
 
 help:
 	@echo "make train    learn a GPT from Python's standard library, on two Ray workers of this machine"
 	@echo "make test     the whole test suite"
+	@echo "make chaos    two hundred schedules of kills, full disks and damaged files; a dozen are in make test"
 	@echo "make check    format, lint, types, documentation"
 	@echo "make docs     the documentation, in build/site"
 	@echo "make bench    speed and memory, side by side with the alternatives"
@@ -29,6 +31,10 @@ train: $(VENV)/installed $(DATA)/train/prepared.json
 
 test: $(VENV)/installed types
 	$(BIN)/python -m pytest
+
+# SCHEDULES=50 runs fewer; `python -m tests.chaos --seed 17` repeats one.
+chaos: $(VENV)/installed types
+	$(BIN)/python -m tests.chaos --schedules $(SCHEDULES)
 
 check: $(VENV)/installed types docs
 	$(BIN)/ruff format --check .

@@ -1,0 +1,219 @@
+"""What befalls a run, made from a seed by arithmetic alone: no clock, no process, no file.
+
+A schedule is a training and a list of lives. In each life the run is started on some number of ranks, and at most two
+things happen to it at some moment; when it has ended, its files may be damaged, and it is started again, until a life
+that nothing befalls brings it to its end.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+STEPS_PER_EPOCH = 12
+
+Data = Literal["loader", "parquet"]
+Storage = Literal["disk", "slow", "failing"]
+Moment = Literal["start", "fit", "step", "save", "evaluation", "saved"]
+Blow = Literal["kill", "terminate", "interrupt", "freeze", "fill the disk"]
+Wound = Literal["flip a bit", "truncate", "delete", "overwrite", "append"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained. Of two trainings that differ only in how they save, the results are equal.
+
+    Attributes:
+        ranks: of the undisturbed run, and of all lives unless the schedule resizes.
+        every: steps from save to save.
+        storage: "slow" and "failing" are reached by URI; of the second some calls fail.
+        forgets: what a resume leaves out; only the tests of this suite itself say so, to see that it notices.
+    """
+
+    data: Data = "loader"
+    strategy: Literal["none", "ddp", "fsdp"] = "ddp"
+    ranks: int = 2
+    epochs: int = 2
+    micro_batch_size: int | None = None
+    log_every: int = 4
+    evaluate_every: int | None = 5
+    averages: bool = False
+    every: int = 3
+    background: bool = True
+    keep_last: int = 2
+    save_best: bool = False
+    storage: Storage = "disk"
+    forgets: Literal["", "rng", "data"] = ""
+
+    @property
+    def undisturbed(self) -> Training:
+        """The training with the same result that is never interrupted, and never saves before its end."""
+        return replace(self, every=10**6, background=False, keep_last=2, save_best=False, storage="disk", forgets="")
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * STEPS_PER_EPOCH
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.strategy} on {self.ranks}",
+            f"{self.epochs} epochs of a {self.data}",
+            f"a save every {self.every} steps{' in the background' * self.background}",
+            f"keeping {self.keep_last}{' and the best at once' * self.save_best}",
+        ]
+        parts += [f"micro-batches of {self.micro_batch_size}"] if self.micro_batch_size else []
+        parts += [f"evaluated every {self.evaluate_every}"] if self.evaluate_every else []
+        parts += ["averages"] * self.averages + [f"{self.storage} storage"] * (self.storage != "disk")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something done to processes from outside.
+
+    Attributes:
+        blow: SIGKILL, SIGTERM, SIGINT, SIGSTOP, or a limit on the size of files that makes writes fail.
+        whom: a rank, modulo the number of ranks; None is all of them, as where the machine or the driver dies.
+        moment: what the run says that it begins; "save" is the update after which one is due.
+        count: how often it has to say so.
+        delay_s: from then on.
+        then_s: so much later what was frozen goes on, or the disk has room again; None never, and what was frozen is
+            killed by whoever watches. For signals that ask politely: SIGKILL follows, unless None.
+    """
+
+    blow: Blow
+    whom: int | None
+    moment: Moment
+    count: int
+    delay_s: float
+    then_s: float | None
+
+    def __str__(self) -> str:
+        whom = "all ranks" if self.whom is None else f"rank {self.whom}"
+        after = {
+            "freeze": "until it is given up" if self.then_s is None else f"for {1000 * (self.then_s or 0):.0f} ms",
+            "fill the disk": "for good" if self.then_s is None else f"for {1000 * (self.then_s or 0):.0f} ms",
+        }.get(self.blow, "" if self.then_s is None else f"and kill {1000 * (self.then_s or 0):.0f} ms later")
+        return f"{self.blow} {whom} {1000 * self.delay_s:.0f} ms after {self.moment} {self.count} {after}".strip()
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something done to the newest checkpoint while no process runs.
+
+    Attributes:
+        file: place of the file in the sorted list, from 0 to below 1.
+        place: in the file, from 0 to below 1.
+        bit: that is flipped.
+    """
+
+    wound: Wound
+    file: float
+    place: float
+    bit: int
+
+    def __str__(self) -> str:
+        return f"then {self.wound} in the newest checkpoint"
+
+
+@dataclass(frozen=True)
+class Life:
+    """From one start to the end that follows.
+
+    Attributes:
+        grace_s: how long the ranks that are left are given when one has died.
+    """
+
+    ranks: int
+    faults: tuple[Fault, ...] = ()
+    damages: tuple[Damage, ...] = ()
+    grace_s: float = 0.3
+
+    def __str__(self) -> str:
+        what = "; ".join(map(str, (*self.faults, *self.damages))) or "nothing"
+        return f"{self.ranks} ranks: {what}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A training and what befalls it. The last life is always one that nothing befalls."""
+
+    seed: int
+    training: Training
+    lives: tuple[Life, ...]
+
+    @property
+    def resizes(self) -> bool:
+        """Whether some life has another number of ranks than the undisturbed run; then the numbers differ too."""
+        return any(life.ranks != self.training.ranks for life in self.lives)
+
+    def __str__(self) -> str:
+        lives = [f"  life {number}: {life}" for number, life in enumerate(self.lives, 1)]
+        return "\n".join([f"seed {self.seed}: {self.training}", *lives])
+
+
+def schedule(seed: int) -> Schedule:
+    """Returns the schedule of a seed; always the same."""
+    chance = random.Random(f"chaos {seed}")
+    training = _training(chance)
+    resizes = training.ranks > 1 and chance.random() < 0.25
+    lives = [_life(chance, training, resizes) for _ in range(chance.choice((1, 2, 2, 3, 3, 4)))]
+    last = Life(chance.choice((1, 2, 3)) if resizes else training.ranks)
+    return Schedule(seed, training, (*lives, last))
+
+
+def _training(chance: random.Random) -> Training:
+    # Few undisturbed runs for many schedules: what only makes the result another one goes together.
+    strategy, averages = chance.choice(("none", "ddp", "ddp", "fsdp", "fsdp")), chance.random() < 0.3
+    return Training(
+        data=chance.choice(("loader", "parquet")),
+        strategy=strategy,
+        ranks=1 if strategy == "none" else 2,
+        epochs=3 if averages else 2,
+        micro_batch_size=2 if averages else None,
+        evaluate_every=chance.choice((None, 5)),
+        averages=averages,
+        every=chance.choice((1, 2, 3, 5)),
+        background=chance.random() < 0.7,
+        keep_last=chance.choice((1, 2, 2, 3)),
+        save_best=chance.random() < 0.3,
+        storage=chance.choice(("disk", "disk", "disk", "slow", "failing")),
+    )  # fmt: skip
+
+
+def _life(chance: random.Random, training: Training, resizes: bool) -> Life:
+    ranks = chance.choice((1, 2, 3)) if resizes else training.ranks
+    faults = [_fault(chance, training) for _ in range(chance.choice((1, 1, 1, 2)))]
+    damages = []
+    if chance.random() < 0.3:
+        wounds: tuple[Wound, ...] = ("flip a bit", "flip a bit", "truncate", "delete", "overwrite", "append")
+        damages = [
+            Damage(chance.choice(wounds), chance.random(), chance.random(), chance.randrange(8))
+            for _ in range(chance.choice((1, 1, 2)))
+        ]
+    return Life(ranks, tuple(faults), tuple(damages), grace_s=chance.uniform(0.0, 0.5))
+
+
+def _fault(chance: random.Random, training: Training) -> Fault:
+    blows: tuple[Blow, ...] = ("kill", "kill", "kill", "terminate", "interrupt", "freeze", "fill the disk")
+    blow = chance.choice(blows)
+    moments: list[Moment] = ["start", "fit", "step", "step", "save", "save", "save", "saved"]
+    if training.evaluate_every is not None:
+        moments.append("evaluation")
+    moment = chance.choice(moments)
+    most = {"step": 15, "save": max(1, 15 // training.every), "saved": max(1, 12 // training.every), "evaluation": 2}
+    then_s = None
+    if blow == "freeze" or blow == "fill the disk":
+        then_s = chance.choice((None, chance.uniform(0.0, 0.4)))
+    elif blow != "kill":
+        then_s = chance.choice((None, None, chance.uniform(0.0, 0.1)))
+    return Fault(
+        blow=blow,
+        whom=chance.choice((None, 0, 1)),
+        moment=moment,
+        count=chance.randint(1, most.get(moment, 1)),
+        # Short ones, mostly: a step takes milliseconds, and so does a save.
+        delay_s=chance.uniform(0.0, 0.3) if moment == "start" else chance.choice((0.003, 0.03, 0.1)) * chance.random(),
+        then_s=then_s,
+    )

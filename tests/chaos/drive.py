@@ -23,6 +23,7 @@ from headway.trainer.trackers.jsonl import read_records
 from tests.chaos.damage import checkpoints, damage, torn
 from tests.chaos.ledger import Lived, complaints, surviving
 from tests.chaos.program import run_rank
+from tests.chaos.ray_schedule import RaySchedule
 from tests.chaos.schedule import Fault, Life, Schedule, Training
 from tests.on_ray import write_rows
 
@@ -31,6 +32,10 @@ LATE_S = 120.0
 MOST_LIVES = 12
 ROWS = 103
 _MEASURED = ("train/loss", "train/accuracy", "validation/loss", "validation/accuracy", "lr", "grad_norm", "epoch")
+
+
+class Unexpected(Exception):
+    """Something that no fault explains."""
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Outcome:
         log: what the processes printed, life by life.
     """
 
-    schedule: Schedule
+    schedule: Schedule | RaySchedule
     complaints: list[str] = field(default_factory=list)
     struck: list[str] = field(default_factory=list)
     torn: int = 0
@@ -101,7 +106,7 @@ class Drive:
         run_dir = Path(tempfile.mkdtemp(prefix=f"seed-{schedule.seed}-", dir=self._folder))
         try:
             self._run(schedule, run_dir, outcome)
-        except _Unexpected as unexpected:
+        except Unexpected as unexpected:
             outcome.complaints.append(str(unexpected))
         outcome.seconds = time.monotonic() - began_s
         if outcome.held:
@@ -116,19 +121,20 @@ class Drive:
         life.run()
         if life.statuses() != {"completed"}:
             raise AssertionError(f"the undisturbed run did not complete: {training}\n{life.text()}")
-        found = Undisturbed(surviving([life.lived]), life.digest(), _records(run_dir))
+        found = Undisturbed(surviving([life.lived]), life.digest(), records(run_dir))
         assert complaints(found.history, found.history) == []
         shutil.rmtree(run_dir)
         return found
 
     def _run(self, schedule: Schedule, run_dir: Path, outcome: Outcome) -> None:
-        training, lives = schedule.training, []
+        training = schedule.training
+        lives: list[Lived] = []
         wanted = self.undisturbed(training)
         rotten: set[Path] = set()
         loses_records = training.storage == "failing"
         for number in itertools.count():
             if number >= MOST_LIVES:
-                raise _Unexpected(f"not completed after {MOST_LIVES} lives")
+                raise Unexpected(f"not completed after {MOST_LIVES} lives")
             plan = schedule.lives[min(number, len(schedule.lives) - 1)]
             is_last = number >= len(schedule.lives) - 1
             failing = 0.03 if training.storage == "failing" and not is_last else 0.0
@@ -141,7 +147,7 @@ class Drive:
             outcome.torn += torn(run_dir)
             loses_records |= any("disk" in what for what in life.struck)
             if life.is_late:
-                raise _Unexpected(f"life {number + 1} did not end within {LATE_S:.0f} s: {life.struck}\n{life.text()}")
+                raise Unexpected(f"life {number + 1} did not end within {LATE_S:.0f} s: {life.struck}\n{life.text()}")
             if before.nothing_is_good and "none of the checkpoints can be read" in life.text():
                 # All were damaged, and the run says so instead of beginning anew: somebody moves them away.
                 shutil.rmtree(run_dir / "checkpoints")
@@ -152,7 +158,7 @@ class Drive:
             if life.statuses() == {"completed"}:
                 break
             if life.lived.ended and len(life.lived.ended) < plan.ranks and not life.struck:
-                raise _Unexpected(f"life {number + 1}: some ranks ended well, others did not\n{life.text()}")
+                raise Unexpected(f"life {number + 1}: some ranks ended well, others did not\n{life.text()}")
             for wound in plan.damages:
                 if there := [each for each in checkpoints(run_dir) if each.folder not in rotten]:
                     outcome.struck.append(f"life {number + 1}: {damage(there[-1], wound)}")
@@ -167,11 +173,7 @@ class Drive:
             if digests.get(name) != value
         ]
         if not loses_records:
-            outcome.complaints += _other_records(_records(run_dir), wanted.records)
-
-
-class _Unexpected(Exception):
-    """Something that no fault explains."""
+            outcome.complaints += other_records(records(run_dir), wanted.records)
 
 
 @dataclass(frozen=True)
@@ -202,38 +204,39 @@ def _judge_life(number: int, life: _Life, before: _Before, last: Lived | None) -
     lived = life.lived
     for rank, error in life.errors.items():
         if not life.struck and "the storage does not answer" not in error:
-            raise _Unexpected(f"life {number}: nothing had happened, and rank {rank} raised {error}\n{life.text()}")
+            raise Unexpected(f"life {number}: nothing had happened, and rank {rank} raised {error}\n{life.text()}")
     if not life.struck and not life.errors and life.statuses() != {"completed"}:
-        raise _Unexpected(f"life {number}: nothing had happened, and it ended {life.ends()}\n{life.text()}")
+        raise Unexpected(f"life {number}: nothing had happened, and it ended {life.ends()}\n{life.text()}")
     if lived.restored is None:
         return
     if lived.restored != before.newest_good:
-        raise _Unexpected(
+        raise Unexpected(
             f"life {number} went on from {lived.restored}, and the newest good checkpoint was of {before.newest_good}"
         )
     if last is not None and {status for status, _ in last.ended.values()} == {"interrupted"}:
         steps = {steps for _, steps in last.ended.values()}
         # What was damaged afterwards is another matter.
         if steps != {last.reached}:
-            raise _Unexpected(f"life {number - 1} was interrupted after {last.reached} updates, and says {steps}")
+            raise Unexpected(f"life {number - 1} was interrupted after {last.reached} updates, and says {steps}")
     if life.statuses() == {"interrupted"}:
         if not any(what.startswith(("terminate", "interrupt")) for what in life.struck):
-            raise _Unexpected(f"life {number} says that it was interrupted, and nobody did")
+            raise Unexpected(f"life {number} says that it was interrupted, and nobody did")
         if (newest := checkpoints(life.run_dir)) and newest[-1].step != lived.reached:
-            raise _Unexpected(f"life {number} was stopped in order after {lived.reached}; saved is {newest[-1].step}")
+            raise Unexpected(f"life {number} was stopped in order after {lived.reached}; saved is {newest[-1].step}")
     known = [each.step for each in checkpoints(life.run_dir)]
     if lived.saved and max(lived.saved) not in known:
-        raise _Unexpected(f"life {number} told that {max(lived.saved)} was saved; there are {known}")
+        raise Unexpected(f"life {number} told that {max(lived.saved)} was saved; there are {known}")
 
 
-def _records(run_dir: Path) -> dict[int, dict[str, float]]:
+def records(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Returns what a run has logged of the training itself; how fast it was differs."""
     return {
         int(each["step"]): {name: each[name] for name in _MEASURED if name in each}
         for each in read_records(run_dir / "metrics.jsonl")
     }
 
 
-def _other_records(records: dict[int, dict[str, float]], wanted: dict[int, dict[str, float]]) -> list[str]:
+def other_records(records: dict[int, dict[str, float]], wanted: dict[int, dict[str, float]]) -> list[str]:
     """An interruption adds a record of the interval that it broke off; it takes none away."""
     return [
         f"record of step {step}: {mine}, undisturbed {record}"

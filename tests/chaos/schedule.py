@@ -13,6 +13,7 @@ from typing import Literal
 
 STEPS_PER_EPOCH = 12
 
+Strategy = Literal["none", "ddp", "fsdp"]
 Data = Literal["loader", "parquet"]
 Storage = Literal["disk", "slow", "failing"]
 Moment = Literal["start", "fit", "step", "save", "evaluation", "saved"]
@@ -32,7 +33,7 @@ class Training:
     """
 
     data: Data = "loader"
-    strategy: Literal["none", "ddp", "fsdp"] = "ddp"
+    strategy: Strategy = "ddp"
     ranks: int = 2
     epochs: int = 2
     micro_batch_size: int | None = None
@@ -165,7 +166,8 @@ def schedule(seed: int) -> Schedule:
 
 def _training(chance: random.Random) -> Training:
     # Few undisturbed runs for many schedules: what only makes the result another one goes together.
-    strategy, averages = chance.choice(("none", "ddp", "ddp", "fsdp", "fsdp")), chance.random() < 0.3
+    strategies: tuple[Strategy, ...] = ("none", "ddp", "ddp", "fsdp", "fsdp")
+    strategy, averages = chance.choice(strategies), chance.random() < 0.3
     return Training(
         data=chance.choice(("loader", "parquet")),
         strategy=strategy,

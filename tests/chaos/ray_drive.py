@@ -1,0 +1,247 @@
+"""Drives a schedule on Ray: `headway fit` in a process of its own, on a local cluster of one head and two nodes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from headway.orchestrator.events import Event, read_events
+from headway.orchestrator.storage import Folder
+from headway.trainer import CheckpointConfig, Duration, ParallelConfig, World
+from headway.trainer.trackers.jsonl import read_records
+from tests.chaos.damage import checkpoints, damage
+from tests.chaos.drive import Outcome, Unexpected, other_records, records
+from tests.chaos.ledger import complaints
+from tests.chaos.ray_schedule import BATCH, EPOCHS, ROWS, RayFault, RayLife, RaySchedule
+from tests.distributed import run_on_ranks
+from tests.on_ray import OnRay, OnRayConfig, write_rows
+
+LATE_S = 600.0
+MOST_LIVES = 6
+REPOSITORY = Path(__file__).parents[2]
+
+
+class RayDrive:
+    """Runs schedules one after the other, on one cluster; a context manager that ends it.
+
+    Args:
+        folder: for runs and data.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._folder = folder
+        self._data = write_rows(folder / "rows-on-ray", ROWS)
+        self._undisturbed: dict[str, Path] = {}
+        self._cluster: Any = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False}, shutdown_at_exit=True
+        )
+        self._nodes: list[Any] = []
+        self._add_node()
+        self._add_node()
+
+    def __enter__(self) -> RayDrive:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._cluster.shutdown()
+
+    def run(self, schedule: RaySchedule) -> Outcome:
+        """Runs a schedule to its end, and judges it. Never raises for what the run does."""
+        outcome, began_s = Outcome(schedule), time.monotonic()
+        storage = Path(tempfile.mkdtemp(prefix=f"ray-seed-{schedule.seed}-", dir=self._folder))
+        try:
+            self._run(schedule, storage, outcome)
+        except Unexpected as unexpected:
+            outcome.complaints.append(str(unexpected))
+        outcome.seconds = time.monotonic() - began_s
+        if outcome.held:
+            shutil.rmtree(storage)
+        else:
+            outcome.log.append(f"files: {storage}")
+        return outcome
+
+    def _run(self, schedule: RaySchedule, storage: Path, outcome: Outcome) -> None:
+        undisturbed = self._run_undisturbed(schedule.strategy)
+        run_dir = storage / "run"
+        for number in itertools.count():
+            if number >= MOST_LIVES:
+                raise Unexpected(f"not completed after {MOST_LIVES} starts")
+            plan = schedule.lives[min(number, len(schedule.lives) - 1)]
+            start = _Start(schedule, plan, storage, self._data, self._cluster.address)
+            code = start.run(self)
+            outcome.struck += [f"start {number + 1}: {what}" for what in start.struck]
+            outcome.log.append(f"--- start {number + 1}: exit code {code}\n{start.text()}")
+            if code == 0:
+                break
+            if not any("driver" in what for what in start.struck):
+                raise Unexpected(f"start {number + 1}: `headway fit` ended with {code}\n{start.text()}")
+            for wound in plan.damages:
+                # Of several, so that one is left that is good.
+                if len(there := checkpoints(run_dir)) > 1:
+                    outcome.struck.append(f"start {number + 1}: {damage(there[-1], wound)}")
+        outcome.complaints += complaints(_history(run_dir), _history(undisturbed))
+        if not schedule.resizes:
+            ours, theirs = (_sums(each) for each in (run_dir, undisturbed))
+            outcome.complaints += [
+                f"{name}: {ours.get(name)}, undisturbed {value}"
+                for name, value in theirs.items()
+                if ours.get(name) != value
+            ]
+            outcome.complaints += other_records(records(run_dir), records(undisturbed))
+
+    def _run_undisturbed(self, strategy: str) -> Path:
+        """Trains without Ray and without interruption, on as many ranks."""
+        if strategy not in self._undisturbed:
+            run_dir = self._folder / f"undisturbed-{strategy}"
+            run_on_ranks(_train, 2, str(run_dir), self._data, strategy)
+            self._undisturbed[strategy] = run_dir
+        return self._undisturbed[strategy]
+
+    def _add_node(self) -> None:
+        # Each worker wants a place: so there is one on each node, and none on the head.
+        self._nodes.append(self._cluster.add_node(num_cpus=2, resources={"place": 1}))
+
+    def replace_node(self, which: int) -> None:
+        """Kills a raylet, and everything on its node with it; a while later there is another node."""
+        node = self._nodes.pop(which % len(self._nodes))
+        self._cluster.remove_node(node, allow_graceful=False)
+        threading.Timer(3.0, self._add_node).start()
+
+
+def _train(world: World, run_dir: str, data: str, strategy: str) -> None:
+    config = OnRayConfig(
+        data=data, max_epochs=EPOCHS, global_batch_size=BATCH, log_every=Duration(1, "steps"), dropout=0.2,
+        evaluate_every=Duration(10, "steps"), checkpoint=CheckpointConfig(every=None),
+        parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+    )  # fmt: skip
+    Path(run_dir).mkdir(exist_ok=True)
+    assert OnRay(config, run_dir=run_dir, world=world).fit().status == "completed"
+
+
+def _history(run_dir: Path) -> dict[int, tuple[int, list[int]]]:
+    """Rows of each update over all ranks, from 1; what was done in vain counts as the last attempt saw it."""
+    ranks = [_rows_of_rank(run_dir, int(each.stem.split("-")[1])) for each in run_dir.glob("rows-*.jsonl")]
+    history = {}
+    for step in sorted({step for rank in ranks for step in rank}):
+        there = [rank[step] for rank in ranks if step in rank]
+        last = max(attempt for attempt, _ in there)
+        history[step + 1] = (step // 13, sorted({row for attempt, rows in there if attempt == last for row in rows}))
+    return history
+
+
+def _rows_of_rank(run_dir: Path, rank: int) -> dict[int, tuple[int, list[int]]]:
+    """The last attempt that made each update on a rank, and its rows."""
+    seen: dict[int, tuple[int, list[int]]] = {}
+    for line in (run_dir / f"rows-{rank}.jsonl").read_text().splitlines():
+        said = json.loads(line)
+        attempt, rows = seen.get(said["step"], (0, []))
+        if said["attempt"] >= attempt:
+            seen[said["step"]] = (said["attempt"], [*(rows if attempt == said["attempt"] else []), *said["ids"]])
+    return seen
+
+
+def _sums(run_dir: Path) -> dict[str, str]:
+    """The sums of weights and moments in the last checkpoint."""
+    sums = json.loads((checkpoints(run_dir)[-1].folder / "tensors.json").read_text())
+    return {name: each for name, each in sums.items() if name.startswith(("models/", "optimizers/"))}
+
+
+class _Start:
+    """One `headway fit`, and what is done to it until it ends."""
+
+    def __init__(self, schedule: RaySchedule, plan: RayLife, storage: Path, data: str, address: str) -> None:
+        self.plan, self.struck = plan, list[str]()
+        self._run_dir = storage / "run"
+        self._waiting = list(plan.faults)
+        self._began_s = time.time()
+        self._log = storage / f"driver-{time.time_ns()}.log"
+        settings = {
+            "name": "run", "storage": storage, "scaling.workers": plan.workers, "scaling.wait": "3m",
+            "scaling.resources_per_worker.place": 1, "retries.max_failures": 8,
+            "config.data": data, "config.max_epochs": EPOCHS, "config.global_batch_size": BATCH,
+            "config.log_every": "1 steps", "config.dropout": 0.2, "config.evaluate_every": "10 steps",
+            "config.pause_s": 0.05, "config.checkpoint.every": f"{schedule.every} steps",
+            "config.parallel.strategy": schedule.strategy,
+        }  # fmt: skip
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "headway.orchestrator", "fit", "tests.on_ray:OnRay"]
+                + [f"{name}={value}" for name, value in settings.items()],
+                cwd=REPOSITORY,
+                env={**os.environ, "RAY_ADDRESS": address, "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def run(self, drive: RayDrive) -> int:
+        """Waits for the end, and returns the exit code."""
+        deadline_s = time.monotonic() + LATE_S
+        try:
+            while self._process.poll() is None:
+                if time.monotonic() > deadline_s:
+                    raise Unexpected(f"`headway fit` did not end within {LATE_S:.0f} s: {self.struck}\n{self.text()}")
+                for fault in [each for each in self._waiting if self._is_time(each)]:
+                    self._waiting.remove(fault)
+                    time.sleep(fault.delay_s)
+                    self._strike(fault, drive)
+                time.sleep(0.05)
+        finally:
+            self._process.kill()
+            self._process.wait()
+        return self._process.returncode
+
+    def text(self) -> str:
+        """What the driver has printed, the last of it."""
+        return self._log.read_text()[-6000:]
+
+    def _attempts(self) -> list[Event]:
+        return [
+            each for each in read_events(Folder(str(self._run_dir)))
+            if each["event"] == "attempt_started" and each["time"] >= self._began_s
+        ]  # fmt: skip
+
+    def _is_time(self, fault: RayFault) -> bool:
+        # What befalls the workers needs those of this start; one thing after the other.
+        if fault is not self._waiting[0] or not self._attempts():
+            return False
+        return fault.step == 0 or max((each["step"] for each in _logged(self._run_dir)), default=0) >= fault.step
+
+    def _strike(self, fault: RayFault, drive: RayDrive) -> None:
+        if self._process.poll() is not None:
+            return
+        workers = self._attempts()[-1]["workers"]
+        pid = workers[fault.whom % len(workers)]["pid"]
+        try:
+            match fault.blow:
+                case "kill a worker":
+                    os.kill(pid, signal.SIGKILL)
+                case "freeze a worker":
+                    os.kill(pid, signal.SIGSTOP)
+                case "kill a raylet":
+                    drive.replace_node(fault.whom)
+                case "kill the driver":
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                case "terminate the driver":
+                    os.kill(self._process.pid, signal.SIGTERM)
+                case "interrupt the driver":
+                    os.kill(self._process.pid, signal.SIGINT)
+        except ProcessLookupError:
+            return
+        self.struck.append(str(fault))
+
+
+def _logged(run_dir: Path) -> list[dict[str, Any]]:
+    return read_records(run_dir / "metrics.jsonl")

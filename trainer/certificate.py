@@ -25,7 +25,7 @@ from .errors import ResumeError
 from .payload import named_tensors
 from .progress import Progress
 from .recorder import as_plain
-from .streams import BatchStream, ForeseesRows, Stateful
+from .streams import BatchStream, ForeseesRows, Stateful, Summable
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -208,7 +208,11 @@ class Certifier:
         rank = self._trainer.world.rank
         if rank >= len(said["ranks"]):
             return
+        # Of ranks that are gone.
+        has_more = rank + self._trainer.world.size < len(said["ranks"])
         for part, saved in said["ranks"][rank].items():
+            if has_more and isinstance(rank_parts.get(part), Summable):
+                continue
             state = rank_parts[part].state_dict() if part in rank_parts else {}
             # Only what there is on both sides: a GPU has a generator of its own.
             for key in saved.keys() & state.keys():

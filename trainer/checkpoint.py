@@ -295,10 +295,9 @@ class CheckpointStore:
             self._together(doing, lambda: reading.read_structures(parts))
             self._together(doing, lambda: reading.read_tensors(self.world))
             self._together(doing, lambda: reading.give(parts))
-            saved_here = self.world.rank < checkpoint.world_size
-            absent = self._together(
-                doing, lambda: reading.give_rank_parts(rank_parts, self.world.rank) if saved_here else []
-            )
+            # Each rank its own; what ranks had that are gone is dealt to those that remain.
+            ranks = range(self.world.rank, checkpoint.world_size, self.world.size)
+            absent = self._together(doing, lambda: reading.give_rank_parts(rank_parts, ranks))
         self._loaded.add(checkpoint.path)
         lacking = sorted({part for rank_absent in self.world.gather(absent) for part in rank_absent})
         if lacking and self.world.is_main:

@@ -149,6 +149,14 @@ class MeanMetrics:
         if "reduced" in state_dict:
             self.reduced.load_state_dict(state_dict["reduced"])
 
+    def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes over what another rank, which is gone, had added since the last read."""
+        together = MeanMetrics()
+        together.load_state_dict(state_dict)
+        # In this order: of what is logged as the last value, this rank's counts.
+        together.take_over(self)
+        self.load_state_dict(together.state_dict())
+
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
         """Keeps a value on its device, as it is now: only a fresh result of the graph will not change in place."""
         kept = self._on_device[name]

@@ -13,16 +13,18 @@ import torch
 from .manifest import CheckpointWarning
 
 
-def seed_everything(seed: int, *, rank: int | Literal["common"]) -> None:
+def seed_everything(seed: int, *, rank: int | Literal["common"], step: int = 0) -> None:
     """Seeds Python, NumPy and torch (on all devices of this process), each with its own numbers.
 
     Args:
         seed: from 0; nearby seeds give unrelated numbers.
         rank: whose stream. Each rank has one of its own for dropout and augmentation; the "common" one is the same on
             every rank, and no rank's own, for what all must agree on, such as initial weights.
+        step: the update after which a rank joins a run; it gets other numbers than one that was there from the start.
     """
     # spawn_key is how NumPy derives streams that do not overlap: numpy.random.SeedSequence, "spawn".
-    stream = np.random.SeedSequence(seed, spawn_key=(0,) if rank == "common" else (1, rank))
+    key = (0,) if rank == "common" else (1, rank, step) if step else (1, rank)
+    stream = np.random.SeedSequence(seed, spawn_key=key)
     words = stream.generate_state(8, np.uint64)
     random.seed(b"".join(int(word).to_bytes(8, "little") for word in words[:2]))
     np.random.seed(words[2:6].view(np.uint32))

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from .errors import CheckpointError
 from .manifest import FileSum
 from .payload import PlacesTensors, named_tensors, put_together, take_apart, target
 from .storage import Storage
-from .streams import Stateful
+from .streams import Stateful, Summable
 from .summing import SummedFile
 from .world import World
 
@@ -181,16 +181,28 @@ class Reading:
             CheckpointError: a part does not take its state, with the part's own error as the cause.
         """
         for part, owner in parts.items():
-            _hand(part, owner, self._states[part])
+            _hand(part, owner.load_state_dict, self._states[part])
 
-    def give_rank_parts(self, rank_parts: Mapping[str, Stateful], rank: int) -> list[str]:
-        """Hands the parts of this rank their states, and returns those for which there is none."""
-        stored = torch.load(self._fetch(_rank_file(rank)), map_location="cpu", weights_only=True)
-        for part, owner in rank_parts.items():
-            if part in stored:
-                structure, tensors = stored[part]
-                _hand(part, owner, put_together(structure, tensors.__getitem__))
-        return sorted(rank_parts.keys() - stored.keys())
+    def give_rank_parts(self, rank_parts: Mapping[str, Stateful], ranks: Sequence[int]) -> list[str]:
+        """Hands the parts of this rank their states, and returns those for which there is none.
+
+        Args:
+            rank_parts: what this rank keeps to itself.
+            ranks: whose states it gets: its own, and then, for parts whose states add up, those of ranks that are gone.
+        """
+        absent: list[str] = []
+        for nth, rank in enumerate(ranks):
+            wanted = {name: each for name, each in rank_parts.items() if nth == 0 or isinstance(each, Summable)}
+            if not wanted:
+                continue
+            stored = torch.load(self._fetch(_rank_file(rank)), map_location="cpu", weights_only=True)
+            for part, owner in wanted.items():
+                if part in stored:
+                    structure, tensors = stored[part]
+                    take = owner.add_state_dict if nth and isinstance(owner, Summable) else owner.load_state_dict
+                    _hand(part, take, put_together(structure, tensors.__getitem__))
+            absent = absent or sorted(wanted.keys() - stored.keys())
+        return absent
 
     def _fetch(self, file: str) -> Path:
         return self._storage.fetch(self._name, file, self._scratch)
@@ -229,8 +241,8 @@ class _SummedFiles(FileSystem):
             raise cause or error from None
 
 
-def _hand(part: str, owner: Stateful, state: Any) -> None:
+def _hand(part: str, take: Callable[[Any], object], state: Any) -> None:
     try:
-        owner.load_state_dict(state)
+        take(state)
     except Exception as error:
         raise CheckpointError(f"part {part!r} does not take its state: {type(error).__name__}: {error}") from error

@@ -24,7 +24,7 @@ from .model_state import ModelState, OptimizerState, moved_by_steps
 from .progress import Progress
 from .recorder import Recorder, as_plain
 from .result import FitResult, Status
-from .rng import RngState
+from .rng import RngState, seed_everything
 from .saving import Saving
 from .scheduling import schedulers_at
 from .spikes import SpikeDetector
@@ -209,6 +209,8 @@ class RunState:
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        if "rng" in rank_parts and (rank := self._trainer.world.rank) >= checkpoint.world_size:
+            seed_everything(config.seed, rank=rank, step=checkpoint.step)
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
         keeps_place = self._find_place(begin_epoch_again="data" not in components or is_other_data)
         self._certifier.check_restored(

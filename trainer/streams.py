@@ -87,6 +87,15 @@ class ForeseesRows(Protocol):
         ...
 
 
+@runtime_checkable
+class Summable(Protocol):
+    """A `Stateful` that each rank keeps for itself, and whose states add up: ranks that are gone leave theirs."""
+
+    def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Adds what `state_dict` returned on another rank."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Feed:
     """What a stream must know of the run before it can be read; other packages take it by shape, not by import.

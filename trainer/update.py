@@ -333,7 +333,8 @@ class Update:
                 scheduler.step()
         self._is_applied = True
         self.learning_rates = rates
-        self._metrics.add(norms)
+        if self._world.is_main:  # equal on all ranks: counted once, its mean is that of updates however many ranks
+            self._metrics.add(norms)
         return norm
 
     def _refuse(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:

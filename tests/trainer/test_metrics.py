@@ -285,3 +285,15 @@ def test_nothing_waits_for_the_gpu_before_the_read_D12() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert metrics.read(World.alone(device)) == {"loss": 2.0, "number": 1.0, "tokens": 1.0}
+
+
+def test_a_rank_takes_over_what_ranks_that_are_gone_had_added() -> None:
+    """A4: as if they had added it here, before."""
+    stays, gone = MeanMetrics(), MeanMetrics()
+    for metrics, loss, weight, count in ((stays, 1.0, 1, 2.0), (gone, 4.0, 3, 5.0)):
+        metrics.add({"loss": loss}, weight)
+        metrics.reduced.add("rows", count, "sum")
+        metrics.reduced.add("longest", count, "last")
+    gone.add({"only": 2.0}, 1)
+    stays.add_state_dict(copy.deepcopy(gone.state_dict()))
+    assert stays.read(ALONE) == {"loss": 3.25, "only": 2.0, "rows": 7.0, "longest": 2.0}

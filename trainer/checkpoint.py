@@ -40,6 +40,7 @@ from .snapshot import TENSOR_SUMS, Reading, Snapshot
 from .staging import Staging
 from .storage import Storage, open_storage
 from .streams import Stateful
+from .tensor_files import TensorFiles
 from .world import World
 
 __all__ = ["Checkpoint", "CheckpointStore", "CheckpointWarning", "read_checkpoint"]
@@ -117,6 +118,7 @@ class CheckpointStore:
         self.passed_over: list[str] = []
         self._storage = open_storage(root)
         self._staging = Staging()
+        self._tensor_files = TensorFiles()
         # Not around each save: filters are common to all threads. We know when there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._sequence = 0
@@ -175,14 +177,14 @@ class CheckpointStore:
             # The other ranks are told where they can hear it.
             failure = error
             return Saving(
-                lambda: self._write(said, lambda: _fail(failure)), hold=lambda: None, daemon=self.world.size > 1
+                _nothing, lambda: self._write(said, lambda: _fail(failure)), hold=_nothing, daemon=self.world.size > 1
             )
 
         def copied() -> Snapshot:
-            copy.finish()
+            copy.check()
             return replace(snapshot, tensors=copy.tensors)
 
-        return Saving(lambda: self._write(said, copied), hold=copy.hold, daemon=self.world.size > 1)
+        return Saving(copy.finish, lambda: self._write(said, copied), hold=copy.hold, daemon=self.world.size > 1)
 
     def _write(self, said: _Said, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
         """Writes and commits a snapshot. Every rank must call this, in the thread that saves."""
@@ -191,7 +193,9 @@ class CheckpointStore:
         sequence, name, token = self._on_main(doing, lambda: self._plan(said.step))
         staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
-            written, sums = self._together(doing, lambda: snapshot.write_tensors(staged, self.world))
+            written, sums = self._together(
+                doing, lambda: self._tensor_files.write(snapshot.tensors, staged, self.world)
+            )
             tensors = add_up(self.world.gather(sums))
             rest = self._together(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
             files = {file: each for rank_sums in self.world.gather(written | rest) for file, each in rank_sums.items()}
@@ -453,6 +457,10 @@ def _writer(storage: Storage, name: str) -> str:
     with contextlib.suppress(CheckpointError, OSError):
         return parse_manifest(name, storage.read(name, MANIFEST))[0].writer or "another process"
     return "another process"
+
+
+def _nothing() -> None:
+    return
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -2,7 +2,7 @@
 
 The sum of a tensor is two numbers: of its elements' bits as whole numbers, and of these times their places in the whole
 tensor, both modulo 2**64. So the sums of shards add up to the sum of the whole, on any number of ranks. They find
-errors, not a forger; on one core they read about 2.5 GB/s of float32.
+errors, not a forger; on one core they read about 3 GB/s of float32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from .parallel import local
 from .world import World
 
-# Elements at a time: what they are widened to stays in the cache of a core; a GPU wants fewer, larger pieces.
-_CHUNK = {False: 1 << 16, True: 1 << 22}
+_WIDTH = 1 << 10
+# Rows at a time: what is read again comes from the cache of a core; a GPU wants fewer, larger pieces. At most 2**15
+# rows: sums of 16 bits have to fit into 32.
+_ROWS = {False: 1 << 7, True: 1 << 14}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
 
@@ -61,22 +63,50 @@ def sum_of_part(part: torch.Tensor, *, offsets: Sequence[int], size: Sequence[in
     total = torch.zeros(2, dtype=torch.int64, device=part.device)
     if list(part.shape[1:]) == list(size[1:]):
         first = int(offsets[0]) * (part.numel() // max(1, part.shape[0])) if size else 0
-        wide = torch.empty(min(len(values), _CHUNK[part.is_cuda]), dtype=torch.int64, device=part.device)
-        steps = torch.arange(len(wide), device=part.device)
-        for start in range(0, len(values), len(wide) or 1):
-            narrow = values[start : start + len(wide)]
-            chunk = wide[: len(narrow)].copy_(narrow)
-            bits = chunk.sum()
-            total[0] += bits
-            total[1] += chunk.mul_(steps[: len(narrow)]).sum() + bits * (first + start)
+        step = _WIDTH * _ROWS[part.is_cuda]
+        for start in range(0, len(values), step):
+            total += _sums(values[start : start + step], first + start)
     else:
         places = torch.zeros((), dtype=torch.int64, device=part.device)
         for offset, width, whole in zip(offsets, part.shape, size, strict=True):
             places = places[..., None] * whole + torch.arange(offset, offset + width, device=part.device)
-        wide = values.to(torch.int64)
-        total[0], total[1] = wide.sum(), (wide * places.view(-1)).sum()
+        long = values.to(torch.int64)
+        total[0], total[1] = long.sum(), (long * places.view(-1)).sum()
     bits_sum, places_sum = total.tolist()
     return TensorSum(dtype, bits_sum % _MODULUS, places_sum % _MODULUS)
+
+
+def _sums(values: torch.Tensor, first: int) -> torch.Tensor:
+    """The sum of some values, and of each times its place, counted from `first` on: int64, shape [2]."""
+    rows = len(values) // _WIDTH
+    if rows < 2:
+        bits, places = _sums_of_few(values.to(torch.int64))
+        return torch.stack((bits, places + bits * first))
+    # As a table, where a place is a row's and a column's: the sums of rows and of columns tell all, and no value but
+    # these has to be multiplied.
+    of_rows, of_columns = _exact_sums(values[: rows * _WIDTH].view(rows, _WIDTH))
+    bits, row_places = _sums_of_few(of_rows)
+    _, column_places = _sums_of_few(of_columns)
+    sums = torch.stack((bits, row_places * _WIDTH + column_places + bits * first))
+    return sums + _sums(values[rows * _WIDTH :], first + rows * _WIDTH) if len(values) % _WIDTH else sums
+
+
+def _exact_sums(table: torch.Tensor) -> list[torch.Tensor]:
+    """Of rows and of columns, in int64; processors add whole numbers several times faster than they widen them."""
+    if table.dtype == torch.int64:
+        return [table.sum(1), table.sum(0)]
+    table = table.to(torch.int32)
+    # Modulo 2**32 the sums of all bits say what those of the lower halves are, once those of the upper ones are known.
+    upper = table >> 16
+    exact = []
+    for dim in (1, 0):
+        high = upper.sum(dim, dtype=torch.int32).to(torch.int64) << 16
+        exact.append(high + ((table.sum(dim, dtype=torch.int32) - high) & 0xFFFFFFFF))
+    return exact
+
+
+def _sums_of_few(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return wide.sum(), (wide * torch.arange(len(wide), device=wide.device)).sum()
 
 
 def sums_of(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, TensorSum]:
@@ -130,8 +160,11 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(b"}")
     elif isinstance(value, (list, tuple)):
         digest.update(b"[")
-        for each in value:
-            _feed(digest, each)
+        if all(type(each) is int for each in value):  # states of generators are long
+            digest.update("".join([f"{each!r}," for each in value]).encode())
+        else:
+            for each in value:
+                _feed(digest, each)
         digest.update(b"]")
     elif value is None or isinstance(value, (bool, int, float, str, bytes)):
         digest.update(f"{value!r},".encode())

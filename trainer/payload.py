@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointError
 
+_LEAVES = (int, float, bool, str, bytes, type(None))
+
 
 @runtime_checkable
 class PlacesTensors(Protocol):
@@ -111,12 +113,14 @@ def named_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
     """Yields every tensor in nested dicts, lists and tuples with the keys that lead to it."""
     if isinstance(state, torch.Tensor):
         yield path, state
-    elif isinstance(state, Mapping):
+    elif isinstance(state, (dict, Mapping)):  # of the two, dict is found out sooner
         for key, value in state.items():
-            yield from named_tensors(value, (*path, str(key)))
+            if type(value) not in _LEAVES:
+                yield from named_tensors(value, (*path, str(key)))
     elif isinstance(state, (list, tuple)):
         for index, value in enumerate(state):
-            yield from named_tensors(value, (*path, str(index)))
+            if type(value) not in _LEAVES:  # a generator's state has 600 of them
+                yield from named_tensors(value, (*path, str(index)))
 
 
 def _culprit(state: Any) -> tuple[tuple[str, ...], Any]:

@@ -16,14 +16,22 @@ class Saving:
     """One checkpoint on its way to the disk. Every rank has one; their threads meet each other, not the training.
 
     Args:
-        write: copies, writes and commits; runs in the thread.
+        copy: takes what is being saved out of the training's way; runs in the thread, as training does.
+        write: writes it and commits; runs in the thread, behind training.
         hold: waits until what is being saved may change.
         daemon: whether Python may end before the thread has; where other ranks are gone, it might wait for ever.
     """
 
-    def __init__(self, write: Callable[[], Checkpoint], *, hold: Callable[[], None], daemon: bool) -> None:
+    def __init__(
+        self,
+        copy: Callable[[], None],
+        write: Callable[[], Checkpoint],
+        *,
+        hold: Callable[[], None],
+        daemon: bool,
+    ) -> None:
         self.hold = hold
-        self._write = write
+        self._copy, self._write = copy, write
         self._checkpoint: Checkpoint | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="headway-save", daemon=daemon)
@@ -51,10 +59,11 @@ class Saving:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            # Of this thread alone, on Linux: where cores are scarce, training goes first.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
+            self._copy()
+            with contextlib.suppress(AttributeError, OSError):
+                # Of this thread alone, on Linux: where cores are scarce, training goes first.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._checkpoint = self._write()
         except BaseException as error:
             self._error = error

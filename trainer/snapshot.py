@@ -7,32 +7,26 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from .digests import TensorSum, add_up, digest_of, has_sum, sum_of_part
+from .digests import TensorSum, digest_of
 from .errors import CheckpointError
 from .manifest import FileSum
 from .payload import PlacesTensors, named_tensors, put_together, take_apart, target
 from .storage import Storage
 from .streams import Stateful, Summable
-from .summing import SummedFile
+from .tensor_files import METADATA
 from .world import World
 
 _STRUCTURES = "parts.pkl"
-_METADATA = ".metadata"
 TENSOR_SUMS = "tensors.json"
 
 
@@ -74,19 +68,6 @@ class Snapshot:
             rank_states[part] = (structure, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
         return cls(structures, tensors, rank_states)
 
-    def write_tensors(self, folder: Path, world: World) -> tuple[dict[str, FileSum], dict[str, TensorSum]]:
-        """Writes this rank's share of the tensors; returns its files and sums of tensors. Every rank must call this.
-
-        Of equal copies on several ranks, one is written: the sums are of that one.
-        """
-        writer = FileSystemWriter(folder, sync_files=False)  # the storage does, for all files
-        planner = _SummingPlanner()
-        with ThreadPoolExecutor(1, "headway-sum") as helper:
-            writer.fs = files = _SummedFiles(helper)
-            group, alone = world.control, world.size == 1
-            save(self.tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-        return {name: each for name, each in files.sums.items() if name.endswith(".distcp")}, planner.sums
-
     def digests(self) -> dict[str, Any]:
         """Returns a digest of everything that this rank keeps to itself, by part and key."""
         digests: dict[str, Any] = {}
@@ -104,23 +85,8 @@ class Snapshot:
         if world.is_main:
             (folder / _STRUCTURES).write_bytes(pickle.dumps(self.structures))
             (folder / TENSOR_SUMS).write_text(json.dumps({name: str(each) for name, each in sums.items()}, indent=1))
-            files += [_STRUCTURES, _METADATA, TENSOR_SUMS]
+            files += [_STRUCTURES, METADATA, TENSOR_SUMS]
         return {file: FileSum.of(folder / file) for file in files}
-
-
-class _SummingPlanner(DefaultSavePlanner):
-    """Sums what this rank writes of each tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: dict[str, TensorSum] = {}
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
-        if isinstance(data, torch.Tensor) and has_sum(data) and (about := write_item.tensor_data) is not None:
-            part = sum_of_part(data, offsets=about.chunk.offsets, size=about.size)
-            self.sums = add_up([self.sums, {write_item.index.fqn: part}])
-        return data
 
 
 class Reading:
@@ -148,7 +114,7 @@ class Reading:
         structures: dict[str, bytes] = pickle.loads(self._fetch(_STRUCTURES).read_bytes())
         if missing := sorted(parts.keys() - structures.keys()):
             raise CheckpointError(f"it has no {', '.join(missing)}; it has {', '.join(sorted(structures))}")
-        metadata: Metadata = pickle.loads(self._fetch(_METADATA).read_bytes())
+        metadata: Metadata = pickle.loads(self._fetch(METADATA).read_bytes())
         for part, owner in parts.items():
             live: dict[str, torch.Tensor] = {}
             if not isinstance(owner, PlacesTensors):
@@ -216,29 +182,6 @@ class _FetchedFiles(FileSystem):
 
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
         return super().create_stream(self._reading._fetch(Path(path).name), mode)
-
-
-class _SummedFiles(FileSystem):
-    """Files for torch to write to, with their checksums. What fails, such as for a full disk, it says itself.
-
-    Torch hides it behind an error of its own position.
-    """
-
-    def __init__(self, helper: ThreadPoolExecutor) -> None:
-        self.sums: dict[str, FileSum] = {}
-        self._helper = helper
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield (summed := SummedFile(stream, self._helper))
-            self.sums[Path(path).name] = summed.sum
-        except RuntimeError as error:
-            cause = error.__context__
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise cause or error from None
 
 
 def _hand(part: str, take: Callable[[Any], object], state: Any) -> None:

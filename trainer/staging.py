@@ -71,6 +71,7 @@ class Copy:
         self._later = later
         self._versions = {name: tensor._version for name, tensor in later.items()}
         self._changed: str | None = None
+        self._error: Exception | None = None
         self._may_change = False
         self._looking = threading.Lock()
         self._done = threading.Event()
@@ -87,20 +88,27 @@ class Copy:
             self._arrived.record()
 
     def finish(self) -> None:
-        """Copies what is left; called by the thread that saves.
-
-        Raises:
-            CheckpointError: a tensor was changed under the copy.
-        """
+        """Copies what is left; called by the thread that saves. What goes wrong is raised by `check`."""
         try:
             if self._arrived is not None:
                 self._arrived.synchronize()
             else:
                 self._copy()
             self._look()
+        except Exception as error:
+            self._error = error
         finally:
             self._done.set()
             self._later = {}
+
+    def check(self) -> None:
+        """Makes sure that the copy is one of a single instant.
+
+        Raises:
+            CheckpointError: a tensor was changed under it.
+        """
+        if self._error is not None:
+            raise self._error
         if self._changed is not None:
             raise CheckpointError(
                 f"{self._changed} was changed while it was being saved, and not by an optimizer step of the trainer: "
@@ -125,5 +133,7 @@ class Copy:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for name, tensor in self._later.items():
-            local(self.tensors[name]).copy_(local(tensor), non_blocking=True)
+        # In one call, so that the thread does not ask for the interpreter before every tensor.
+        copies = [local(self.tensors[name]) for name in self._later]
+        if copies:
+            torch._foreach_copy_(copies, [local(tensor) for tensor in self._later.values()], non_blocking=True)

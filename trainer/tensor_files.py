@@ -1,0 +1,207 @@
+"""The tensors of a save as files of Distributed Checkpoint, planned once and written again, save after save.
+
+Distributed Checkpoint decides which rank writes what, and its readers read it. What it plans depends on names, shapes
+and shards alone, and so do the bytes that `torch.save` puts around the numbers of a tensor: both are kept. For 128
+tensors that is 40 ms of Python less in each save, for which a training thread would have to wait.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from .digests import TensorSum, add_up, has_sum, sum_of_part
+from .manifest import FileSum
+from .parallel import local
+from .summing import SummedFile
+from .world import World
+
+METADATA = ".metadata"
+
+
+class TensorFiles:
+    """Writes the tensors of one save after another. Of one rank; keep it from save to save."""
+
+    def __init__(self) -> None:
+        self._frames = _Frames()
+        self._layout: _Layout | None = None
+
+    def write(
+        self, tensors: Mapping[str, torch.Tensor], folder: Path, world: World
+    ) -> tuple[dict[str, FileSum], dict[str, TensorSum]]:
+        """Writes this rank's share; returns its files and sums of tensors. Every rank must call this.
+
+        Of equal copies on several ranks, one is written: the sums are of that one.
+        """
+        shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
+        layout, self._layout = self._layout, None
+        is_known = layout is not None and layout.shapes == shapes
+        if not all(world.gather(is_known)):
+            writer = _Writer(folder, self._frames)
+            group, alone = world.control, world.size == 1
+            save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
+            metadata = (folder / METADATA).read_bytes() if world.is_main else b""
+            file = writer.file
+            layout = _Layout(shapes, file.path.name, writer.items, metadata)
+        else:
+            assert layout is not None
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(dict(tensors))
+            file = _RankFile(folder / layout.file, self._frames)
+            file.write(layout.items, planner.resolve_data)
+            if world.is_main:
+                (folder / METADATA).write_bytes(layout.metadata)
+        if file.is_framed:
+            self._layout = layout
+        return {file.path.name: file.sum}, file.tensor_sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the tensors of a save have been written: those of the next are written so too, if they are alike.
+
+    Attributes:
+        shapes: all that the plan depends on, by name.
+        file: of this rank.
+        items: what this rank writes, in its order.
+        metadata: the main rank's file of that name.
+    """
+
+    shapes: dict[str, Hashable]
+    file: str
+    items: Sequence[WriteItem]
+    metadata: bytes
+
+
+class _RankFile:
+    """One rank's tensors, each as `torch.save` would write it.
+
+    Attributes:
+        path: of the file.
+        sum: of the file, once it is written.
+        tensor_sums: of the parts of tensors that are in it.
+        is_framed: whether all of it lies where it would for any other numbers.
+    """
+
+    def __init__(self, path: Path, frames: _Frames) -> None:
+        self.path, self._frames = path, frames
+        self.sum = FileSum(0, 0)
+        self.tensor_sums: dict[str, TensorSum] = {}
+        self.is_framed = True
+
+    def write(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> list[WriteResult]:
+        """Writes these tensors, and sums them meanwhile."""
+        results, sums = [], []
+        # Buffered, because a system writes at most 2 GB at a time; what is large passes the buffer by.
+        with self.path.open("wb") as stream, ThreadPoolExecutor(1, "headway-sum") as helper:
+            file = SummedFile(stream, helper)
+            for item in items:
+                tensor, begin = resolve(item).detach(), file.tell()
+                for piece in self._pieces(tensor):
+                    file.write(piece)
+                if has_sum(tensor) and (about := item.tensor_data) is not None:
+                    offsets, size = about.chunk.offsets, about.size
+                    sums.append((item.index.fqn, helper.submit(sum_of_part, tensor, offsets=offsets, size=size)))
+                length = file.tell() - begin
+                results.append(WriteResult(item.index, length, _StorageInfo(self.path.name, begin, length)))
+            self.sum = file.sum
+            self.tensor_sums = add_up([{name: each.result()} for name, each in sums])
+        return results
+
+    def _pieces(self, tensor: torch.Tensor) -> Sequence[Any]:
+        is_plain = has_sum(tensor) and not tensor.is_conj() and not tensor.is_neg()
+        if not is_plain or (frame := self._frames.around(tensor)) is None:
+            self.is_framed = False
+            stream = io.BytesIO()
+            torch.save(tensor.cpu().clone(), stream)  # of a view it would write all that lies around it
+            return [stream.getbuffer()]
+        flat = tensor.cpu().contiguous().view(-1)
+        return [frame[0], flat.view(torch.uint8).numpy().data, frame[1]]
+
+
+class _Frames:
+    """What `torch.save` writes before and after the numbers of a tensor: the same for all of its shape and dtype."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[bytes, bytes] | None] = {}
+
+    def around(self, tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
+        """Returns both; None where this torch writes tensors in another way than those that we know."""
+        kind = (tensor.shape, tensor.dtype)
+        if kind not in self._known:
+            self._known[kind] = self._find(torch.empty(tensor.shape, dtype=tensor.dtype))
+        return self._known[kind]
+
+    def _find(self, tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
+        recorder = _Recorder(tensor)
+        # The zip format has a checksum of its own, which torch computes but never reads; we have better ones.
+        computes = get_crc32_options()
+        set_crc32_options(False)
+        try:
+            torch.save(tensor, cast(IO[bytes], recorder))
+        finally:
+            set_crc32_options(computes)
+        if tensor.numel() and not recorder.has_seen_it:
+            return None
+        return b"".join(recorder.before), b"".join(recorder.after)
+
+
+class _Recorder:
+    """A file that keeps what is written to it before and after a tensor's own memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.before: list[bytes] = []
+        self.after: list[bytes] = []
+        self.has_seen_it = False
+        self._place = (tensor.data_ptr(), tensor.nbytes)
+
+    def write(self, data: Any) -> int:
+        """Takes some bytes."""
+        view = memoryview(data).cast("B")
+        if len(view) and (np.frombuffer(view, np.uint8).ctypes.data, len(view)) == self._place:
+            self.has_seen_it = True
+        else:
+            (self.after if self.has_seen_it else self.before).append(bytes(view))
+        return len(view)
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+
+class _Writer(FileSystemWriter):
+    """Lets Distributed Checkpoint plan, and write its own file of what lies where."""
+
+    file: _RankFile
+    items: Sequence[WriteItem]
+
+    def __init__(self, folder: Path, frames: _Frames) -> None:
+        super().__init__(folder, sync_files=False)  # the storage does, for all files
+        self._folder, self._frames = folder, frames
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Writes what the plan gives to this rank."""
+        self.items = plan.items
+        self.file = _RankFile(self._folder / f"{plan.storage_data.prefix}0.distcp", self._frames)
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(self.file.write(plan.items, planner.resolve_data))
+        return future
+
+
+def _shape(tensor: torch.Tensor) -> Hashable:
+    if isinstance(tensor, DTensor):
+        return tensor.shape, tensor.dtype, local(tensor).shape, tensor.placements, tensor.device_mesh
+    return tensor.shape, tensor.dtype

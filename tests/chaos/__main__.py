@@ -9,6 +9,7 @@ python -m tests.chaos --seed 17 --show  what it would do, without doing it
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
@@ -66,6 +67,8 @@ def main() -> int:
     for outcome in failed:
         print(f"\ndid not hold; again: python -m tests.chaos{_options(outcome)}")
         print(outcome.schedule, *outcome.struck, *outcome.complaints, sep="\n")
+    if not failed:
+        shutil.rmtree(folder)
     return 1 if failed else 0
 
 

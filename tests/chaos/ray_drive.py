@@ -39,11 +39,16 @@ class RayDrive:
     """
 
     def __init__(self, folder: Path) -> None:
+        # The first for Ray's own processes, on a machine that is busy; all before Ray is imported.
+        os.environ.update(RAY_raylet_start_wait_time_s="180", RAY_USAGE_STATS_ENABLED="0")
         from ray.cluster_utils import Cluster
 
         self._folder = folder
         self._data = write_rows(folder / "rows-on-ray", ROWS)
         self._undisturbed: dict[str, Path] = {}
+        # Or every program on this machine that calls ray.init() would find this cluster. Short: sockets lie in it.
+        self._before, self._rays_files = os.environ.get("RAY_TMPDIR"), tempfile.mkdtemp(prefix="hc-")
+        os.environ["RAY_TMPDIR"] = self._rays_files
         self._cluster: Any = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False}, shutdown_at_exit=True
         )
@@ -56,6 +61,10 @@ class RayDrive:
 
     def __exit__(self, *error: object) -> None:
         self._cluster.shutdown()
+        os.environ.pop("RAY_TMPDIR")
+        if self._before is not None:
+            os.environ["RAY_TMPDIR"] = self._before
+        shutil.rmtree(self._rays_files, ignore_errors=True)
 
     def run(self, schedule: RaySchedule) -> Outcome:
         """Runs a schedule to its end, and judges it. Never raises for what the run does."""

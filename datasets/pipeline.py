@@ -48,6 +48,8 @@ class Feed(Protocol):
     def device(self) -> torch.device: ...  # noqa: D102
     @property
     def training(self) -> bool: ...  # noqa: D102
+    @property
+    def by_shard(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ class Pipeline:
                     world_size=feed.world_size,
                     global_batch_size=recipe.global_batch_size,
                     micro_batch_size=feed.micro_batch_size,
+                    by_shard=feed.by_shard,
                     offset=place,
                 )
                 for batch, times in _alike(batches, recipe.source.row_bytes):

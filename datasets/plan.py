@@ -228,9 +228,14 @@ class EpochPlan:
         world_size: int,
         global_batch_size: int,
         micro_batch_size: int | None = None,
+        by_shard: bool = False,
         offset: int = 0,
     ) -> Iterator[Batch]:
-        """Yields a rank's part of every global batch from `offset` on; equally many on every rank."""
+        """Yields a rank's part of every global batch from `offset` on; equally many on every rank.
+
+        With `by_shard` no micro-batch has rows of two shards: each shard's rows make equally many, which depends on no
+        number of ranks.
+        """
         first, last = owned(self.shards, rank=rank, world_size=world_size)
         shards = np.arange(self.shards)
         runs = np.array([owned(self.shards, rank=r, world_size=world_size)[0] for r in range(world_size)])
@@ -243,11 +248,13 @@ class EpochPlan:
             taken = after - before
             # Almost all batches of an epoch are alike.
             if cached is None or cached[0] != taken.tobytes():
-                most = int(np.add.reduceat(taken, runs).max())
+                most = int(taken.max() if by_shard else np.add.reduceat(taken, runs).max())
                 own = taken[first:last]
                 num_micro_batches = max(1, -(-most // (micro_batch_size or most)))
                 takes = tuple((first + i, int(rows)) for i, rows in enumerate(own) if rows)
-                cached = taken.tobytes(), Batch(takes, nearly_equal(int(own.sum()), num_micro_batches), size)
+                cut = own.tolist() if by_shard else [int(own.sum())]
+                sizes = tuple(each for rows in cut for each in nearly_equal(rows, num_micro_batches))
+                cached = taken.tobytes(), Batch(takes, sizes, size)
             yield cached[1]
             offset, before = offset + size, after
 

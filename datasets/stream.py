@@ -129,6 +129,11 @@ class ParquetStream:
                 dropped,
             )
 
+    @property
+    def num_shards(self) -> int:
+        """Logical shards: where a batch is cut for a run whose result is to be the same at every number of ranks."""
+        return self._open.shards
+
     def samples_in_epoch(self, epoch: int) -> int:
         """Samples of one epoch over all ranks, after what the tail policy drops."""
         return self._open.plan(epoch).samples(self._open.global_batch_size)

@@ -12,7 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from . import initialise, parallel
 from .agreement import check_agreement, check_weights, shapes
+from .determinism import machine
 from .errors import ConfigError
+from .exact_limits import check_exact_data, check_exact_models
 from .freezing import freeze
 from .loaders import as_stream
 from .recorder import as_plain
@@ -44,6 +46,8 @@ def make_models(trainer: Trainer[Any]) -> None:
     trainer.models = {name: getattr(trainer, name) for name in trainer.models}
     freeze(trainer.models, trainer.config.freeze)
     parallel.check_modules(trainer.models, trainer.config.parallel)
+    if trainer.config.exact:
+        check_exact_models(trainer.models)
 
 
 def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) -> None:
@@ -63,6 +67,8 @@ def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) 
         "models": shapes(trainer.models),
         "versions": versions(),
     }
+    if config.exact:
+        facts["exact"] = machine(world.device)
     # Before the first of the collectives that would wait, or mix up weights, where models differ.
     check_agreement(world, facts)
     for model in trainer.models.values():
@@ -71,7 +77,10 @@ def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) 
         initialise.initialise(born_on_meta, trainer.init_weights)
     check_weights(world, trainer.models)
     for name, model in trainer.models.items():
-        _replace(trainer, name, parallel.replicate(model, config.parallel, world))
+        if config.exact:
+            parallel.synchronise(model, world)
+        else:
+            _replace(trainer, name, parallel.replicate(model, config.parallel, world))
 
 
 def join_again(trainer: Trainer[Any]) -> None:
@@ -111,7 +120,10 @@ def open_data(trainer: Trainer[Any]) -> tuple[BatchStream, dict[str, BatchStream
     """
     loaders = trainer.configure_dataloaders()
     train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
-    return _open(trainer, train, training=True), {} if validation is None else open_sets(trainer, validation)
+    data, sets = _open(trainer, train, training=True), {} if validation is None else open_sets(trainer, validation)
+    if trainer.config.exact:
+        check_exact_data(data, sets, trainer.world)
+    return data, sets
 
 
 def open_sets(trainer: Trainer[Any], data: Any) -> dict[str, BatchStream]:
@@ -152,6 +164,7 @@ def _open(trainer: Trainer[Any], data: Any, *, training: bool) -> BatchStream:
             seed=config.seed,
             device=trainer.device,
             training=training,
+            by_shard=config.exact,
         )
     )
     return stream

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, Digests
 from .config import MAY_CHANGE
+from .determinism import machine
 from .digests import digest_of, sums_of
 from .errors import ResumeError
 from .payload import named_tensors
@@ -67,6 +68,7 @@ class Certifier:
                 "tensors": digests.tensors,
                 "ranks": digests.ranks,
                 "code": self._code,
+                **({"exact": self._exactly()} if trainer.config.exact else {}),
             }
 
         return complete
@@ -82,6 +84,8 @@ class Certifier:
         if not accept_changes:
             before, now = checkpoint.meta.get("config", {}), as_plain(trainer.config)
             changes += [_Change(f"config.{path}", *pair, _ACCEPT) for path, pair in _differences(before, now)]
+            if trainer.config.exact and "exact" in said:
+                changes += self._other_bits(said["exact"])
             changes += self._other_size(checkpoint, said)
         for kind, live in (("optimizers", trainer.optimizers), ("schedulers", trainer.schedulers)):
             if kind in components and (lacking := sorted(set(said.get(kind, ())) - set(live))):
@@ -134,6 +138,15 @@ class Certifier:
         changes += self._other_tensors(checkpoint, said, store, parts)
         changes += self._other_rank_state(said, rank_parts)
         self._refuse(checkpoint, changes)
+
+    def _exactly(self) -> dict[str, Any]:
+        """What the bits of a run in exact mode depend on besides all that no run may change."""
+        return {"config.micro_batch_size": self._trainer.config.micro_batch_size, **machine(self._trainer.device)}
+
+    def _other_bits(self, before: Mapping[str, Any]) -> Iterator[_Change]:
+        for name, now in self._exactly().items():
+            if before.get(name) != now:
+                yield _Change(name, str(before.get(name)), str(now), _ACCEPT)
 
     def _refuse(self, checkpoint: Checkpoint, changes: list[_Change]) -> None:
         """Raises on every rank if there is anything to say on one."""

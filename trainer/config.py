@@ -212,6 +212,8 @@ class TrainerConfig:
         init_keys: shell patterns of the names of the weights that are taken from there, such as "model.encoder.*"; one
             that begins with "!" leaves weights out, as ("*", "!model.head.*") does. Empty takes all. What is chosen
             must be there, on both sides, and in the same shape.
+        exact: gives the same bits at every number of ranks: each update adds up the gradients of the same parts of its
+            batch in the same order, with random numbers of each part's own. Costs time; refuses what it cannot keep.
         changed_data: what to do where a run is to go on with other training data than it had: "raise", or "reset",
             which reads the new data from its beginning.
         parallel: how the model is spread over the ranks.
@@ -252,6 +254,7 @@ class TrainerConfig:
     sanity_batches: int = 0
     init_from: str | None = None
     init_keys: tuple[str, ...] = ()
+    exact: bool = False
     changed_data: ChangedData = "raise"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,17 @@ import torch
 
 from .activity import Activity
 from .callbacks.base import CallbackList
+from .determinism import apart, pinned
 from .errors import ConfigError, DataError, StepError
+from .exact_means import ExactMeans
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
 from .nested import move
 from .precision import autocast
 from .reductions import Reduce
 from .requests import Requests
-from .streams import BatchStream, GlobalBatch
+from .rng import seed_for
+from .streams import BatchStream, CutsByShard, GlobalBatch, parts_of_ranks
 from .world import World
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class Evaluation:
         self._trainer, self._sets, self._requests = trainer, sets, requests
         self._max_batches = max_batches
         self._callbacks = CallbackList() if is_rehearsal else trainer.callbacks
-        self._means = MeanMetrics()
+        self._means = ExactMeans() if trainer.config.exact else MeanMetrics()
         self._prefix = "validation/"
 
     def __call__(self) -> dict[str, float] | None:
@@ -67,7 +70,8 @@ class Evaluation:
         trainer = self._trainer
         computed: dict[str, float] = {}
         num_batches = 0
-        with evaluating(trainer), trainer.metrics.counting():
+        exactly = pinned(trainer.device) if trainer.config.exact else nullcontext()
+        with exactly, evaluating(trainer), trainer.metrics.counting():
             self._callbacks.on_evaluation_start(trainer)
             for name, stream in self._sets.items():
                 self._prefix = f"validation/{name}/" if name else "validation/"
@@ -99,12 +103,19 @@ class Evaluation:
         """Runs over one set, and returns how many batches it had; None if a request to stop came."""
         trainer, callbacks, metrics = self._trainer, self._callbacks, self._trainer.metrics
         weighs_itself = trainer.weighs_itself
-        batch_idx = 0
+        num_batches = first = 0
         with closing(_in_step(stream, trainer.world, trainer.activity)) as batches:
             for batch in islice(batches, self._max_batches):
-                for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
+                own, first = self._numbers(stream, batch, first)
+                micro_batches = zip(own, batch.micro_batches, batch.num_samples, strict=True)
+                for batch_idx, micro_batch, num_samples in micro_batches:
                     if trainer.device.type != "cpu":
                         micro_batch = move(micro_batch, trainer.device)
+                    if trainer.config.exact:
+                        if not num_samples:
+                            continue
+                        seed_for(trainer.config.seed, self._prefix, trainer.progress.step, batch_idx)
+                        micro_batch = apart(micro_batch)
                     # A row that is there to keep the ranks in step counts nowhere.
                     metrics.counts = num_samples > 0
                     trainer.activity.begin_batch("evaluation")
@@ -115,7 +126,7 @@ class Evaluation:
                         weight = trainer.loss_weight(micro_batch) if weighs_itself else num_samples
                         self._means.add(outputs, weight, self._prefix)
                     callbacks.on_evaluation_batch_end(trainer, outputs, micro_batch, batch_idx)
-                    batch_idx += 1
+                num_batches += 1
                 agreed = self._requests.agree(often=True)
                 if agreed.evaluate:
                     self._requests.evaluate()
@@ -123,7 +134,16 @@ class Evaluation:
                     self._requests.save()
                 if agreed.stop:
                     return None
-        return batch_idx
+        return num_batches
+
+    def _numbers(self, stream: BatchStream, batch: GlobalBatch, first: int) -> tuple[range, int]:
+        """Returns the numbers of this rank's micro-batches, and the first of the next batch: in exact mode over all."""
+        num_own, world = len(batch.micro_batches), self._trainer.world
+        if not (self._trainer.config.exact and isinstance(stream, CutsByShard)):
+            return range(first, first + num_own), first + num_own
+        runs = parts_of_ranks(stream.num_shards, world.size, num_own=num_own, rank=world.rank)
+        own = runs[world.rank]
+        return range(first + own.start, first + own.stop), first + runs[-1].stop
 
     def _complain_of_no_data(self, name: str, stream: BatchStream) -> None:
         what = f"the validation data{f' {name!r}' if name else ''}"

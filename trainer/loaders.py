@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    get_worker_info,
 )
 
 from .errors import ConfigError, DataError
 from .nested import batch_size
+from .rng import RngState
 from .streams import BatchStream, Feed, GlobalBatch, Guarantee, is_stream
 
 
@@ -95,7 +96,7 @@ class LoaderStream:
         assert loader.batch_size is not None
         self._micro_batch_size = feed.micro_batch_size or loader.batch_size
         own = loader.batch_size * feed.world_size * (feed.accumulation if feed.training else 1)
-        self._global_batch_size = (feed.training and feed.global_batch_size) or own
+        self._global_batch_size = ((feed.training or feed.by_shard) and feed.global_batch_size) or own
         self._drop_last = loader.drop_last and feed.training
         if len(self._dataset) == 0:
             raise DataError(f"the {type(self._dataset).__name__} of the {_role(feed)} loader has no rows")
@@ -118,15 +119,22 @@ class LoaderStream:
         """Global batches of an epoch, the last of which may be smaller."""
         return _ceil(self.samples_in_epoch(epoch), self._global_batch_size)
 
+    @property
+    def num_shards(self) -> int:
+        """Logical shards: parts of a global batch of `micro_batch_size` rows each."""
+        return _ceil(self._global_batch_size, self._micro_batch_size)
+
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches from `offset` on; finding it costs nothing but the epoch's permutation."""
         plan = [self._split(rows) for rows in self._global_rows(epoch, offset)]
         rows = [rows for micro_batches, _, _ in plan for rows in micro_batches]
         # Worker processes outlive an epoch, so the epoch travels with each row.
-        self._indices.batches = [[(epoch, row) for row in each] for each in rows] if self._loader.num_workers else rows
+        self._indices.batches = [[(epoch, row) for row in each] for each in rows] if self._seeds_rows else rows
         self._batches = batches = iter(self._read())
         for micro_batches, num_samples, total in plan:
-            yield LoadedBatch([next(batches) for _ in micro_batches], num_samples, total, micro_batches)
+            with _generators_kept() if self._seeds_here else nullcontext():
+                loaded = [next(batches) for _ in micro_batches]
+            yield LoadedBatch(loaded, num_samples, total, micro_batches)
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -154,9 +162,22 @@ class LoaderStream:
         seed = int(np.random.SeedSequence((self._feed.seed, epoch)).generate_state(1, np.uint64)[0] >> np.uint64(1))
         return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
+    @property
+    def _seeds_here(self) -> bool:
+        """Whether rows are read in this process, by random numbers of their own all the same."""
+        return self._feed.by_shard and not self._loader.num_workers
+
+    @property
+    def _seeds_rows(self) -> bool:
+        return self._feed.by_shard or self._loader.num_workers > 0
+
     def _split(self, rows: list[int]) -> tuple[list[list[int]], list[int], int]:
         """Cuts the rows of a global batch into this rank's micro-batches; every rank gets equally many of them."""
-        rank, size = self._feed.rank, self._feed.world_size
+        rank, size, length = self._feed.rank, self._feed.world_size, self._micro_batch_size
+        if self._feed.by_shard:
+            first, last = self.num_shards * rank // size, self.num_shards * (rank + 1) // size
+            parts = [rows[shard * length : (shard + 1) * length] for shard in range(first, last)]
+            return [part or rows[:1] for part in parts], [len(part) for part in parts], len(rows)
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
         num_micro_batches = max(1, _ceil(_ceil(len(rows), size), self._micro_batch_size))
         pieces = [
@@ -179,7 +200,7 @@ class LoaderStream:
                     "timeout": loader.timeout,
                 }
             self._reader = DataLoader(
-                _SeededRows(self._dataset, self._feed.seed) if loader.num_workers else self._dataset,
+                _SeededRows(self._dataset, self._feed.seed) if self._seeds_rows else self._dataset,
                 batch_sampler=self._indices,
                 collate_fn=loader.collate_fn,
                 num_workers=loader.num_workers,
@@ -283,14 +304,27 @@ class _Indices:
         return len(self.batches)
 
 
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leaves the generators of this process as they were, whatever happens to them inside."""
+    generators = RngState()
+    before = generators.state_dict()
+    try:
+        yield
+    finally:
+        generators.load_state_dict(before)
+
+
 class _SeededRows(Dataset[Any]):
-    """Seeds everything random of a worker process before each row: what a row draws depends on nothing but the row."""
+    """Seeds everything random of its process before each row: what a row draws depends on nothing but the row.
+
+    In another process than that of the training, unless the generators are put back afterwards.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        assert get_worker_info() is not None, "only worker processes may be reseeded"
         epoch, row = place
         words = np.random.SeedSequence((self._seed, epoch, row)).generate_state(2, np.uint32)
         torch.manual_seed(int(words[0]))

@@ -15,6 +15,8 @@ from .checkpoint import Checkpoint
 from .config import LossSpikeConfig
 from .errors import CheckpointError, ConfigError, DataError, LossSpikeError
 from .evaluation import Evaluation, evaluating
+from .exact import ExactUpdate
+from .exact_means import ExactMeans
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
 from .parallel import check_unbroken
@@ -24,12 +26,12 @@ from .recorder import Recorder
 from .reductions import Reduce
 from .requests import Requests, StopStatus
 from .result import FitResult
-from .rng import RngState
+from .rng import RngState, seed_for
 from .saving import Saving
 from .scheduling import follow_evaluation, schedulers_at
 from .spikes import SpikeDetector
 from .state import RunState
-from .streams import BatchStream, DropsTail, GlobalBatch
+from .streams import BatchStream, CutsByShard, DropsTail, GlobalBatch
 from .update import Update, Weight
 
 if TYPE_CHECKING:
@@ -58,8 +60,15 @@ class Loop:
         self._trainer, self._config, self._requests = trainer, config, requests
         self._progress, self._world = trainer.progress, trainer.world
         self._data, self._validation = data, validation
-        self.metrics = MeanMetrics()
-        self.update = Update(trainer, self.metrics)
+        self.metrics: MeanMetrics
+        self.update: Update
+        if config.exact:
+            assert isinstance(data, CutsByShard)
+            self.metrics = ExactMeans()
+            self.update = ExactUpdate(trainer, self.metrics, ExactMeans(), data)
+        else:
+            self.metrics = MeanMetrics()
+            self.update = Update(trainer, self.metrics)
         self.recorder = Recorder(trainer, self.metrics, self.update)
         self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
         self._state = RunState(trainer, self.recorder, self.metrics, self.update, self._spikes, data)
@@ -157,6 +166,11 @@ class Loop:
 
         Inside `run` it does what is due as well, and returns metrics only where these are due.
         """
+        if self._config.exact:
+            raise ConfigError(
+                "exact=True learns from the batches of configure_dataloaders, which are cut in the same way for any "
+                "number of ranks, and train_step was given another: call train_epoch, or leave exact out"
+            )
         applied = self._advance(batch, of_epoch=False)
         if not self._is_running:
             return self._flush()
@@ -194,7 +208,7 @@ class Loop:
         """Takes in a number that a step logs by itself."""
         if self._evaluation is not None:
             self._evaluation.log(name, value, weight, reduce)
-        elif not self.update.is_padding:
+        elif not self.update.is_padding and (not isinstance(self.update, ExactUpdate) or self.update.counts_here):
             metrics = self.update.logged if self.recorder.in_update else self.metrics
             metrics.log(f"{'train' if self._trainer.training else 'validation'}/{name}", value, weight, reduce)
 
@@ -264,6 +278,8 @@ class Loop:
                 return evaluation()
         finally:
             self._evaluation = None
+            if self._config.exact:
+                seed_for(self._config.seed, "after an evaluation", self._progress.step)
 
     @contextmanager
     def _in_phase(self, phase: Phase) -> Iterator[None]:

@@ -61,7 +61,7 @@ class MeanMetrics:
             name = prefix + key
             if isinstance(value, Tensor):
                 if value.numel() != 1:
-                    raise _not_a_number(name, value)
+                    raise not_a_number(name, value)
                 if not value.is_cpu:
                     self._keep(name, value, weight)
                     continue
@@ -71,7 +71,7 @@ class MeanMetrics:
                     self.add(value, weight, f"{name}/")
                     continue
                 if not isinstance(value, numbers.Real):  # NumPy's scalars are
-                    raise _not_a_number(name, value)
+                    raise not_a_number(name, value)
             if isinstance(weight, Tensor):
                 self._keep(name, torch.tensor(float(value)).to(weight.device, non_blocking=True), weight)
             elif weight:
@@ -205,7 +205,8 @@ class MeanMetrics:
         return total, int(last[0]), int(last[1])
 
 
-def _not_a_number(name: str, value: Any) -> StepError:
+def not_a_number(name: str, value: Any) -> StepError:
+    """The error about something in what a step returned that has no mean."""
     what = (
         f"a tensor of shape {list(value.shape)}"
         if isinstance(value, Tensor)

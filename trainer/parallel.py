@@ -68,7 +68,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     shards = world.size > 1 and config.strategy in ("fsdp", "hsdp")
     if shards:
         if not on_meta(model):
-            _synchronise(model, world)
+            synchronise(model, world)
         _fully_shard(model, [block for _, _, block in blocks], config, precision, world)
     offloads = shards and config.cpu_offload
     _materialise(model, torch.device("cpu") if offloads else world.device, world.device)
@@ -296,7 +296,8 @@ def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torc
                 setattr(module, name, buffer.to(buffers_on))
 
 
-def _synchronise(model: nn.Module, world: World) -> None:
+def synchronise(model: nn.Module, world: World) -> None:
+    """Gives every rank the main rank's weights and buffers. Every rank must call this."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(world.broadcast_tensor(tensor.to(world.device, copy=True)))

@@ -76,10 +76,10 @@ class Reductions:
             for name, (reduce, value) in of_rank.items():
                 together._include(name, reduce, value)
         for name, reduce in together.kinds.items():
-            self._check(name, reduce)
+            self.check(name, reduce)
         for name in means:
             if name in self.kinds:
-                self._check(name, "mean")
+                self.check(name, "mean")
         return {name: value for name, (_, value) in together.take().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,10 +93,15 @@ class Reductions:
         self.kinds, self.values = dict(state_dict["kinds"]), dict(state_dict["values"])
 
     def _include(self, name: str, reduce: Reduce, value: float | Tensor) -> None:
-        self._check(name, reduce)
+        self.check(name, reduce)
         self.values[name] = combine(reduce, self.values[name], value) if name in self.values else value
 
-    def _check(self, name: str, reduce: Reduce) -> None:
+    def check(self, name: str, reduce: Reduce) -> None:
+        """Takes note of how a name is reduced.
+
+        Raises:
+            StepError: it has been reduced in another way.
+        """
         if (known := self.kinds.setdefault(name, reduce)) != reduce:
             raise StepError(
                 f"{name!r} is logged as a {known} and as a {reduce}: give one of them another name, or the same reduce"

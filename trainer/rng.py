@@ -24,7 +24,21 @@ def seed_everything(seed: int, *, rank: int | Literal["common"], step: int = 0) 
     """
     # spawn_key is how NumPy derives streams that do not overlap: numpy.random.SeedSequence, "spawn".
     key = (0,) if rank == "common" else (1, rank, step) if step else (1, rank)
-    stream = np.random.SeedSequence(seed, spawn_key=key)
+    _seed(np.random.SeedSequence(seed, spawn_key=key))
+
+
+def seed_for(seed: int, *purpose: str | int) -> None:
+    """Seeds the same generators for one purpose, such as ("part", step, tries, part): in exact mode, on any rank.
+
+    Args:
+        seed: of the run.
+        purpose: what the numbers are for, a word and whole numbers from 0. Each gives a stream of its own.
+    """
+    key = [int.from_bytes(each.encode(), "big") if isinstance(each, str) else each for each in purpose]
+    _seed(np.random.SeedSequence(seed, spawn_key=(2, *key)))
+
+
+def _seed(stream: np.random.SeedSequence) -> None:
     words = stream.generate_state(8, np.uint64)
     random.seed(b"".join(int(word).to_bytes(8, "little") for word in words[:2]))
     np.random.seed(words[2:6].view(np.uint32))

@@ -96,6 +96,35 @@ class Summable(Protocol):
         ...
 
 
+@runtime_checkable
+class CutsByShard(Protocol):
+    """A `BatchStream` that can cut every global batch by logical shards, in the same way for any number of ranks.
+
+    Told to by `Feed.by_shard`, it gives a rank equally many micro-batches for each of its logical shards, those of one
+    shard after the other; how many, no number of ranks decides. Rank r of R owns the shards from `num_shards * r // R`
+    up to `num_shards * (r + 1) // R`.
+    """
+
+    @property
+    def num_shards(self) -> int:
+        """Logical shards, the same for the whole run; known once the stream is open."""
+        ...
+
+
+def parts_of_ranks(num_shards: int, world_size: int, *, num_own: int, rank: int) -> list[range]:
+    """Numbers the micro-batches of a global batch that is cut by shard, from 0 over all ranks; returns those of each.
+
+    Args:
+        num_shards: logical shards.
+        world_size: ranks.
+        num_own: micro-batches of one rank.
+        rank: which; one that owns no shard tells nothing of the others.
+    """
+    ends = [num_shards * each // world_size for each in range(world_size + 1)]
+    pieces = num_own // max(1, ends[rank + 1] - ends[rank])
+    return [range(begin * pieces, end * pieces) for begin, end in zip(ends, ends[1:], strict=False)]
+
+
 @dataclass(frozen=True, slots=True)
 class Feed:
     """What a stream must know of the run before it can be read; other packages take it by shape, not by import.
@@ -108,6 +137,7 @@ class Feed:
         seed: of the order of the data; the same on all ranks.
         device: where the batches are to lie.
         training: an evaluation stream gives every row exactly once, in a fixed order.
+        by_shard: no micro-batch has rows of two logical shards; see `CutsByShard`.
     """
 
     rank: int
@@ -118,6 +148,7 @@ class Feed:
     seed: int
     device: torch.device
     training: bool
+    by_shard: bool = False
 
 
 class BatchStream(Protocol):

@@ -20,6 +20,8 @@ from .checkpoint import Checkpoint
 from .config import TrainerConfig
 from .errors import ConfigError, DataError, HeadwayError
 from .evaluation_metrics import EvaluationMetrics
+from .exact import ExactUpdate
+from .exact_limits import check_exact_config, check_exact_metrics
 from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
 from .float8 import check_float8, convert_to_float8
 from .histogram import Histogram
@@ -608,12 +610,17 @@ class Trainer(OwnHooks, Generic[C]):
         assert self._data is not None
         self._loop = Loop(self, self._requests, self._data, self._validation)
         self.metrics = EvaluationMetrics(self.configure_metrics(), self.world)
+        if self.config.exact:
+            check_exact_metrics(self.metrics)
         trackers = self._given_trackers if self._given_trackers is not None else self.configure_trackers()
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
             # Who follows the run from outside reads this file.
             trackers = [JsonlTracker(), *trackers]
         self._loop.recorder.use(trackers if self.world.is_main else ())
-        seed_everything(self.config.seed, rank=self.world.rank)
+        seed_everything(self.config.seed, rank=0 if self.config.exact else self.world.rank)
+        if isinstance(update := self._loop.update, ExactUpdate):
+            self.print(update.describe())
+            self.add_meter(update.measure)
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
 
@@ -624,6 +631,8 @@ class Trainer(OwnHooks, Generic[C]):
         parallel.check_strategy(self.config.parallel, self.world)
         if self.config.float8:
             check_float8(self.device)
+        if self.config.exact:
+            check_exact_config(self.config)
 
     def _open_data(self) -> None:
         self._data, self._validation = assembly.open_data(self)

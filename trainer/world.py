@@ -156,6 +156,22 @@ class World:
             means = flat.div_(self.size).split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
+    def exchange(self, tensor: torch.Tensor, *, give: int, take: Sequence[int]) -> torch.Tensor:
+        """Gives each rank the next `give` numbers of a flat tensor; returns what this one gets, `take` of each."""
+        if self.size == 1:
+            return tensor
+        received = tensor.new_empty(sum(take))
+        dist.all_to_all_single(received, tensor, list(take), [give] * self.size)
+        return received
+
+    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the flat tensors of all ranks, which are of one length, end to end in the order of the ranks."""
+        if self.size == 1:
+            return tensor
+        joined = tensor.new_empty(self.size * len(tensor))
+        dist.all_gather(list(joined.split(len(tensor))), tensor)  # type: ignore[no-untyped-call]
+        return joined
+
     def sum_of(self, *values: int) -> list[int]:
         """Adds whole numbers up over all ranks. Waits for the other ranks, not for the device."""
         if self.size == 1:

@@ -20,7 +20,7 @@ class RunResult:
         reason: why, in words.
         metrics: the last value of every metric.
         history: one dict per completed epoch; `history.columns()` are lists by metric.
-        steps, epochs: how far it is.
+        steps, epochs, samples, tokens: how far it is; tokens where the trainer counts them.
         attempts: lives of worker groups so far.
         run_dir: where its files lie.
         last_checkpoint, best_checkpoint: paths in it.
@@ -37,6 +37,8 @@ class RunResult:
     history: Table = field(default_factory=Table)
     steps: int = 0
     epochs: int = 0
+    samples: int = 0
+    tokens: int = 0
     attempts: int = 0
     last_checkpoint: str | None = None
     best_checkpoint: str | None = None

@@ -39,7 +39,7 @@ RunStatus = Literal["running"] | Status
 
 # How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
 _FREE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
-_LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples")
+_LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples", "config.max_tokens")
 # A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
 HEARTBEAT_S = 20.0
 _SILENT_S = 90.0
@@ -89,7 +89,7 @@ class Record:
         workers: ranks of the last attempt.
         attempts: lives of worker groups so far.
         created, started, ended: the first start, the last one, and its end.
-        steps, epochs, metrics: where it stands, as of its end.
+        steps, epochs, samples, tokens, metrics: where it stands, as of its end.
         last_checkpoint, best_checkpoint, best_metric, best_step: the same.
         resumed_from: the checkpoint that the last attempt began from.
         data_guarantee: what of its place in the training data a resumed run finds again.
@@ -113,6 +113,8 @@ class Record:
     ended: str | None = None
     steps: int = 0
     epochs: int = 0
+    samples: int = 0
+    tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     last_checkpoint: str | None = None
     best_checkpoint: str | None = None

@@ -137,7 +137,8 @@ def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
 def _close(run: Run, result: RunResult, display: Display) -> None:
     run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
-        metrics=result.metrics, last_checkpoint=result.last_checkpoint or run.record.last_checkpoint,
+        samples=result.samples, tokens=result.tokens, metrics=result.metrics,
+        last_checkpoint=result.last_checkpoint or run.record.last_checkpoint,
         best_checkpoint=result.best_checkpoint, best_metric=result.best_metric, best_step=result.best_step,
         resumed_from=result.resumed_from, data_guarantee=result.data_guarantee,
     )  # fmt: skip

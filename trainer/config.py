@@ -17,8 +17,9 @@ ChangedData = Literal["raise", "reset"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 
 MAY_CHANGE = (
-    "max_epochs", "max_steps", "max_samples", "log_every", "grad_norm_groups", "evaluate_every", "evaluate_at_start",
-    "evaluate_batches", "sanity_batches", "checkpoint", "parallel", "micro_batch_size", "changed_data",
+    "max_epochs", "max_steps", "max_samples", "max_tokens", "log_every", "grad_norm_groups", "evaluate_every",
+    "evaluate_at_start", "evaluate_batches", "sanity_batches", "checkpoint", "parallel", "micro_batch_size",
+    "changed_data",
 )  # fmt: skip
 """Fields of a `TrainerConfig` that do not change what is learned: a run may go on with others."""
 
@@ -180,6 +181,8 @@ class TrainerConfig:
         max_epochs: passes over the training data, in total over all attempts and resumes.
         max_steps: optimizer updates, in total. The first limit that is reached ends the run.
         max_samples: samples learned from over all ranks, in total; the update that reaches it is the last.
+        max_tokens: tokens learned from, in total, of a trainer that counts them by `num_tokens`. They are counted when
+            the log is flushed: the run ends with the first record (`log_every`) that has as many.
         steps_per_epoch: updates that make an epoch of data that has no end of its own, or cut a longer one short.
         seed: of everything random; every rank derives its own stream, the order of the data is common.
         global_batch_size: samples of one update over all ranks. Stays what it is when the number of ranks changes.
@@ -232,6 +235,7 @@ class TrainerConfig:
     max_epochs: int | None = None
     max_steps: int | None = None
     max_samples: int | None = None
+    max_tokens: int | None = None
     steps_per_epoch: int | None = None
     seed: int = 0
     global_batch_size: int | None = None
@@ -268,6 +272,7 @@ class TrainerConfig:
             "max_epochs",
             "max_steps",
             "max_samples",
+            "max_tokens",
             "steps_per_epoch",
             "global_batch_size",
             "micro_batch_size",

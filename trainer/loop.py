@@ -511,6 +511,8 @@ class Loop:
             return f"max_steps={config.max_steps} reached"
         if config.max_samples is not None and progress.samples >= config.max_samples:
             return f"max_samples={config.max_samples} reached"
+        if config.max_tokens is not None and progress.tokens >= config.max_tokens:
+            return f"max_tokens={config.max_tokens} reached"
         if config.max_epochs is not None and progress.epoch >= config.max_epochs:
             return f"max_epochs={config.max_epochs} reached"
         return None
@@ -518,8 +520,10 @@ class Loop:
     def _has_enough(self) -> bool:
         """Whether the run ends inside the epoch in progress."""
         progress, config = self._progress, self._config
-        return progress.step == config.max_steps or (
-            config.max_samples is not None and progress.samples >= config.max_samples
+        return (
+            progress.step == config.max_steps
+            or (config.max_samples is not None and progress.samples >= config.max_samples)
+            or (config.max_tokens is not None and progress.tokens >= config.max_tokens)
         )
 
     def _is_cut_here(self) -> bool:

@@ -98,6 +98,7 @@ class Progress:
         offset: samples of the epoch in progress that all ranks together have consumed.
         micro_batches: forward and backward passes of this rank.
         samples: samples learned from, over all ranks and epochs.
+        tokens: tokens of these, where `Trainer.num_tokens` counts them; those since the last record are not in yet.
         evaluations: completed evaluations.
         evaluated_step: the update after which the last one was made; -1 before the first.
         elapsed_s: seconds inside `fit`, over all attempts.
@@ -109,6 +110,7 @@ class Progress:
     offset: int = 0
     micro_batches: int = 0
     samples: int = 0
+    tokens: int = 0
     evaluations: int = 0
     evaluated_step: int = -1
     elapsed_s: float = 0.0

@@ -29,6 +29,8 @@ _SLOW_DATA = 0.3
 SLOW_DATA_AFTER_S = 10.0
 """Shorter intervals say little: a run of a few seconds waits for its data to begin."""
 
+_TOKENS = "tokens"
+
 Meter = Callable[[Mapping[str, float]], Mapping[str, float]]
 """Gets a record that is due and returns what it adds to it; called on every rank, so it may use a collective."""
 
@@ -85,16 +87,20 @@ class Recorder:
         return time.perf_counter() - self._began_s
 
     def count(self, batch: GlobalBatch) -> None:
-        """Takes note of an update, for the throughput."""
-        if not self._is_warm:
-            self._is_warm = True
-            self._new_interval()
-            return
-        self._steps += 1
+        """Takes note of an update, for the throughput and the tokens of the run."""
+        tokens: int | torch.Tensor = 0
         if self._counts_tokens:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
                 if num_samples:
-                    self._tokens += self._trainer.num_tokens(micro_batch)
+                    tokens = tokens + self._trainer.num_tokens(micro_batch)
+            # Among what a resumed run takes over: it goes on inside the interval.
+            self._metrics.reduced.add(_TOKENS, tokens, "sum")
+        if self._is_warm:
+            self._steps += 1
+            self._tokens += tokens
+        else:
+            self._is_warm = True
+            self._new_interval()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,6 +119,9 @@ class Recorder:
         if progress.samples == self._flushed_samples:
             return {}
         record = self._metrics.read(trainer.world)
+        if _TOKENS in record:
+            progress.tokens += int(record[_TOKENS])
+            record[_TOKENS] = float(progress.tokens)
         # After the read, which waits for the device: what it has yet to compute is not done.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
         times_s = (seconds, self._paused_s, self.elapsed_s())

@@ -30,6 +30,8 @@ class FitResult:
             `history.columns()` are lists by metric, one value per epoch.
         steps: optimizer updates, over all attempts.
         epochs: completed passes over the data.
+        samples: samples learned from, over all ranks and attempts.
+        tokens: tokens of these, where `Trainer.num_tokens` counts them, else 0.
         last_checkpoint: path of the newest checkpoint, from which a resumed run goes on.
         best_checkpoint: path of the one with the best value of `CheckpointConfig.monitor` among those that are kept and
             were evaluated as they are; it need not be that of `best_step`, unless `save_best` is set.
@@ -46,6 +48,8 @@ class FitResult:
     history: Table
     steps: int
     epochs: int
+    samples: int = 0
+    tokens: int = 0
     last_checkpoint: str | None = None
     best_checkpoint: str | None = None
     best_metric: float | None = None

@@ -335,6 +335,8 @@ class RunState:
             history=Table(trainer.history.epochs),
             steps=trainer.progress.step,
             epochs=trainer.progress.epoch,
+            samples=trainer.progress.samples,
+            tokens=trainer.progress.tokens,
             last_checkpoint=kept[-1].path if kept else None,
             best_checkpoint=best.path if best else None,
             best_metric=self._best.value,

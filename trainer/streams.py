@@ -204,11 +204,12 @@ def check_data(config: TrainerConfig, data: BatchStream, validation: Mapping[str
     Raises:
         ConfigError: nothing says when an epoch ends, or there is no validation data and something needs it.
     """
-    endless = config.max_steps is None and config.max_samples is None and config.steps_per_epoch is None
+    limits = (config.max_steps, config.max_samples, config.max_tokens, config.steps_per_epoch)
+    endless = all(limit is None for limit in limits)
     if endless and data.guarantee == "none":
         raise ConfigError(
             f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: "
-            "set steps_per_epoch, or max_steps or max_samples instead"
+            "set steps_per_epoch, or max_steps, max_samples or max_tokens instead"
         )
     wanting = {
         "checkpoint.save_best": config.checkpoint.save_best,

@@ -64,7 +64,7 @@ class Trainer(OwnHooks, Generic[C]):
         ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
         ├─ try `sanity_batches` of the validation data, of which no hook hears
         ├─ on_fit_start; evaluate, if `evaluate_at_start`
-        ├─ loop(): until max_epochs, max_steps, max_samples or a request to stop      on_epoch_start
+        ├─ loop(): until a limit (max_epochs, max_steps, ...) or a request to stop   on_epoch_start
         │  ├─ for each global batch                                (update.py)        on_step_start
         │  │  ├─ for each micro-batch of this rank                                    on_batch_start
         │  │  │     training_step, backward; gradients meet at the last one           on_batch_end
@@ -237,7 +237,7 @@ class Trainer(OwnHooks, Generic[C]):
         raise AssertionError("asked only when overridden")
 
     def num_tokens(self, batch: Any) -> int | torch.Tensor:
-        """Returns the tokens of a micro-batch that are no padding, for the throughput in the log.
+        """Returns the tokens of a micro-batch that are no padding: for `tokens` and `tokens_per_s` in the log.
 
         Args:
             batch: as the data gives it, not yet moved to the device, so that counting a mask waits for nothing.
@@ -626,8 +626,16 @@ class Trainer(OwnHooks, Generic[C]):
 
     def _check_config(self) -> None:
         config = self.config
-        if config.max_epochs is None and config.max_steps is None and config.max_samples is None:
-            raise ConfigError("the config does not say when to stop: set max_epochs, max_steps or max_samples")
+        limits = (config.max_epochs, config.max_steps, config.max_samples, config.max_tokens)
+        if all(limit is None for limit in limits):
+            raise ConfigError(
+                "the config does not say when to stop: set max_epochs, max_steps, max_samples or max_tokens"
+            )
+        if config.max_tokens is not None and not self.counts_tokens:
+            raise ConfigError(
+                f"max_tokens={config.max_tokens} needs a trainer that counts them: {type(self).__name__} does not "
+                "define num_tokens(self, batch)"
+            )
         parallel.check_strategy(self.config.parallel, self.world)
         if self.config.float8:
             check_float8(self.device)

@@ -390,7 +390,7 @@ def test_the_history_holds_whole_epochs_only() -> None:
 
 
 def test_no_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="set max_epochs, max_steps or max_samples"):
+    with pytest.raises(ConfigError, match="set max_epochs, max_steps, max_samples or max_tokens"):
         TinyTrainer(_config(max_epochs=None), world=ALONE).fit()
 
 

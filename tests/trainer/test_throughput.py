@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from headway.trainer.callbacks import EarlyStopping, GarbageCollection, PeakMemo
 from headway.trainer.callbacks.throughput import flops_by_parameters, known_peak_flops, peak_flops_of
 from headway.trainer.memory import human_bytes, is_out_of_memory
 from tests.distributed import run_on_ranks
-from tests.tiny import Losses, TinyConfig, TinyTrainer
+from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer
 
 ALONE = World.alone("cpu")
 
@@ -55,6 +56,19 @@ def test_padding_is_no_token_F8() -> None:
         assert record["tokens_per_s"] / record["samples_per_s"] == pytest.approx(3)
 
 
+def test_the_tokens_of_a_run_are_counted_over_a_resume_and_limit_it_F8_H3(tmp_path: Path) -> None:
+    """Stopped inside an interval of three updates, of 24 tokens each; the limit is looked at when they are counted."""
+    config = config_of(max_steps=None, max_tokens=96, log_every=Duration(3, "steps"))
+    first = Padded(config, run_dir=tmp_path, world=ALONE, callbacks=[StopAt(2)]).fit()
+    assert (first.tokens, first.samples) == (48, 16)
+    losses = Losses()
+    result = Padded(config, run_dir=tmp_path, world=ALONE, callbacks=[losses]).fit()
+    assert losses.of("tokens") == {3: 72, 6: 144}
+    assert (result.steps, result.tokens, result.reason) == (6, 144, "max_tokens=96 reached")
+    with pytest.raises(ConfigError, match=r"needs a trainer that counts them: TinyTrainer does not define num_tokens"):
+        TinyTrainer(config, world=ALONE).fit()
+
+
 class PaddedOnRanks(Padded):
     """Of 20 samples in three updates, rank 0 has one more micro-batch of the last."""
 
@@ -62,14 +76,16 @@ class PaddedOnRanks(Padded):
         return super().configure_dataloaders()[0]
 
 
-def tokens_per_sample(world: World) -> list[float]:
+def tokens_per_sample(world: World) -> tuple[list[float], float]:
     config = config_of(max_steps=None, max_epochs=1, num_rows=20, drop_last=False, micro_batch_size=2)
     records = records_of(PaddedOnRanks, config, world=world)
-    return [record["tokens_per_s"] / record["samples_per_s"] for record in records.values() if "step_s" in record]
+    ratios = [record["tokens_per_s"] / record["samples_per_s"] for record in records.values() if "step_s" in record]
+    return ratios, max(record["tokens"] for record in records.values())
 
 
 def test_rows_that_only_keep_ranks_in_step_count_nowhere_F8() -> None:
-    for ratios in run_on_ranks(tokens_per_sample, 2):
+    for ratios, tokens in run_on_ranks(tokens_per_sample, 2):
+        assert tokens == 20 * 3
         assert ratios
         assert ratios == pytest.approx([3.0] * len(ratios))
 

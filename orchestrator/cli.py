@@ -47,7 +47,13 @@ def fit(
         list[str] | None,
         typer.Argument(metavar="[PATH=VALUE]...", help="As in config.learning_rate=3e-4 scaling.workers=4."),
     ] = None,
-    resume: Annotated[str, typer.Option(help="Checkpoint to begin from; auto: the run's newest good one.")] = "auto",
+    resume: Annotated[
+        str, typer.Option(help="Checkpoint to begin from; auto: the run's newest good one; never: begin anew.")
+    ] = "auto",
+    restore: Annotated[
+        str | None,
+        typer.Option(help="What to take of it, as in models,optimizers; by default all.", metavar="PART,..."),
+    ] = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Go on although the config has changed.")
     ] = False,
@@ -75,9 +81,12 @@ def fit(
 
         print(plan(experiment))
         return
+    from headway.trainer.state import COMPONENTS
+
     from .training import fit as fit_experiment
 
-    result = fit_experiment(experiment, resume=resume, accept_changes=accept_changes, verbose=verbose)
+    parts = COMPONENTS if restore is None else [part.strip() for part in restore.split(",")]
+    result = fit_experiment(experiment, resume=resume, restore=parts, accept_changes=accept_changes, verbose=verbose)
     raise typer.Exit(_exit_code(result))
 
 

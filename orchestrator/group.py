@@ -23,6 +23,7 @@ from .errors import TrainingFailedError
 from .events import read_events
 from .experiment import Experiment
 from .failures import FailureWatch, last_failure
+from .resumption import Resumption
 from .runs import Run
 from .target import travels_by_value
 from .worker import Task, train
@@ -33,8 +34,7 @@ def train_group(
     run: Run,
     *,
     since: float,
-    resume: str,
-    accept_changes: bool,
+    resumption: Resumption,
     patience_s: float,
     verbose: bool,
 ) -> dict[str, Any]:
@@ -47,8 +47,7 @@ def train_group(
         training=_pickled(experiment),
         run_dir=run.run_dir,
         since=since,
-        resume=resume,
-        accept_changes=accept_changes,
+        resumption=resumption,
         imports=_import_folders(),
         current_dir=os.getcwd(),
         threads=max(1, int(scaling.cpus_per_worker)),

@@ -21,6 +21,7 @@ from .experiment import Experiment
 from .group import error_of, train_group
 from .local_ray import missing
 from .result import RunResult
+from .resumption import Resumption
 from .runs import Run
 from .watching import Watch
 
@@ -86,8 +87,7 @@ class Supervision:
         run: claimed for this process.
         signals: that the person may send.
         display: where to show the run.
-        resume: "auto", or the checkpoint to begin from.
-        accept_changes: goes on from it although what is trained has changed.
+        resumption: what it begins with.
         verbose: shows what Ray prints.
     """
 
@@ -98,12 +98,11 @@ class Supervision:
         signals: Signals,
         display: Display,
         *,
-        resume: str,
-        accept_changes: bool,
+        resumption: Resumption,
         verbose: bool,
     ) -> None:
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
-        self._resume, self._accept_changes, self._verbose = resume, accept_changes, verbose
+        self._resumption, self._verbose = resumption, verbose
         self._since = time.time()
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
@@ -142,8 +141,7 @@ class Supervision:
                 self._experiment,
                 self._run,
                 since=self._since,
-                resume=self._resume,
-                accept_changes=self._accept_changes,
+                resumption=self._resumption,
                 patience_s=_patience_s(self._experiment),
                 verbose=self._verbose,
             )

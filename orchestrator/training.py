@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Literal
+
 import torch
 
-from headway.trainer.errors import CheckpointError, ConfigError
+from headway.trainer.errors import ConfigError
+from headway.trainer.state import COMPONENTS
 from headway.trainer.world import World
 
 from .display import Display
 from .experiment import Experiment
 from .quiet import quiet_environment
 from .result import RunResult
+from .resumption import Resumption
 from .runs import Opened, Run, now, open_run
-from .storage import absolute
 
 
 def fit(
     experiment: Experiment,
     *,
-    resume: str = "auto",
+    resume: Literal["auto", "never"] | str = "auto",
+    restore: Collection[str] = COMPONENTS,
     accept_changes: bool = False,
     verbose: bool = False,
     display: Display | None = None,
@@ -31,7 +36,10 @@ def fit(
 
     Args:
         experiment: what to train.
-        resume: "auto" goes on from the newest good checkpoint of the run; a path begins from that checkpoint.
+        resume: "auto" goes on from the newest good checkpoint of the run; "never" begins an unfinished run anew, in its
+            folder; a path begins from that checkpoint. An attempt after a failure goes on from what this start has
+            saved, whatever it began from.
+        restore: what to take of the checkpoint: as in `Trainer.fit`.
         accept_changes: goes on although the config is not the one that the run was begun with.
         verbose: shows what Ray and the workers print.
         display: where to show the run; by default on standard output.
@@ -48,8 +56,7 @@ def fit(
     from .supervision import Signals, Supervision
 
     display = display or Display()
-    if resume != "auto":
-        resume = _existing_checkpoint(resume)
+    resumption = Resumption.asked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
     if will_be_own():
         _check_training(experiment)
@@ -63,9 +70,7 @@ def fit(
             with connected(experiment.scaling, verbose=verbose):
                 # ray.init takes SIGTERM for itself.
                 signals.install()
-                supervision = Supervision(
-                    experiment, run, signals, display, resume=resume, accept_changes=accept_changes, verbose=verbose
-                )
+                supervision = Supervision(experiment, run, signals, display, resumption=resumption, verbose=verbose)
                 result = supervision.run()
         except KeyboardInterrupt:
             reason = f"{signals.name} before training began"
@@ -98,17 +103,6 @@ def first_world(experiment: Experiment) -> World:
     """Returns the world as its first worker will see it, for what can be found out before there is one."""
     device = torch.device("cuda" if experiment.scaling.gpus_per_worker else "cpu")
     return World(rank=0, size=experiment.scaling.workers, local_rank=0, device=device)
-
-
-def _existing_checkpoint(path: str) -> str:
-    from headway.trainer.checkpoint import read_checkpoint
-
-    place = absolute(path)
-    try:
-        read_checkpoint(place)
-    except CheckpointError as error:
-        raise ConfigError(f"there is nothing to resume from: {error}") from error
-    return place
 
 
 def _finished(run: Run, display: Display) -> RunResult:

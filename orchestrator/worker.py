@@ -25,6 +25,7 @@ from .errors import RunConflictError
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
 from .lease import lease_of
+from .resumption import Resumption
 from .storage import Folder
 from .watchdog import Watchdog
 
@@ -37,8 +38,7 @@ class Task:
         training: the trainer's class and its config, pickled: a class from a user's file travels by value.
         run_dir: of the run, an absolute path or a URI.
         since: when this driver started, in seconds since 1970.
-        resume: "auto", or the checkpoint that the user chose to begin from.
-        accept_changes: whether the user has accepted that what is trained has changed.
+        resumption: what the user chose to begin with.
         imports: folders that the driver imports from, besides its packages.
         current_dir: of the driver; relative paths in a config mean the same here.
         threads: that torch takes on a CPU.
@@ -51,8 +51,7 @@ class Task:
     training: bytes
     run_dir: str
     since: float
-    resume: str
-    accept_changes: bool
+    resumption: Resumption
     imports: tuple[str, ...]
     current_dir: str
     threads: int
@@ -81,7 +80,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     bridge = Bridge(folder, events, is_main=world.is_main, lease=task.lease)
     past = world.broadcast(_past(folder, task) if world.is_main else None)
     assert past is not None
-    attempt, resume = past
+    attempt, begin = past
     trainer: Any = None
     watchdog = Watchdog(folder, rank=world.rank, attempt=attempt)
     try:
@@ -101,7 +100,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
                 printer=lambda text: events.add("message", text=text),
             )
             watchdog.watch(trainer)
-            result = trainer.fit(resume=resume, accept_changes=task.accept_changes)
+            result = trainer.fit(resume=begin.resume, restore=begin.restore, accept_changes=begin.accept_changes)
     except BaseException as error:
         step = trainer.global_step if trainer is not None and bridge.began_at is not None else None
         events.add(
@@ -123,11 +122,12 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     return asdict(result)
 
 
-def _past(folder: Folder, task: Task) -> tuple[int, str]:
-    """The number of this attempt, and what it resumes from: the user's choice until this driver has saved something."""
+def _past(folder: Folder, task: Task) -> tuple[int, Resumption]:
+    """The number of this attempt, and what it begins with: the user's choice until this driver has saved something."""
     events = read_events(folder)
     saved = any(event["event"] == "checkpoint_saved" and event["time"] >= task.since for event in events)
-    return 1 + sum(event["event"] == "attempt_started" for event in events), "auto" if saved else task.resume
+    attempt = 1 + sum(event["event"] == "attempt_started" for event in events)
+    return attempt, task.resumption.after_a_save() if saved else task.resumption
 
 
 def _announce(events: EventLog, world: World, attempt: int, entered: float) -> None:

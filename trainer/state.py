@@ -181,7 +181,7 @@ class RunState:
             ResumeError: something else is not.
         """
         store, config = self._store, self._trainer.config
-        _check_components(components)
+        check_components(components)
         if store is None or resume == "never":
             if resume not in ("auto", "never"):
                 raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir to go on in")
@@ -382,7 +382,12 @@ def _component(part: str) -> str:
     return kind if kind in COMPONENTS else "optimizers"
 
 
-def _check_components(components: Collection[str]) -> None:
+def check_components(components: Collection[str]) -> None:
+    """Refuses what is no part of a checkpoint, or makes no sense alone.
+
+    Raises:
+        ConfigError: and why.
+    """
     if isinstance(components, str) or (unknown := set(components) - set(COMPONENTS)):
         what = components if isinstance(components, str) else ", ".join(sorted(unknown))
         raise ConfigError(f"restore takes some of {', '.join(COMPONENTS)}, not {what!r}")

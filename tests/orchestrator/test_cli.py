@@ -30,6 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["fit", "tests.tiny:TinyTrainer", "scaling.workers=4096"], "this machine has"),
         (["fit", "tests.tiny:TinyTrainer", "config.max_steps=1", "storage=/dev/null/runs"], "cannot be written"),
         (["fit", "tests.tiny:TinyTrainer", "--resume", "/no/such"], "there is nothing to resume from"),
+        (["fit", "tests.tiny:TinyTrainer", "--restore", "models, weights"], "restore takes some of models, optimizers"),
         (["runs", "--storage", "/no/such", "show", "x"], "there is no run 'x' in /no/such"),
     ],
 )

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from headway.orchestrator import (
 )
 from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.display import Display
-from headway.orchestrator.events import read_events
+from headway.orchestrator.events import EventLog, read_events
+from headway.orchestrator.resumption import Resumption
 from headway.orchestrator.runs import Run, open_run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.training import _check_training
+from headway.orchestrator.worker import Task, _past
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.on_ray import OnRay, OnRayConfig, write_rows
@@ -158,6 +161,33 @@ def test_an_error_of_ours_is_raised_as_it_is_and_not_tried_again(ray_session: No
 
 
 @pytest.mark.ray
+def test_a_run_begins_with_a_part_of_what_is_there(ray_session: None, tmp_path: Path, data: str) -> None:
+    """With the rules of `Trainer.fit`, in the folder of the run."""
+    first = fit(experiment(tmp_path, data, max_steps=3))
+    part = fit(experiment(tmp_path, data, max_steps=4), restore=("models", "optimizers"))
+    assert (part.steps, part.resumed_from) == (4, first.last_checkpoint)
+    began = [event["step"] for event in read_events(Folder(part.run_dir)) if event["event"] == "training"]
+    assert began == [0, 0]
+    records = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert records == [1, 2, 3, 4]
+
+
+def test_after_a_save_of_its_own_a_start_goes_on_from_that(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    events = EventLog(folder, "rank-0")
+    asked = Resumption.asked("never", ("models",), accept_changes=True)
+    task = Task(
+        training=b"", run_dir=str(tmp_path), since=time.time(), resumption=asked, imports=(), current_dir="",
+        threads=1, on_cpu=True, lease="", watched=False, capture=False,
+    )  # fmt: skip
+    for attempt in (1, 2):
+        assert _past(folder, task) == (attempt, asked)
+        events.add("attempt_started", attempt=attempt)
+    events.add("checkpoint_saved", step=4)
+    assert _past(folder, task) == (3, Resumption(accept_changes=True))
+    assert _past(folder, replace(task, since=time.time() + 1)) == (3, asked)
+
+
 def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     ray_session: None, tmp_path: Path, data: str
 ) -> None:

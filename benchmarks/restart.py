@@ -1,6 +1,8 @@
-"""How long a killed worker costs: `headway fit` with two workers, against a bare TorchTrainer script that restarts.
+"""What a lost worker costs: the time until a killed one is replaced, and until a stopped one is called by its name.
 
-From SIGKILL of the worker of rank 1 to the next step that any rank completes, each side in a Ray of its own.
+Killed: from SIGKILL of the worker of rank 1 to the next step that any rank completes, `headway fit` with two workers
+against a bare TorchTrainer script that restarts, each side in a Ray of its own. The kill comes 40 s after the first
+step, in which ours starts its spares; a run in earnest has hours before it fails.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from .table import Row, interleave, median_ratio
 
 HERE = Path(__file__).parent
 TARGET = 0.5
-KILL_AT, STEPS, PAUSE_S = 75, 90, 0.2
+STOPS = 3
+KILL_AT, STEPS, PAUSE_S = 205, 220, 0.2
 
 
 class Stamp(NamedTuple):
@@ -42,27 +45,43 @@ def stamps(file: Path) -> list[Stamp]:
     return [Stamp(float(each[0]), *map(int, each[1:4]), *map(float, each[4:])) for each in map(str.split, lines)]
 
 
-def kill_in_the_middle(command: list[str], file: Path) -> tuple[float, Stamp]:
-    """Starts a training, kills its rank 1 once that has made some steps; returns when, and the first step after."""
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """Starts a training, with Ray at the priority of all else: it gives way (nice 15), and a busy machine would be all
+    that one measures, on both sides.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        # Ray gives way to other processes (nice 15): on a busy machine that would be all one measures, on both sides.
         env={**environment, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
     )  # fmt: skip
-    victim = None
-    while victim is None and process.poll() is None:
+
+
+def await_step(process: subprocess.Popen[str], file: Path, step: int) -> int:
+    """Returns the process of rank 1 once that has made so many steps."""
+    while process.poll() is None:
+        for each in stamps(file):
+            if each.rank == 1 and each.step >= step:
+                return each.pid
         time.sleep(0.01)
-        victim = next((each.pid for each in stamps(file) if (each.rank, each.step) == (1, KILL_AT)), None)
+    raise RuntimeError(f"the training ended before step {step}:\n{process.communicate()[0]}")
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Waits for the end of a training."""
+    output, _ = process.communicate(timeout=300)
+    if process.returncode:
+        raise RuntimeError(f"the training failed:\n{output}")
+
+
+def kill_in_the_middle(command: list[str], file: Path) -> tuple[float, Stamp]:
+    """Starts a training, kills its rank 1 once that has made some steps; returns when, and the first step after."""
+    process = start(command)
+    victim = await_step(process, file, KILL_AT)
     before = {each.pid for each in stamps(file)}
     killed = time.time()
-    if victim is not None:
-        os.kill(victim, signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
-    again = [each for each in stamps(file) if each.pid not in before]
-    if process.returncode or not again:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{output}")
-    return killed, min(again)
+    os.kill(victim, signal.SIGKILL)
+    finish(process)
+    return killed, min(each for each in stamps(file) if each.pid not in before)
 
 
 def where_it_went(killed: float, resumed: Stamp, events: list[Event]) -> dict[str, float]:
@@ -85,42 +104,81 @@ def where_it_went(killed: float, resumed: Stamp, events: list[Event]) -> dict[st
     return spans
 
 
-def rows(pairs: int = 3) -> list[Row]:
-    """Measures the row, and prints where our time went."""
+def fit_command(folder: str, name: str) -> tuple[list[str], Path]:
+    """The command of ours, and where its ranks write down their steps."""
+    file = Path(folder, f"{name}.stamps")
+    return [
+        sys.executable, "-m", "headway.orchestrator", "fit", str(HERE / "restart_headway.py"),
+        "scaling.workers=2", f"config.stamps={file}", f"config.pause_s={PAUSE_S}", f"config.max_steps={STEPS}",
+        "config.checkpoint.every=10 steps", f"storage={folder}", f"name={name}",
+    ], file  # fmt: skip
+
+
+def restarts(folder: str, pairs: int) -> Row:
+    """A killed worker; prints where our time went."""
     spans: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
-        number = count()
+    number = count()
 
-        def ours() -> float:
-            name = f"r{next(number)}"
-            file = Path(folder, f"{name}.stamps")
-            command = [
-                sys.executable, "-m", "headway.orchestrator", "fit", str(HERE / "restart_headway.py"),
-                "scaling.workers=2", f"config.stamps={file}", f"config.pause_s={PAUSE_S}", f"config.max_steps={STEPS}",
-                "config.checkpoint.every=10 steps", f"storage={folder}", f"name={name}",
-            ]  # fmt: skip
-            killed, resumed = kill_in_the_middle(command, file)
-            spans.append(where_it_went(killed, resumed, read_events(Folder(f"{folder}/{name}"))))
-            return resumed.time - killed
+    def ours() -> float:
+        name = f"r{next(number)}"
+        killed, resumed = kill_in_the_middle(*fit_command(folder, name))
+        spans.append(where_it_went(killed, resumed, read_events(Folder(f"{folder}/{name}"))))
+        return resumed.time - killed
 
-        def theirs() -> float:
-            name = f"b{next(number)}"
-            file = Path(folder, f"{name}.stamps")
-            script = [str(HERE / "restart_bare.py"), str(file), f"{folder}/{name}", str(STEPS), str(PAUSE_S)]
-            killed, resumed = kill_in_the_middle([sys.executable, *script], file)
-            return resumed.time - killed
+    def theirs() -> float:
+        name = f"b{next(number)}"
+        file = Path(folder, f"{name}.stamps")
+        script = [str(HERE / "restart_bare.py"), str(file), f"{folder}/{name}", str(STEPS), str(PAUSE_S)]
+        killed, resumed = kill_in_the_middle([sys.executable, *script], file)
+        return resumed.time - killed
 
-        measured = interleave(ours, theirs, pairs=pairs)
+    measured = interleave(ours, theirs, pairs=pairs)
     for name in spans[0]:
         print(f"  restart, until {name}: {statistics.median(each[name] for each in spans):.2f} s")
     ratio = median_ratio(measured)
-    return [
-        Row(
-            "restart: worker killed to next step, 2 Ray workers",
-            f"{statistics.median(each for each, _ in measured):.1f} s",
-            f"{statistics.median(each for _, each in measured):.1f} s",
-            ratio,
-            f"<= {TARGET}",
-            ratio <= TARGET,
-        )
-    ]
+    return Row(
+        "restart: worker killed to next step, 2 Ray workers",
+        f"{statistics.median(each for each, _ in measured):.1f} s",
+        f"{statistics.median(each for _, each in measured):.1f} s",
+        ratio,
+        f"<= {TARGET}",
+        ratio <= TARGET,
+    )
+
+
+def names(folder: str) -> Row:
+    """A stopped worker: from SIGSTOP to the event that says which rank is late, the slowest of several."""
+    command, file = fit_command(folder, "stopped")
+    process, events = start(command), Folder(f"{folder}/stopped")
+    seconds = []
+    for number in range(STOPS):
+        victim = await_step(process, file, (number + 1) * STEPS // (STOPS + 1))
+        stopped = time.time()
+        os.kill(victim, signal.SIGSTOP)
+        named: list[Event] = []
+        while not named and process.poll() is None:
+            time.sleep(0.02)
+            found = (each for each in read_events(events) if each["time"] >= stopped)
+            named = [each for each in found if each["event"] in ("rank_late", "rank_hung")]
+        os.kill(victim, signal.SIGCONT)
+        if [each["ranks"] for each in named] != [[1]]:
+            raise RuntimeError(f"rank 1 was stopped, and this was said: {named}")
+        seconds.append(named[0]["time"] - stopped)
+    finish(process)
+    ended = sorted(each.time for each in stamps(file) if each.rank == 0)
+    usual_s = statistics.median(later - earlier for earlier, later in zip(ended, ended[1:], strict=False))
+    limit_s = max(5.0, 5 * usual_s)
+    return Row(
+        "watchdog: SIGSTOP to the rank's name",
+        f"{max(seconds):.1f} s",
+        f"{limit_s:.1f} s",
+        max(seconds) / limit_s,
+        "<= 1",
+        max(seconds) <= limit_s,
+    )
+
+
+def rows(pairs: int = 3) -> list[Row]:
+    """Measures all rows."""
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
+        return [restarts(folder, pairs), names(folder)]

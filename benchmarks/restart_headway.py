@@ -14,13 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway.trainer import Trainer, TrainerConfig
 
-# Of this process, from seconds since the machine began to seconds since 1970.
-BEGAN = (
-    time.time()
-    - time.clock_gettime(time.CLOCK_BOOTTIME)
-    + int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RestartConfig(TrainerConfig):
@@ -45,4 +38,10 @@ class Restart(Trainer[RestartConfig]):
     def on_step_end(self) -> None:
         time.sleep(self.config.pause_s)
         with open(self.config.stamps, "a") as file:
-            file.write(f"{time.time()} {self.world.rank} {os.getpid()} {self.global_step} {BEGAN}\n")
+            file.write(f"{time.time()} {self.world.rank} {os.getpid()} {self.global_step} {_began()}\n")
+
+
+def _began() -> float:
+    """When this process began, in seconds since 1970; the kernel counts from its own beginning."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from headway.datasets.plan import EpochPlan
 from headway.datasets.stream import ParquetStream
 
 from .table import Row
@@ -45,7 +46,7 @@ def rows() -> list[Row]:
     try:
         with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
             files = make_data(Path(folder))
-            return [*throughput(files[:2]), first_batch(files), memory(files[:1], files)]
+            return [*throughput(files[:2]), place(), first_batch(files), memory(files[:1], files)]
     finally:
         if started:
             ray.shutdown()
@@ -145,6 +146,30 @@ class _RowGroups(IterableDataset[Any]):
                 rest = rest[BATCH:]
         if len(rest):
             yield {"tokens": torch.from_numpy(rest)}
+
+
+def place() -> Row:
+    """Seconds to find out what is read first in an epoch of 1e9 rows, at the slowest of several places in it."""
+    plan = EpochPlan(np.full(10_000, 100_000), seed=0, epoch=1, shards=32)
+    seconds: dict[float, list[float]] = {part: [] for part in (0.0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.999999)}
+    for _ in range(2 * PAIRS + 1):
+        for part, times in seconds.items():
+            start = time.perf_counter()
+            reads = plan.reads(rank=1, world_size=2, offset=int(plan.rows * part) // BATCH * BATCH)
+            assert reads[0].rows
+            next(plan.batches(rank=1, world_size=2, global_batch_size=BATCH, offset=int(plan.rows * part)))
+            times.append(time.perf_counter() - start)
+    fresh, *others = (statistics.median(times) for times in seconds.values())
+    slowest = max(others)
+    ratio = slowest / fresh
+    return Row(
+        "stream, place in 1e9 rows, anywhere against 0 %",
+        f"{slowest * 1e3:.0f} ms",
+        f"{fresh * 1e3:.0f} ms",
+        ratio,
+        "<= 1.2",
+        ratio <= 1.2,
+    )
 
 
 def first_batch(files: list[str]) -> Row:

@@ -7,6 +7,7 @@ closing it ends all that it started.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import queue
 import sys
@@ -32,6 +33,8 @@ _TASK_BYTES = 16 * 2**20
 _TASKS_PER_EXECUTION = 64
 _LEAD = 4
 _ERROR = "headway: what went wrong"
+# Where it is set, processes of this environment are kept in reserve for training; reading is not to use them up.
+_SPARES = "HEADWAY_SPARES"
 
 
 def connected_to_ray() -> bool:
@@ -183,6 +186,8 @@ def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: i
         # No CPU is reserved: training workers may have taken all there are, and the epoch would never begin.
         # `concurrency` bounds what a rank has running.
         options: dict[str, Any] = {"batch_format": "pyarrow", "num_cpus": 0, "concurrency": min(readers, len(items))}
+        if os.environ.get(_SPARES):
+            options["runtime_env"] = {"env_vars": {_SPARES: ""}}
         dataset = dataset.map_batches(_read_task, batch_size=1, **options)
         for each in transforms:
             dataset = dataset.map_batches(_Transformed(each), batch_size=None, **options)

@@ -79,18 +79,23 @@ class Retries:
         max_preemptions: machines that were taken away with notice; None: as often as it happens.
         hang_timeout: a time such as "10m": a rank that stays so long in one phase of its training, while others wait
             for it, hangs, and the attempt ends as a failure. "auto" learns how long each phase takes. None: never.
+        spares: whether each worker has an idle process beside it that has imported what it needs, and takes its place
+            at the next start; of about 250 MB. "auto": where Ray is started for this run alone.
 
     Example:
         >>> Retries(max_failures=1)
-        Retries(max_failures=1, max_errors=3, max_preemptions=None, hang_timeout='auto')
+        Retries(max_failures=1, max_errors=3, max_preemptions=None, hang_timeout='auto', spares='auto')
     """
 
     max_failures: int = 3
     max_errors: int = 3
     max_preemptions: int | None = None
     hang_timeout: Duration | Literal["auto"] | None = "auto"
+    spares: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.spares not in (True, False, "auto"):
+            raise ConfigError(f'spares is "auto", true or false, not {self.spares!r}')
         for name in ("max_failures", "max_errors", "max_preemptions"):
             value = getattr(self, name)
             if (value is None and name == "max_preemptions") or (type(value) is int and value >= 0):

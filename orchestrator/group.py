@@ -25,6 +25,7 @@ from .experiment import Experiment
 from .failures import FailureWatch, last_failure
 from .resumption import Resumption
 from .runs import Run
+from .spares import environment
 from .target import travels_by_value
 from .worker import Task, train
 
@@ -37,6 +38,7 @@ def train_group(
     resumption: Resumption,
     patience_s: float,
     verbose: bool,
+    spares: bool,
 ) -> dict[str, Any]:
     """Runs Ray Train to its end, and returns what rank 0 did.
 
@@ -75,6 +77,7 @@ def train_group(
             run_config=RunConfig(
                 name=f"{experiment.name}-{run.record.id}",
                 storage_path=rays_files,
+                worker_runtime_env=environment(task.threads) if spares else {},
                 failure_config=FailureConfig(
                     # Both budgets are kept in FailureWatch, which knows one kind from the other.
                     max_failures=retries.max_failures + retries.max_errors,

@@ -20,6 +20,8 @@ _OWN = {
     "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9",
     # Nobody takes the machine away from under us with notice; the watcher is a process to start.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Processes without an environment, of which a run has no use: all of its own have one.
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 
@@ -75,8 +77,8 @@ def missing(scaling: Scaling) -> str:
 
 
 @contextlib.contextmanager
-def connected(scaling: Scaling, *, verbose: bool) -> Iterator[None]:
-    """Makes sure of a Ray; one that was started for this is ended with it.
+def connected(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
+    """Makes sure of a Ray; one that was started for this is ended with it. Gives whether it was.
 
     Args:
         scaling: a Ray of our own gets CPUs for these workers, and some for reading data beside them.
@@ -86,7 +88,7 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[None]:
         if not ray.is_initialized():
             ray.init(address="auto", log_to_driver=verbose, logging_level=_level(verbose))
             check_resources(scaling)
-        yield
+        yield False
         return
     before = {name: os.environ.get(name) for name in _OWN}
     os.environ.update(_OWN)
@@ -98,7 +100,7 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[None]:
             log_to_driver=verbose,
             logging_level=_level(verbose),
         )
-        yield
+        yield True
     finally:
         ray.shutdown()
         for name, value in before.items():

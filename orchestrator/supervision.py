@@ -89,6 +89,7 @@ class Supervision:
         display: where to show the run.
         resumption: what it begins with.
         verbose: shows what Ray prints.
+        spares: keeps worker processes in reserve.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class Supervision:
         *,
         resumption: Resumption,
         verbose: bool,
+        spares: bool,
     ) -> None:
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
-        self._resumption, self._verbose = resumption, verbose
+        self._resumption, self._verbose, self._spares = resumption, verbose, spares
         self._since = time.time()
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
@@ -144,6 +146,7 @@ class Supervision:
                 resumption=self._resumption,
                 patience_s=_patience_s(self._experiment),
                 verbose=self._verbose,
+                spares=self._spares,
             )
         except BaseException as error:
             self._error = error

@@ -67,10 +67,13 @@ def fit(
     _greet(opened, experiment, display)
     with Signals() as signals:
         try:
-            with connected(experiment.scaling, verbose=verbose):
+            with connected(experiment.scaling, verbose=verbose) as is_own:
                 # ray.init takes SIGTERM for itself.
                 signals.install()
-                supervision = Supervision(experiment, run, signals, display, resumption=resumption, verbose=verbose)
+                supervision = Supervision(
+                    experiment, run, signals, display, resumption=resumption, verbose=verbose,
+                    spares=is_own if experiment.retries.spares == "auto" else experiment.retries.spares,
+                )  # fmt: skip
                 result = supervision.run()
         except KeyboardInterrupt:
             reason = f"{signals.name} before training began"

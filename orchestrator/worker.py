@@ -26,6 +26,7 @@ from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
 from .lease import lease_of
 from .resumption import Resumption
+from .spares import Spares
 from .storage import Folder
 from .watchdog import Watchdog
 
@@ -94,7 +95,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
-                callbacks=[bridge],
+                callbacks=[bridge, Spares()],
                 world=world,
                 attempt=attempt,
                 printer=lambda text: events.add("message", text=text),

@@ -182,7 +182,7 @@ class Loop:
 
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
-        self._let_weights_change()
+        self.let_weights_change()
         with self._state.weights_of(checkpoint):
             return self.evaluate(sets)
 
@@ -195,7 +195,7 @@ class Loop:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Has the models as they are in an evaluation, and the time left out."""
-        self._let_weights_change()
+        self.let_weights_change()
         with (
             self._in_phase("evaluation"),
             self.recorder.paused(),
@@ -225,6 +225,8 @@ class Loop:
     def rejoin(self) -> None:
         """Goes on in another process group. Every rank must call this."""
         self._state.rejoin()
+        # Its first update may have to find its peers again.
+        self._step_timeout = self._config.parallel.step_timeout
 
     def give_up(self) -> None:
         """Leaves a save that is under way the time to end well where the run has failed; other ranks may be gone."""
@@ -265,14 +267,14 @@ class Loop:
                 error.add_note(f"besides, {type(failure).__name__}: {failure}")
             raise
 
-    def _let_weights_change(self) -> None:
+    def let_weights_change(self) -> None:
         """Waits for what a save in the background has yet to copy: averages may take the place of the weights."""
         if self._saving is not None:
             self._saving.hold()
 
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
-        self._let_weights_change()
+        self.let_weights_change()
         try:
             with self._in_phase("evaluation"), self.recorder.paused():
                 return evaluation()

@@ -112,7 +112,7 @@ class Copy:
         if self._changed is not None:
             raise CheckpointError(
                 f"{self._changed} was changed while it was being saved, and not by an optimizer step of the trainer: "
-                "set config.checkpoint.background to False, or change it in on_step_end"
+                "call trainer.let_weights_change() before, or change it in on_step_end"
             )
 
     def hold(self) -> None:

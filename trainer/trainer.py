@@ -385,6 +385,13 @@ class Trainer(OwnHooks, Generic[C]):
         """
         return self._loop.evaluating()
 
+    def let_weights_change(self) -> None:
+        """Waits until a save in the background has its copy: for whatever puts other values into a model between steps.
+
+        Optimizer steps, evaluations and `Ema.applied` do so by themselves. Any rank may call this.
+        """
+        self._loop.let_weights_change()
+
     def print(self, text: str) -> None:
         """Prints once, from the main rank, where the person is looking: also when this rank is on another machine."""
         if self.world.is_main:

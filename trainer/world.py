@@ -24,6 +24,7 @@ from .errors import ConfigError
 T = TypeVar("T")
 
 _GIVE_BACK_S = 0.05
+_APART = "headway-apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class World:
         )
 
     def set_timeout(self, seconds: float) -> None:
-        """Lets every collective from here on give up after so long, in all process groups. Every rank must call this.
+        """Lets every collective from here on give up after so long, but for those `apart`. Every rank must call this.
 
         Source: torchtitan does the same after its first step, by the same function, in `set_pg_timeouts` of
         torchtitan/distributed/utils.py at cfb9326; torch has no public one.
@@ -112,7 +113,9 @@ class World:
             self.barrier()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            for group in list(distributed_c10d._world.pg_map):
+            # A save may take much longer than a step, and its ranks wait for the slowest.
+            groups = [group for group in distributed_c10d._world.pg_map if group.group_desc != _APART]
+            for group in groups:
                 distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
     @property
@@ -132,7 +135,11 @@ class World:
 
     def apart(self) -> World:
         """The same ranks with a process group of their own, for another thread's collectives. Every rank must call."""
-        return replace(self, rendezvous=None, control=dist.new_group(backend="gloo")) if self.size > 1 else self
+        return (
+            replace(self, rendezvous=None, control=dist.new_group(backend="gloo", group_desc=_APART))
+            if self.size > 1
+            else self
+        )
 
     @property
     def is_main(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,14 +203,14 @@ def _run_and_resume(world: World, folder: str, strategy: str) -> list[list[int]]
             replace(config, checkpoint=CheckpointConfig(every=None)), run_dir=f"{folder}/{step}", world=world
         )
         assert resumed.fit(resume=f"{folder}/run/checkpoints/step-{step:08d}").resumed_from is not None
-        assert len({at for at, _ in resumed.seen}) == 12 - step
+        assert sorted({at for at, _ in resumed.seen}) == list(range(step, 12))
         for name, value in weights(trainer).items():
             assert torch.equal(value, weights(resumed)[name]), (step, name)
     assert result.last_checkpoint is not None
     return [saved.steps, saved.told_at]
 
 
-def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained_B10(tmp_path: Path) -> None:
     _run_and_resume(ALONE, str(tmp_path), "none")
 
 
@@ -219,7 +220,7 @@ def test_ranks_hear_of_a_checkpoint_at_the_same_update(tmp_path: Path, strategy:
     assert first == second
 
 
-def test_a_failure_surfaces_and_what_was_saved_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_surfaces_and_what_was_saved_before_stays_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.trainer import storage
 
     commit = storage._Local.commit
@@ -266,3 +267,41 @@ def test_averages_that_take_the_weights_place_wait_for_the_save(
     )
     callbacks = [Ema(0.5), Samples(lambda trainer: None, every="1 epochs")]
     assert TinyTrainer(config, run_dir=tmp_path, callbacks=callbacks, world=ALONE).fit().status == "completed"
+
+
+def test_averages_that_a_hook_applies_wait_for_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = threading.Event()
+    copy, write = Copy._copy, Ema._write
+    monkeypatch.setattr(Copy, "_copy", lambda self: (looks.wait(0.2), copy(self)))
+    monkeypatch.setattr(Ema, "_write", lambda self, values: (write(self, values), looks.set()))
+    ema = Ema(0.5)
+
+    class Looks(Callback):
+        def on_step_start(self, trainer: Trainer[Any]) -> None:
+            if trainer.global_step == 3:
+                with ema.applied():
+                    pass
+
+    assert TinyTrainer(CONFIG, run_dir=tmp_path, callbacks=[ema, Looks()], world=ALONE).fit().status == "completed"
+    assert looks.is_set()
+
+
+def test_a_save_waits_for_the_one_that_is_under_way_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.trainer import storage
+
+    commit, under_way, most = storage._Local.commit, [0], [0]
+
+    def slow(self: Any, *args: Any) -> None:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        time.sleep(0.1)
+        commit(self, *args)
+        under_way[0] -= 1
+
+    monkeypatch.setattr(storage._Local, "commit", slow)
+    saved = Saved()
+    config = replace(CONFIG, max_steps=5, checkpoint=CheckpointConfig(every=Duration(1), keep_last="all"))
+    TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
+    # The end has waited for the last.
+    assert sorted(set(saved.steps)) == [1, 2, 3, 4, 5]
+    assert most == [1]

@@ -75,6 +75,23 @@ def test_a_rank_gives_up_on_others_sooner_after_the_first_step() -> None:
     assert "Timed out" in waiting[1]
 
 
+def _keeps_its_time_apart(world: World) -> None:
+    config = TinyConfig(max_steps=1, parallel=ParallelConfig(step_timeout=Duration(0.5, "seconds")))
+    trainer = TinyTrainer(config, world=world)
+    apart = world.apart()
+    trainer.fit()
+    if world.is_main:
+        time.sleep(1.2)  # over a save, say
+    apart.barrier()
+    assert trainer._loop._step_timeout is None
+    trainer._loop.rejoin()
+    assert trainer._loop._step_timeout == Duration(0.5, "seconds")
+
+
+def test_a_group_apart_keeps_its_longer_time_and_a_new_one_gets_the_shorter_after_its_first_step() -> None:
+    run_on_ranks(_keeps_its_time_apart, 2)
+
+
 def _fails_on_rank_1(world: World) -> None:
     if world.rank == 1:
         raise RuntimeError("rank one is unwell")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class Ema(Callback):
         self.decay, self.update_every, self.start_step, self.evaluate = decay, update_every, start_step, evaluate
         self._device = torch.device(device) if device is not None else None
         self._models: Mapping[str, nn.Module] = {}
+        self._let_weights_change: Callable[[], None] | None = None
         self._parameters: dict[tuple[str, str], nn.Parameter] = {}
         self._averages: list[torch.Tensor] = []
         self._has_begun = False
@@ -88,6 +89,7 @@ class Ema(Callback):
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
         """Takes the memory of the averages."""
         self._models, self._has_begun = trainer.models, False
+        self._let_weights_change = trainer.let_weights_change
         self._parameters = _trainable(trainer.models)
         self._averages = [self._new_average(local(parameter)) for parameter in self._parameters.values()]
 
@@ -129,6 +131,8 @@ class Ema(Callback):
         if not self._has_begun:
             yield
             return
+        if self._let_weights_change is not None:
+            self._let_weights_change()
         with torch.no_grad():
             weights = [weight.clone() for weight in self._weights()]
         try:

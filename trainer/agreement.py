@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -37,6 +40,23 @@ def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
         lines = [f"  {name}: {_by_rank([rank.get(name, 'nothing') for rank in per_rank])}" for name in differing]
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise ConfigError("the ranks are not about to train the same thing:\n" + "\n".join(lines[:_SHOWN]) + more)
+
+
+def program_of(trainer: type) -> dict[str, str]:
+    """Returns a digest of what Python runs for each method of a trainer's class, by name, and one of Headway itself.
+
+    Of the code, not of its source: a class from a file of the user's is sent to machines that do not have the file, or
+    have an old one. Equal only under one version of Python.
+    """
+    program = {"headway.trainer": _digest(file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")))}
+    for cls in trainer.__mro__:
+        if cls.__module__ in ("builtins", "typing") or cls.__module__.startswith("headway.trainer."):
+            continue
+        for name, member in vars(cls).items():
+            method: Any = getattr(member, "__func__", member)
+            if name not in program and isinstance(method, FunctionType):
+                program[name] = _digest(part.encode() for part in _instructions(method.__code__))
+    return program
 
 
 def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -78,6 +98,25 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
                 f"before the first update, these parameters {what}: {shown}. Look at init_weights(), and at the "
                 "weights that the model came with"
             )
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:12]
+
+
+def _instructions(code: CodeType) -> Iterator[str]:
+    """Yields what tells two pieces of code apart: neither where they were written nor in which file."""
+    yield code.co_code.hex()
+    yield repr((code.co_names, code.co_varnames, code.co_freevars))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+        else:
+            # The order of a set is another one in every process.
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:

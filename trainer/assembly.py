@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import initialise, parallel
-from .agreement import check_agreement, check_weights, shapes
+from .agreement import check_agreement, check_weights, program_of, shapes
 from .determinism import machine
 from .errors import ConfigError
 from .exact_limits import check_exact_data, check_exact_models
@@ -58,7 +58,7 @@ def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) 
         born_on_meta: those of them that have no weights yet.
 
     Raises:
-        ConfigError: the ranks have other models, configs or versions, or a weight has no value.
+        ConfigError: the ranks have other models, configs, versions or code, or a weight has no value.
     """
     config, world = trainer.config, trainer.world
     facts = {
@@ -66,6 +66,7 @@ def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) 
         "run_dir": trainer.run_dir,
         "models": shapes(trainer.models),
         "versions": versions(),
+        "code": program_of(type(trainer)) if world.size > 1 else {},
     }
     if config.exact:
         facts["exact"] = machine(world.device)

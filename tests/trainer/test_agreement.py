@@ -29,6 +29,21 @@ class OtherData(TinyTrainer):
         return DataLoader(Rows(32 + self.world.rank), batch_size=4), None
 
 
+def _of_another_version(rank: int) -> type[TinyTrainer]:
+    """A class as an old copy of its file would give it, on one rank."""
+    scope: dict[str, Any] = {"TinyTrainer": TinyTrainer, "__name__": "edited"}
+    loss = "outputs" if rank == 0 else "{**outputs, 'loss': outputs['loss'] * 2}"
+    source = (
+        "class Edited(TinyTrainer):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        f"        outputs = super().training_step(batch, batch_idx)\n        return {loss}\n"
+        "    def same(self):\n        return [each in {'a', 'b', 'c'} for each in 'abc']\n"
+    )
+    exec(compile("\n" * rank + source, f"/on/machine/{rank}.py", "exec"), scope)
+    edited: type[TinyTrainer] = scope["Edited"]
+    return edited
+
+
 def _on_ranks(world: World) -> list[str]:
     said = []
     config = TinyConfig(max_epochs=1)
@@ -37,6 +52,7 @@ def _on_ranks(world: World) -> list[str]:
         TinyTrainer(other, world=world),
         OtherModel(config, world=world),
         OtherData(config, world=world),
+        _of_another_version(world.rank)(config, world=world),
     ):
         with pytest.raises(ConfigError, match="the ranks are not about to train the same thing") as raised:
             trainer.fit()
@@ -51,7 +67,11 @@ def _on_ranks(world: World) -> list[str]:
 def test_ranks_that_differ_are_named_with_what_differs() -> None:
     found = run_on_ranks(_on_ranks, 3)
     assert found[0] == found[1] == found[2]
-    config, model, data, many = found[0]
+    config, model, data, code, many = found[0]
+    # I6: the ranks' copies of the file differ in this method alone; where they lie does not matter.
+    assert [line.split(":")[0].strip() for line in code.splitlines()[1:]] == ["code.training_step"]
+    assert " on rank 0, " in code
+    assert " on ranks 1, 2" in code
     assert "config.learning_rate: 0.01 on rank 0, 1.01 on rank 1, 2.01 on rank 2" in config
     assert "config.seed: 0 on rank 0" in config
     assert "models.model.last.bias: [3] float32 on ranks 0, 2, [4] float32 on rank 1" in model

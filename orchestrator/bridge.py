@@ -2,13 +2,15 @@
 
 It is the one place inside the loop that may talk to Ray, and it has nothing to say: metrics, checkpoints and progress
 are in the run's own files, and a `ray.train.report` is a barrier of a second or more over all ranks, to be paid at
-every checkpoint. Nothing here is on the path of a step.
+every checkpoint. It asks Ray whether machines will be taken away. Nothing here is on the path of a step.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +20,14 @@ from headway.trainer.trainer import Trainer
 from .asking import asked_to_stop
 from .events import EventLog
 from .lease import lease_of
+from .preemption import Notice, Notices, leaves_time
 from .storage import Folder
 
 
 class Bridge(Callback):
     """Writes what happens to the events of the run, and listens for a request to stop. Both on the main rank.
+
+    All ranks listen for notices that machines will be taken away: then all save, and go on until they are.
 
     The process ends at once where that is asked for, and where another driver has taken the run over: two attempts must
     not train it at a time. Ray ends the other ranks then.
@@ -32,20 +37,25 @@ class Bridge(Callback):
         events: where to write.
         is_main: whether this is the main rank.
         lease: of the driver that this attempt belongs to.
+        noticed: whether this Ray gives notice; equal on every rank.
 
     Attributes:
         began_at: the step from which this attempt trains, or None before it does.
     """
 
-    def __init__(self, folder: Folder, events: EventLog, *, is_main: bool, lease: str) -> None:
+    def __init__(self, folder: Folder, events: EventLog, *, is_main: bool, lease: str, noticed: bool) -> None:
         self.began_at: int | None = None
         self._folder, self._events, self._is_main, self._lease = folder, events, is_main, lease
+        self._noticed = noticed
+        self._notices: Notices | None = None
         self._ended = threading.Event()
 
     def on_setup_start(self, trainer: Trainer[Any]) -> None:
         """Begins to listen."""
         if self._is_main:
             threading.Thread(target=self._listen, args=(trainer,), name="headway-stop", daemon=True).start()
+        if self._noticed:
+            self._notices = Notices(functools.partial(self._heed, trainer))
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
         """Writes where the run goes on."""
@@ -75,10 +85,38 @@ class Bridge(Callback):
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
         """Stops listening."""
         self._ended.set()
+        if self._notices is not None:
+            self._notices.end()
 
     def _tell(self, kind: str, **details: Any) -> None:
         if self._is_main:
             self._events.add(kind, **details)
+
+    def _heed(self, trainer: Trainer[Any], notice: Notice) -> None:
+        """Asks for a checkpoint, if there is the time for one. Every rank is told; one asks for all."""
+        if not self._is_main:
+            return
+        left_s = None if notice.deadline is None else notice.deadline - time.time()
+        saves = leaves_time(left_s, trainer.save_took_s)
+        self._tell(
+            "preemption_notice",
+            attempt=trainer.attempt,
+            step=trainer.global_step,
+            nodes=notice.nodes,
+            ranks=notice.ranks,
+            deadline_s=left_s,
+            saves=saves,
+        )
+        where = f"the machine{'s'[: len(notice.nodes) > 1]} of rank {', '.join(map(str, notice.ranks))}"
+        when = "soon" if left_s is None else f"in {left_s:.0f} s"
+        if saves:
+            trainer.print(f"{where} will be taken away {when}: saving a checkpoint, and going on")
+            trainer.request_save(at_once=True)
+        else:
+            trainer.print(
+                f"{where} will be taken away {when}, and a checkpoint takes about {trainer.save_took_s:.0f} s: none is "
+                "begun, and what comes after the last one will be trained again"
+            )
 
     def _listen(self, trainer: Trainer[Any]) -> None:
         while not self._ended.wait(0.3 if self._folder.is_local else 3.0):

@@ -222,13 +222,15 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
         gone = {
             rank: str(error).strip().splitlines()[-1][:300] for rank, error in worker_exceptions.items() if str(error)
         }
-        failure = last_failure(read_events(folder), {**dict.fromkeys(worker_exceptions, ""), **gone})
+        events = read_events(folder)
+        failure = last_failure(events, {**dict.fromkeys(worker_exceptions, ""), **gone})
         if failure is None or failure.attempt in self._seen:
             return
         self._seen.add(failure.attempt)
         asked = asked_to_stop(folder)
         hopeless = bool(asked and asked.abort)
-        if not any(_was_preempted(error) for error in worker_exceptions.values()):
+        preempted = was_preempted(failure, events, worker_exceptions)
+        if not preempted:
             hopeless |= is_hopeless(failure, self._failures) or is_over_budget(
                 failure, self._failures, max_failures=self._max_failures, max_errors=self._max_errors
             )
@@ -238,7 +240,8 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
             attempt=failure.attempt,
             rank=failure.rank,
             step=failure.step,
-            text=str(failure),
+            text=f"machines were taken away: {failure}" if preempted else str(failure),
+            preempted=preempted,
             detail="" if failure.kind else failure.message,
             hopeless=hopeless,
         )
@@ -246,7 +249,16 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
             raise GaveUp(str(failure), worker_exceptions.get(-1 if failure.rank is None else failure.rank))
 
 
-def _was_preempted(error: BaseException) -> bool:
-    """Whether a worker is gone because its machine was taken away, which Ray counts by itself."""
-    cause = getattr(error, "health_check_failure", error)
-    return bool(getattr(cause, "preempted", False))
+def was_preempted(failure: Failure, events: Sequence[Event], errors: Mapping[int, BaseException]) -> bool:
+    """Whether an attempt ended because machines were taken away, which Ray counts by itself.
+
+    Args:
+        failure: of the attempt.
+        events: of the run. After a notice, what is no error of the code comes from it: a rank may miss its peer before
+            Ray misses the machine.
+        errors: by rank, what Ray has.
+    """
+    if any(getattr(getattr(error, "health_check_failure", error), "preempted", False) for error in errors.values()):
+        return True
+    noticed = {event["attempt"] for event in events if event["event"] == "preemption_notice"}
+    return failure.attempt in noticed and not failure.is_of_the_code and not failure.hung

@@ -55,6 +55,7 @@ def train_group(
         threads=max(1, int(scaling.cpus_per_worker)),
         on_cpu=not scaling.gpus_per_worker,
         lease=run.lease,
+        noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") == "1",
         watched=retries.hang_timeout is not None,
         capture=not verbose,
     )

@@ -12,6 +12,8 @@ _SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # A worker that is gone is noticed within this time; the default of 2 s is a good part of a restart.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # That a machine will be taken away is known within this time; the default of 5 s is a good part of some notices.
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
 }
 # Ray prints this to the driver whatever it is told about logs; the run says itself which worker died.
 _HIDDEN = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed"}

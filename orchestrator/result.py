@@ -22,6 +22,7 @@ class RunResult:
         history: one dict per completed epoch; `history.columns()` are lists by metric.
         steps, epochs, samples, tokens: how far it is; tokens where the trainer counts them.
         attempts: lives of worker groups so far.
+        preemptions, failures: how many of them ended because machines were taken away, and how many by a failure.
         run_dir: where its files lie.
         last_checkpoint, best_checkpoint: paths in it.
         best_metric, best_step: the best value of the metric by which checkpoints are chosen, and when it was measured.
@@ -40,6 +41,8 @@ class RunResult:
     samples: int = 0
     tokens: int = 0
     attempts: int = 0
+    preemptions: int = 0
+    failures: int = 0
     last_checkpoint: str | None = None
     best_checkpoint: str | None = None
     best_metric: float | None = None

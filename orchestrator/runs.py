@@ -88,6 +88,7 @@ class Record:
         trainer: target of the class.
         workers: ranks of the last attempt.
         attempts: lives of worker groups so far.
+        preemptions, failures: how many of them ended because machines were taken away, and how many by a failure.
         created, started, ended: the first start, the last one, and its end.
         steps, epochs, samples, tokens, metrics: where it stands, as of its end.
         last_checkpoint, best_checkpoint, best_metric, best_step: the same.
@@ -108,6 +109,8 @@ class Record:
     trainer: str
     workers: int
     attempts: int = 0
+    preemptions: int = 0
+    failures: int = 0
     created: str
     started: str
     ended: str | None = None

@@ -14,7 +14,15 @@ from .events import read_events
 from .runs import Run, find_run, list_runs
 from .storage import absolute
 
-_SHOWN_EVENTS = {"attempt_started", "restored", "group_failed", "checkpoint_saved", "stop_requested", "attempt_ended"}
+_SHOWN_EVENTS = {
+    "attempt_started",
+    "restored",
+    "group_failed",
+    "preemption_notice",
+    "checkpoint_saved",
+    "stop_requested",
+    "attempt_ended",
+}
 
 
 def print_runs(storage: str, console: Console | None = None) -> None:

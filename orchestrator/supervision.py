@@ -16,10 +16,11 @@ from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_stop, asked_to_stop
 from .display import Display
-from .events import EventLog, Follower
+from .events import EventLog, Follower, read_events
 from .experiment import Experiment
 from .group import error_of, train_group
 from .local_ray import missing
+from .preemption import endings
 from .result import RunResult
 from .resumption import Resumption
 from .runs import Run
@@ -158,9 +159,10 @@ class Supervision:
             self._watch.heed(event)
             if event["event"] == "attempt_started":
                 self._is_up = self._has_workers = True
-                self._run.update(attempts=event["attempt"], workers=event["world_size"])
+                self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
             elif event["event"] == "group_failed":
                 self._has_workers = False
+                self._run.update(**self._endings())
             elif event["event"] == "checkpoint_saved":
                 # What is on storage is what a run without a last word has come to.
                 self._run.update(steps=event["step"], last_checkpoint=event["path"])
@@ -220,7 +222,15 @@ class Supervision:
         signal = self._signals.number if returned.get("status") == "interrupted" else None
         if returned.keys() == {"status", "reason"}:  # the workers were told to stop before they began
             return RunResult.recorded(self._run, **returned, signal=signal)
-        return RunResult(**returned, run_dir=self._run.run_dir, attempts=self._run.record.attempts, signal=signal)
+        record = self._run.record
+        return RunResult(
+            **returned, run_dir=self._run.run_dir, attempts=record.attempts, preemptions=record.preemptions,
+            failures=record.failures, signal=signal,
+        )  # fmt: skip
+
+    def _endings(self) -> dict[str, int]:
+        preemptions, failures = endings(read_events(self._run.folder))
+        return {"preemptions": preemptions, "failures": failures}
 
 
 def _again(stop: Stop) -> str:

@@ -45,6 +45,7 @@ class Task:
         threads: that torch takes on a CPU.
         on_cpu: whether no GPU was asked for.
         lease: of the driver; no other one may have claimed the run.
+        noticed: whether Ray says when machines are about to be taken away.
         watched: whether the driver listens for ranks that hang.
         capture: whether what the main rank prints is sent to the driver through the run's events.
     """
@@ -58,6 +59,7 @@ class Task:
     threads: int
     on_cpu: bool
     lease: str
+    noticed: bool
     watched: bool
     capture: bool
 
@@ -78,7 +80,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     if (asked := asked_to_stop(folder)) is not None:
         return {"status": asked.status, "reason": asked.reason}
     events = EventLog(folder, f"rank-{world.rank}")
-    bridge = Bridge(folder, events, is_main=world.is_main, lease=task.lease)
+    bridge = Bridge(folder, events, is_main=world.is_main, lease=task.lease, noticed=task.noticed)
     past = world.broadcast(_past(folder, task) if world.is_main else None)
     assert past is not None
     attempt, begin = past

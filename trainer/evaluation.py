@@ -38,6 +38,7 @@ class Evaluation:
         sets: the open streams by name; an only one may be called "", and its metrics are `validation/x` then.
         requests: a request to stop cuts it short.
         max_batches: of every set; None takes all.
+        may_repeat: whether a request to save at once cuts it short as well: who calls it will call another one.
         is_rehearsal: finds out whether an evaluation works: no callback hears of it.
     """
 
@@ -49,9 +50,10 @@ class Evaluation:
         *,
         max_batches: int | None = None,
         is_rehearsal: bool = False,
+        may_repeat: bool = False,
     ) -> None:
         self._trainer, self._sets, self._requests = trainer, sets, requests
-        self._max_batches = max_batches
+        self._max_batches, self._may_repeat = max_batches, may_repeat
         self._callbacks = CallbackList() if is_rehearsal else trainer.callbacks
         self._means = ExactMeans() if trainer.config.exact else MeanMetrics()
         self._prefix = "validation/"
@@ -59,7 +61,7 @@ class Evaluation:
     def __call__(self) -> dict[str, float] | None:
         """Runs `validation_step` over all sets and returns the metrics, equal on every rank.
 
-        One that a request to stop cuts short returns None, rather than the metrics of a part of the data; one that
+        One that a request cuts short returns None, rather than the metrics of a part of the data; one that
         found no data returns nothing either, with a warning.
 
         Raises:
@@ -100,7 +102,7 @@ class Evaluation:
             self._means.log(self._prefix + name, value, weight, reduce)
 
     def _run(self, stream: BatchStream) -> int | None:
-        """Runs over one set, and returns how many batches it had; None if a request to stop came."""
+        """Runs over one set, and returns how many batches it had; None if a request cut it short."""
         trainer, callbacks, metrics = self._trainer, self._callbacks, self._trainer.metrics
         weighs_itself = trainer.weighs_itself
         num_batches = first = 0
@@ -131,8 +133,8 @@ class Evaluation:
                 if agreed.evaluate:
                     self._requests.evaluate()
                 if agreed.save:
-                    self._requests.save()
-                if agreed.stop:
+                    self._requests.save(at_once=agreed.at_once)
+                if agreed.stop or (agreed.at_once and self._may_repeat):
                     return None
         return num_batches
 

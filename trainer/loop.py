@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -50,6 +51,7 @@ class Loop:
         validation: the sets of validation data, open, by name; an only one may be called "".
 
     Attributes:
+        save_took_s: from the beginning of the last checkpoint to its commit; None before there was one.
         in_doubt: whether an error has left the models who knows where; the next run then goes back to a checkpoint.
     """
 
@@ -79,6 +81,8 @@ class Loop:
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
         self._activity = trainer.activity
+        self.save_took_s: float | None = None
+        self._save_began_s = 0.0
         self.in_doubt = False
         self._step_timeout = config.parallel.step_timeout
         self._is_running = False
@@ -186,10 +190,11 @@ class Loop:
         with self._state.weights_of(checkpoint):
             return self.evaluate(sets)
 
-    def evaluate(self, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
-        """Evaluates on these sets; None if a request to stop cuts it short."""
+    def evaluate(self, sets: Mapping[str, BatchStream], *, may_repeat: bool = False) -> dict[str, float] | None:
+        """Evaluates on these sets; None if a request cuts it short, one to save only where that may be repeated."""
+        config, requests = self._config, self._requests
         return self._run_evaluation(
-            Evaluation(self._trainer, sets, self._requests, max_batches=self._config.evaluate_batches)
+            Evaluation(self._trainer, sets, requests, max_batches=config.evaluate_batches, may_repeat=may_repeat)
         )
 
     @contextmanager
@@ -216,8 +221,10 @@ class Loop:
         """Saves the whole state, between two updates, and waits until that is done."""
         self._finish_saving()
         self.update.settle()
+        self._save_began_s = time.perf_counter()
         with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
             checkpoint = self._state.save()
+        self.save_took_s = time.perf_counter() - self._save_began_s
         self._checkpoints.done(self._progress.elapsed_s)
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
         return checkpoint
@@ -239,6 +246,7 @@ class Loop:
         """Saves the whole state while training goes on."""
         self._finish_saving()
         self.update.settle()
+        self._save_began_s = time.perf_counter()
         with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
             self._saving = self._state.begin_save()
         self.update.hold = self._saving.hold
@@ -253,6 +261,7 @@ class Loop:
         self._requests.watch(None)
         with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
             checkpoint = saving.result()
+        self.save_took_s = time.perf_counter() - self._save_began_s
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
 
     @contextmanager
@@ -458,11 +467,16 @@ class Loop:
         """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one."""
         if not self._validation or self._progress.evaluated_step == self._progress.step:
             return
-        metrics = self.evaluate(self._validation)
-        if metrics is None:
-            # Cut short by a request to stop, which stays asked for.
-            self._stop(self._requests.agree_now().stop or "stopped")
-            return
+        generators = RngState()
+        before = generators.state_dict()
+        while (metrics := self.evaluate(self._validation, may_repeat=True)) is None:
+            # Whoever evaluates again, this run or the resumed one, draws what was drawn here.
+            generators.load_state_dict(before)
+            agreed = self._requests.agree_now()
+            if agreed.stop:
+                self._stop(agreed.stop)
+                return
+            self._save_unless_saved()
         self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1
         self._evaluations.done(self.recorder.elapsed_s())

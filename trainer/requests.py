@@ -24,12 +24,14 @@ class Agreed:
 
     Attributes:
         evaluate, save: somebody asked for it.
+        at_once: the checkpoint is wanted before an evaluation is over.
         stop: how the run is to be called that ends here, or None to go on.
         saved: the save in the background has ended on every rank.
     """
 
     evaluate: bool = False
     save: bool = False
+    at_once: bool = False
     stop: StopStatus | None = None
     saved: bool = False
 
@@ -68,9 +70,9 @@ class Requests:
         """Asks for an evaluation. Any rank may, from any thread."""
         self._wanted[0] = 1
 
-    def save(self) -> None:
-        """Asks for a checkpoint. Any rank may, from any thread."""
-        self._wanted[1] = 1
+    def save(self, *, at_once: bool = False) -> None:
+        """Asks for a checkpoint, where that is so by cutting an evaluation short. Any rank may, from any thread."""
+        self._wanted[1] = max(self._wanted[1], 2 if at_once else 1)
 
     def stop(self, reason: str, status: StopStatus) -> None:
         """Asks for an orderly end. Any rank may, from any thread or signal handler; the first reason stays."""
@@ -105,7 +107,12 @@ class Requests:
         self._begin()
         now = self._read()
         self._left = self._interval + 1
-        return replace(now, evaluate=earlier.evaluate or now.evaluate, save=earlier.save or now.save)
+        return replace(
+            now,
+            evaluate=earlier.evaluate or now.evaluate,
+            save=earlier.save or now.save,
+            at_once=earlier.at_once or now.at_once,
+        )
 
     def close(self) -> None:
         """Waits for what is still under way, so that no collective is left over. Every rank must call this."""
@@ -147,4 +154,5 @@ class Requests:
 
 def _as_agreed(values: list[int], *, saved: bool) -> Agreed:
     evaluate, save, stop = values
-    return Agreed(evaluate=bool(evaluate), save=bool(save), stop=_STATUSES[stop - 1] if stop else None, saved=saved)
+    status = _STATUSES[stop - 1] if stop else None
+    return Agreed(evaluate=bool(evaluate), save=bool(save), at_once=save == 2, stop=status, saved=saved)

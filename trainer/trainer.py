@@ -298,6 +298,11 @@ class Trainer(OwnHooks, Generic[C]):
         return self._loop.recorder.elapsed_s()
 
     @property
+    def save_took_s(self) -> float | None:
+        """Seconds from the beginning of the last checkpoint to its commit; None before there was one."""
+        return self._loop.save_took_s if self._is_set_up else None
+
+    @property
     def total_steps(self) -> int | None:
         """Updates of the whole run, as far as the config and the data tell; None where nobody knows."""
         config = self.config
@@ -401,9 +406,13 @@ class Trainer(OwnHooks, Generic[C]):
         """Asks for an orderly end, with a checkpoint. Any rank may, from any thread; all stop at the same update."""
         self._requests.stop(reason, status)
 
-    def request_save(self) -> None:
-        """Asks for a checkpoint at the next update. Any rank may, from any thread."""
-        self._requests.save()
+    def request_save(self, *, at_once: bool = False) -> None:
+        """Asks for a checkpoint at the next update. Any rank may, from any thread.
+
+        Args:
+            at_once: does not wait for the end of an evaluation of the run, which begins again afterwards.
+        """
+        self._requests.save(at_once=at_once)
 
     def request_evaluation(self) -> None:
         """Asks for an evaluation at the next update. Any rank may, from any thread."""

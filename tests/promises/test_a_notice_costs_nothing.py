@@ -1,0 +1,153 @@
+"""A machine is taken away with notice: all ranks save once, train on until it goes, and go on from there (C4).
+
+On a cluster of two local nodes, in a process of its own: one node is drained as a cloud's notice has it drained, then
+removed, and another one comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.orchestrator import Experiment, RunResult, Scaling, fit
+from headway.orchestrator.events import Event, read_events
+from headway.orchestrator.storage import Folder
+from headway.trainer import CheckpointConfig, Duration
+from headway.trainer.trackers.jsonl import read_records
+from tests.on_ray import OnRay, OnRayConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+DEADLINE_S = 30
+
+
+class Endless(OnRay):
+    """Trains until a file says that it is enough."""
+
+    def configure_dataloaders(self) -> Any:
+        import torch
+
+        batch = {"id": torch.arange(4), "x": torch.ones(4, 6), "y": torch.zeros(4, dtype=torch.int64)}
+        return (lambda: (batch for _ in range(10**9))), None
+
+    def on_step_end(self) -> None:
+        if os.path.exists(f"{self.run_dir}/enough"):
+            self.request_stop("enough")
+
+
+def wait_for(what: Any) -> Any:
+    deadline = time.monotonic() + 240
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def main(storage: str) -> None:
+    """Rehearses, and prints what came of it."""
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.core.generated import autoscaler_pb2
+
+    experiment = Experiment(
+        name="noticed",
+        trainer=Endless,
+        config=OnRayConfig(
+            data="",
+            max_steps=10**6,
+            pause_s=0.02,
+            log_every=Duration(5, "steps"),
+            checkpoint=CheckpointConfig(every=None, at_end=False),
+        ),
+        scaling=Scaling(workers=2),
+        storage=storage,
+    )
+    folder = Folder(experiment.run_dir)
+
+    def events(kind: str) -> list[Event]:
+        return [
+            event for event in (read_events(folder) if folder.exists("events.jsonl") else []) if event["event"] == kind
+        ]
+
+    def step() -> int:
+        return max((record["step"] for record in read_records(f"{experiment.run_dir}/metrics.jsonl")), default=0)
+
+    # One CPU each: one worker each.
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+    told: dict[str, Any] = {}
+
+    results: list[RunResult] = []
+    before = signal.getsignal(signal.SIGTERM)
+    # Nodes are added in the main thread; a run in another one leaves the signals alone (C3).
+    trainer = threading.Thread(target=lambda: results.append(fit(experiment)))
+    trainer.start()
+    try:
+        wait_for(lambda: os.path.exists(f"{experiment.run_dir}/metrics.jsonl") and step() >= 20)
+        assert signal.getsignal(signal.SIGTERM) is before
+        noticed_s = time.time()
+        accepted, why = ray._raylet.GcsClient(address=cluster.gcs_address).drain_node(
+            second.node_id,
+            autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+            "rehearsal",
+            int((noticed_s + DEADLINE_S) * 1000),
+        )
+        assert accepted, why
+        saved = wait_for(lambda: events("checkpoint_saved"))
+        told["saved_after_s"] = saved[0]["time"] - noticed_s
+        wait_for(lambda: step() >= saved[0]["step"] + 20)
+        told["saved_until_it_went"] = len(events("checkpoint_saved"))
+        cluster.remove_node(second, allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        wait_for(lambda: len(events("training")) == 2)
+    finally:
+        Path(experiment.run_dir, "enough").touch()
+        trainer.join()
+    (result,) = results
+    told |= {
+        "status": result.status,
+        "endings": [result.attempts, result.preemptions, result.failures],
+        "events": [event for event in read_events(folder) if event["event"] not in ("message", "warning")],
+    }
+    print(json.dumps(told))
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_a_notice_is_heeded_by_all_ranks_and_counts_as_no_failure_C4(tmp_path: Path) -> None:
+    program = "import sys; from tests.promises.test_a_notice_costs_nothing import main; main(sys.argv[1])"
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=500,
+        env={
+            **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    print(f"from the notice to the committed checkpoint: {told['saved_after_s']:.1f} s")
+    assert (told["status"], told["endings"]) == ("stopped", [2, 1, 0])
+    events: list[Event] = told["events"]
+    notice = [event for event in events if event["event"] == "preemption_notice"]
+    assert [(event["attempt"], event["saves"], len(event["ranks"])) for event in notice] == [(1, True, 1)]
+    assert 0 < notice[0]["deadline_s"] <= DEADLINE_S
+    assert told["saved_until_it_went"] == 1, "every rank saves the same step exactly once"
+    saved = next(event for event in events if event["event"] == "checkpoint_saved")
+    assert told["saved_after_s"] < DEADLINE_S
+    assert next(event for event in events if event["event"] == "restored")["step"] == saved["step"]

@@ -1,7 +1,7 @@
 """The command `headway`. Its imports are late: `headway --help` must not wait for torch and Ray.
 
 Exit codes: 0 completed, stopped or finished before; 1 failed; 2 wrong input; 3 time limit reached;
-130 and 143 interrupted by Ctrl-C and by SIGTERM, with a checkpoint, ready to go on.
+130 and 143 interrupted by Ctrl-C and by SIGTERM, with a checkpoint, ready to go on. docs/stopping.md has the table.
 
 HEADWAY_OVERRIDES has overrides that come before those of the line: HEADWAY_OVERRIDES="scaling.workers=4 storage=/data".
 """

@@ -55,7 +55,7 @@ def train_group(
         threads=max(1, int(scaling.cpus_per_worker)),
         on_cpu=not scaling.gpus_per_worker,
         lease=run.lease,
-        noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") == "1",
+        noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
         watched=retries.hang_timeout is not None,
         capture=not verbose,
     )

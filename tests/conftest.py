@@ -14,6 +14,8 @@ os.environ.update(
     RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0",
     RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    # A process less in every group of workers; what needs it has a Ray of its own.
+    RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
     # Or the watchers of one Ray ask the dashboard of another one on this machine, and end its runs.
     RAY_API_SERVER_ADDRESS="http://127.0.0.1:9",
 )

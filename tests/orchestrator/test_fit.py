@@ -25,6 +25,7 @@ from headway.orchestrator import (
     fit,
 )
 from headway.orchestrator.asking import Stop, ask_to_stop
+from headway.orchestrator.cli import _explain
 from headway.orchestrator.display import Display
 from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.resumption import Resumption
@@ -134,7 +135,7 @@ def test_more_workers_than_the_cluster_has_is_said_at_once(ray_session: None, tm
 
 @pytest.mark.ray
 def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
-    ray_session: None, tmp_path: Path, data: str
+    ray_session: None, tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """C7, C8, I7: tried again, since some steps had been made; given up when it came again at the same step."""
     found, screen = experiment(tmp_path, data, workers=2, fail_at=3), Screen()
@@ -150,6 +151,13 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
     assert (run.status, run.record.attempts) == ("failed", 2)
     assert "a bad batch at step 3" in str(run.record.error)
     assert screen.text.count("; starting the workers again") == 1
+    assert "in training_step" not in screen.text
+    # What `headway fit` says then: the traceback of that rank, once, and what it means.
+    assert _explain(error) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.count("in training_step") == 1
+    assert said.splitlines()[-1].startswith("headway: the worker of rank 1 raised ValueError at step 3")
 
 
 @pytest.mark.ray

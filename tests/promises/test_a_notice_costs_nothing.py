@@ -137,6 +137,7 @@ def test_a_notice_is_heeded_by_all_ranks_and_counts_as_no_failure_C4(tmp_path: P
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
             "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
             "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
+            "RAY_raylet_start_wait_time_s": "180",
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr

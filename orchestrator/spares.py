@@ -56,32 +56,32 @@ def _hook(file: str) -> Callable[[], None]:
     """Returns what every process of the environment does first."""
 
     def warm() -> None:
+        import contextlib
         import importlib.util
         import os
         import sys
 
-        from ray._private.worker import global_worker
-
-        threads = os.environ.get("HEADWAY_SPARES")
-        folder = os.path.join(global_worker.node.get_session_dir_path(), "headway-spares")
-        if not threads or not os.path.isdir(folder):
-            return
-        # The workers of the first attempt, and what libraries start inside of them, have the same environment. A spare
-        # was launched after it was asked for, and each is asked for by one file.
-        launched_ms = next(int(each.split("=")[1]) for each in sys.argv if each.startswith("--worker-launch-time-ms="))
-        for asked in os.listdir(folder):
-            if launched_ms >= int(asked.split("-")[0]):
-                try:
-                    os.unlink(os.path.join(folder, asked))
-                    break
-                except OSError:
-                    continue
-        else:
-            return
-        # Ray says it when the process is given its work; libraries that are imported before then would not hear of it.
         before = dict(os.environ)
-        os.environ.setdefault("OMP_NUM_THREADS", threads)
-        try:
+        # An error would end the process; the worker that it becomes will say what is missing.
+        with contextlib.suppress(Exception):
+            from ray._private.worker import global_worker
+
+            threads = os.environ["HEADWAY_SPARES"]
+            folder = os.path.join(global_worker.node.get_session_dir_path(), "headway-spares")
+            # The workers of the first attempt, and what libraries start inside of them, have the same environment. A
+            # spare was launched after it was asked for, and each is asked for by one file.
+            launched_ms = next(int(each.split("=")[1]) for each in sys.argv if each.startswith("--worker-launch-time-"))
+            asked = [each for each in os.listdir(folder) if launched_ms >= int(each.split("-")[0])]
+            while asked and threads:
+                try:
+                    os.unlink(os.path.join(folder, asked.pop()))
+                    break
+                except FileNotFoundError:
+                    continue
+            else:
+                return
+            # Ray says it when the process is given its work; libraries that are imported before would not hear of it.
+            os.environ.setdefault("OMP_NUM_THREADS", threads)
             # What a job adds to the path comes later: with another Headway in it, this process stays as it is.
             found = importlib.util.find_spec("headway.orchestrator.spares")
             if found is not None and found.origin == file:
@@ -91,13 +91,9 @@ def _hook(file: str) -> Callable[[], None]:
                     "torch._dynamo",
                 ):  # fmt: skip
                     importlib.import_module(name)
-        except Exception:
-            # The worker that needs it will say what is missing.
-            pass
-        finally:
-            # Torch writes there too, when it is imported.
-            for name in os.environ.keys() - before.keys():
-                del os.environ[name]
+        # Torch writes there too, when it is imported.
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
 
     # By value: a process that cannot find Headway at this time of its life would end if it had to import the hook.
     warm.__module__ = "__main__"

@@ -20,7 +20,6 @@ import torch
 from headway.orchestrator import Experiment, Retries, RunResult, Scaling, fit
 from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.spares import ENVIRONMENT
 from headway.orchestrator.storage import Folder
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.trackers.jsonl import read_records
@@ -145,7 +144,7 @@ def test_one_process_and_two_ray_workers_have_the_same_losses(ray_session: None,
 
 
 def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_path: Path, data: str) -> None:
-    """They were there before the kill, idle; what reads the data does not use them up."""
+    """They were there before the kill, idle, and had imported torch; what reads the data does not use them up."""
     spared = experiment("spared", tmp_path, data, max_epochs=None, max_steps=10_000, pause_s=0.05)
     spared = replace(spared, retries=Retries(spares=True))
     spares: set[int] = set()
@@ -156,7 +155,7 @@ def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_pa
         pids = {worker["pid"] for worker in started["workers"]}
         while len(spares) < 2:
             time.sleep(0.1)
-            spares.update(_idle(min(pids), since=started["time"] + 4.5))
+            spares.update(_warm(min(pids)))
         os.kill(min(pids), signal.SIGKILL)
         _attempts(folder, 2)
         ask_to_stop(folder, Stop(reason="seen"))
@@ -167,7 +166,7 @@ def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_pa
     killer.join(timeout=60)
     assert (result.status, result.attempts) == ("stopped", 2)
     _, again = _attempts(Folder(spared.run_dir), 2)
-    assert {worker["pid"] for worker in again["workers"]} <= spares
+    assert {worker["pid"] for worker in again["workers"]} == spares
 
 
 def _attempts(folder: Folder, count: int) -> list[Event]:
@@ -181,19 +180,17 @@ def _attempts(folder: Folder, count: int) -> list[Event]:
     raise TimeoutError(f"no attempt {count}")
 
 
-def _idle(pid: int, *, since: float) -> set[int]:
-    """The processes that the parent of a worker has started since then in its environment, and that have no work."""
+def _warm(pid: int) -> set[int]:
+    """The processes of the parent of a worker that have no work, and have torch all the same."""
 
-    def stat(pid: int) -> list[str]:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    def parent(pid: int) -> str:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
 
-    booted, found = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), set()
+    found = set()
     for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
         # It may end meanwhile.
         with contextlib.suppress(OSError):
             is_idle = Path(f"/proc/{each}/cmdline").read_bytes().startswith(b"ray::IDLE")
-            environment = Path(f"/proc/{each}/environ").read_bytes().split(b"\0")
-            began = booted + int(stat(each)[19]) / os.sysconf("SC_CLK_TCK")
-            if is_idle and f"{ENVIRONMENT}=1".encode() in environment and stat(each)[1] == stat(pid)[1]:
-                found |= {each} if began > since else set()
+            if is_idle and parent(each) == parent(pid) and b"libtorch_cpu" in Path(f"/proc/{each}/maps").read_bytes():
+                found.add(each)
     return found

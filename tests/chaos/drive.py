@@ -164,7 +164,7 @@ class Drive:
                     outcome.struck.append(f"life {number + 1}: {damage(there[-1], wound)}")
                     rotten.add(there[-1].folder)
         outcome.complaints += complaints(surviving(lives), wanted.history)
-        if schedule.resizes:
+        if not schedule.keeps_bits:
             return
         digests = life.digest()
         outcome.complaints += [

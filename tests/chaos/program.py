@@ -112,6 +112,7 @@ def config_of(training: Training, data: str) -> ChaosConfig:
         global_batch_size=BATCH,
         micro_batch_size=training.micro_batch_size,
         dropout=0.2,
+        exact=training.exact,
         noise=0.1,
         width=16,
         max_grad_norm=1.0,

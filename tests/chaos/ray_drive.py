@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,7 @@ class RayDrive:
     """
 
     def __init__(self, folder: Path) -> None:
-        # The first for Ray's own processes, on a machine that is busy; all before Ray is imported.
-        os.environ.update(RAY_raylet_start_wait_time_s="180", RAY_USAGE_STATS_ENABLED="0")
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before Ray is imported
         from ray.cluster_utils import Cluster
 
         self._folder = folder
@@ -53,8 +51,9 @@ class RayDrive:
             initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False}, shutdown_at_exit=True
         )
         self._nodes: list[Any] = []
-        self._add_node()
-        self._add_node()
+        self._due_s = [0.0, 0.0]
+        while self._due_s:
+            self.mend()
 
     def __enter__(self) -> RayDrive:
         return self
@@ -118,15 +117,28 @@ class RayDrive:
             self._undisturbed[strategy] = run_dir
         return self._undisturbed[strategy]
 
-    def _add_node(self) -> None:
-        # Each worker wants a place: so there is one on each node, and none on the head.
-        self._nodes.append(self._cluster.add_node(num_cpus=2, resources={"place": 1}))
+    def replace_node(self, worker: int) -> None:
+        """Kills the raylet of a worker's process, and all on its node with it; a while later there is another node."""
+        raylet = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        for node in self._nodes:
+            if any(each.process.pid == raylet for each in node.all_processes["raylet"]):
+                self._nodes.remove(node)
+                self._cluster.remove_node(node, allow_graceful=False)
+                self._due_s.append(time.monotonic() + 3.0)
+                return
+        raise ProcessLookupError(worker)
 
-    def replace_node(self, which: int) -> None:
-        """Kills a raylet, and everything on its node with it; a while later there is another node."""
-        node = self._nodes.pop(which % len(self._nodes))
-        self._cluster.remove_node(node, allow_graceful=False)
-        threading.Timer(3.0, self._add_node).start()
+    def mend(self) -> None:
+        """Adds the node that is due; called by the main thread, which Ray wants for its signal handlers."""
+        if not self._due_s or time.monotonic() < self._due_s[0]:
+            return
+        try:
+            # Each worker wants a place: so there is one on each node, and none on the head.
+            self._nodes.append(self._cluster.add_node(num_cpus=2, resources={"place": 1}))
+            self._due_s.pop(0)
+        except Exception as error:
+            # On a machine that is busy a raylet may need longer than Ray gives it.
+            print(f"no node yet: {error}", file=sys.stderr)
 
 
 def _train(world: World, run_dir: str, data: str, strategy: str) -> None:
@@ -206,6 +218,7 @@ class _Start:
                     self._waiting.remove(fault)
                     time.sleep(fault.delay_s)
                     self._strike(fault, drive)
+                drive.mend()
                 time.sleep(0.05)
         finally:
             self._process.kill()
@@ -240,14 +253,14 @@ class _Start:
                 case "freeze a worker":
                     os.kill(pid, signal.SIGSTOP)
                 case "kill a raylet":
-                    drive.replace_node(fault.whom)
+                    drive.replace_node(pid)
                 case "kill the driver":
                     os.killpg(self._process.pid, signal.SIGKILL)
                 case "terminate the driver":
                     os.kill(self._process.pid, signal.SIGTERM)
                 case "interrupt the driver":
                     os.kill(self._process.pid, signal.SIGINT)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):
             return
         self.struck.append(str(fault))
 

@@ -17,8 +17,8 @@ from tests.chaos.drive import Drive, Outcome
 from tests.chaos.ledger import Lived, complaints, surviving
 from tests.chaos.schedule import Damage, Fault, Life, Schedule, Training, schedule
 
-# Of four trainings, so that few run undisturbed; together they have every blow, wound, strategy and storage there is.
-SEEDS = (21, 43, 79, 174, 229, 236, 260, 342, 388, 462, 464, 483)
+# Of five trainings, so that few run undisturbed; together they have every blow, wound, strategy and storage there is.
+SEEDS = (21, 43, 79, 174, 229, 236, 260, 342, 388, 462, 464, 171)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,10 @@ def test_a_schedule_is_made_from_its_seed_alone() -> None:
     assert {life.faults for each in map(schedule, range(200)) for life in each.lives[-1:]} == {()}
     blows = {fault.blow for each in map(schedule, range(200)) for life in each.lives for fault in life.faults}
     assert blows == {"kill", "terminate", "interrupt", "freeze", "fill the disk"}
-    assert any(each.resizes for each in map(schedule, range(200)))
+    resized = [
+        each for each in map(schedule, range(200)) if any(life.ranks != each.training.ranks for life in each.lives)
+    ]
+    assert {(each.training.strategy, each.keeps_bits) for each in resized} >= {("ddp", True), ("fsdp", False)}
 
 
 def lived(restored: int | None, rows: dict[int, list[list[int]]]) -> Lived:

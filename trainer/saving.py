@@ -15,6 +15,9 @@ _NICE = 10
 class Saving:
     """One checkpoint on its way to the disk. Every rank has one; their threads meet each other, not the training.
 
+    A process of its own for the writing was tried: for 200 MB it took 0.46 s of CPU above the training's where a thread
+    took 0.31 s, and 200 MB of memory for its interpreter and torch.
+
     Args:
         copy: takes what is being saved out of the training's way; runs in the thread, as training does.
         write: writes it and commits; runs in the thread, behind training.

@@ -7,7 +7,7 @@ import sys
 
 from .table import show
 
-PARTS = ("loop", "saving", "stream", "start", "restart")
+PARTS = ("loop", "exact", "saving", "stream", "start", "restart")
 
 
 def main(parts: list[str]) -> int:

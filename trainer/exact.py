@@ -55,7 +55,7 @@ class ExactUpdate(Update):
         share = (world.size - 1) / world.size
         return (
             f"exact: {shards} logical shards in an update, each a gradient of its own; a rank sends up to "
-            f"{(most + 1) * share * numbers / 1e6:.1f} MB per update (DDP: {2 * share * numbers / 1e6:.1f} MB)"
+            f"{(most + 1) * share * numbers / 1e6:.3g} MB per update (DDP: {2 * share * numbers / 1e6:.3g} MB)"
         )
 
     def measure(self, record: Mapping[str, float]) -> dict[str, float]:

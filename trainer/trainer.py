@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -18,6 +18,7 @@ from .activity import Activity
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
 from .checkpoint import Checkpoint
 from .config import TrainerConfig
+from .determinism import pinned
 from .errors import ConfigError, DataError, HeadwayError
 from .evaluation_metrics import EvaluationMetrics
 from .exact import ExactUpdate
@@ -529,7 +530,8 @@ class Trainer(OwnHooks, Generic[C]):
         status: Status = "failed"
         try:
             self.activity.enter("setting up")
-            with stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
+            pins = pinned(self.device) if self.config.exact else nullcontext()
+            with pins, stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
                 self._check_config()
                 self.setup()
                 result = self._loop.run(resume, restore, accept_changes=accept_changes)

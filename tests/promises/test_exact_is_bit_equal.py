@@ -90,6 +90,7 @@ class DrawsBetween(Callback):
     def on_step_end(self, trainer: Any) -> None:
         self.drawn.append(float(torch.rand(())))
         trainer.log("drawn_between", self.drawn[-1])
+        assert not trainer.config.exact or torch.get_num_threads() == 1
 
 
 def _config(**changes: Any) -> TinyConfig:

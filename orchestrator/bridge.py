@@ -49,6 +49,7 @@ class Bridge(Callback):
         self._noticed = noticed
         self._notices: Notices | None = None
         self._ended = threading.Event()
+        self._has_told_of_setup = False
 
     def on_setup_start(self, trainer: Trainer[Any]) -> None:
         """Begins to listen."""
@@ -65,6 +66,13 @@ class Bridge(Callback):
         """Writes that the set-up is over."""
         self.began_at = trainer.global_step
         self._tell("training", step=trainer.global_step, epoch=trainer.current_epoch, total_steps=trainer.total_steps)
+
+    def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Writes, with the first record of training, how long each phase took until then."""
+        if not self._has_told_of_setup and "first_update" in trainer.setup_times:
+            self._has_told_of_setup = True
+            seconds = {phase: round(seconds, 3) for phase, seconds in trainer.setup_times.items()}
+            self._tell("set_up", step=self.began_at, seconds=seconds)
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Writes the metrics."""

@@ -17,9 +17,11 @@ from .storage import absolute
 _SHOWN_EVENTS = {
     "attempt_started",
     "restored",
+    "set_up",
     "group_failed",
     "preemption_notice",
     "checkpoint_saved",
+    "checkpoint_failed",
     "stop_requested",
     "attempt_ended",
 }
@@ -81,8 +83,8 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
             at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
             details = ", ".join(
                 f"{key} {value}"
-                for key, value in event.items()
-                if key not in ("time", "event", "workers", "hopeless") and value is not None
+                for key, value in {**event, **event.get("seconds", {})}.items()
+                if key not in ("time", "event", "workers", "hopeless", "seconds") and value is not None
             )
             console.print(f"  {at}  {event['event'].replace('_', ' ')}: {details}", markup=False)
 

@@ -70,18 +70,22 @@ def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) 
     }
     if config.exact:
         facts["exact"] = machine(world.device)
-    # Before the first of the collectives that would wait, or mix up weights, where models differ.
-    check_agreement(world, facts)
-    for model in trainer.models.values():
-        parallel.shard(model, config.parallel, precision=config.precision, world=world)
+    times = trainer.setup_times
+    with times.phase("parallelise"):
+        # Before the first of the collectives that would wait, or mix up weights, where models differ.
+        check_agreement(world, facts)
+        for model in trainer.models.values():
+            parallel.shard(model, config.parallel, precision=config.precision, world=world)
     if born_on_meta:
-        initialise.initialise(born_on_meta, trainer.init_weights)
-    check_weights(world, trainer.models)
-    for name, model in trainer.models.items():
-        if config.exact:
-            parallel.synchronise(model, world)
-        else:
-            _replace(trainer, name, parallel.replicate(model, config.parallel, world))
+        with times.phase("initialise"):
+            initialise.initialise(born_on_meta, trainer.init_weights)
+    with times.phase("parallelise"):
+        check_weights(world, trainer.models)
+        for name, model in trainer.models.items():
+            if config.exact:
+                parallel.synchronise(model, world)
+            else:
+                _replace(trainer, name, parallel.replicate(model, config.parallel, world))
 
 
 def join_again(trainer: Trainer[Any]) -> None:

@@ -107,7 +107,8 @@ class Loop:
             for model in self._trainer.models.values():
                 check_unbroken(model)
         goes_on = resume == "auto" and self._progress.step > 0 and not self.in_doubt
-        resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
+        with self._trainer.setup_times.phase("restore"):
+            resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
         self.in_doubt = False
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self._progress.elapsed_s)

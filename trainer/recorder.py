@@ -100,6 +100,8 @@ class Recorder:
             self._tokens += tokens
         else:
             self._is_warm = True
+            first_s = time.perf_counter() - self._interval_s - self._paused_s - self.waited_s
+            self._trainer.setup_times.update(first_batch=self.waited_s, first_update=first_s)
             self._new_interval()
 
     @contextmanager

@@ -38,6 +38,7 @@ from .requests import Requests, StopStatus
 from .result import FitResult, History, Status
 from .rng import seed_everything
 from .scheduling import Interval
+from .setup_times import SetupTimes
 from .signals import stop_on_signals
 from .sketch import Sketch, sketch_of
 from .state import COMPONENTS
@@ -97,6 +98,7 @@ class Trainer(OwnHooks, Generic[C]):
         models, optimizers, schedulers: by the names of the attributes that hold them, once set up.
         history: means over whole epochs.
         activity: what this rank is doing right now, for who watches it from another thread.
+        setup_times: seconds that each phase of getting ready has taken on this rank, up to the first update.
         training: False during an evaluation.
         metrics: those of `configure_metrics`, by name; their `update` counts in evaluations.
         weighs_itself, counts_tokens: whether the subclass overrides `loss_weight` and `num_tokens`.
@@ -153,6 +155,7 @@ class Trainer(OwnHooks, Generic[C]):
         self.progress: Progress = Progress()
         self.history: History = History()
         self.activity: Activity = Activity()
+        self.setup_times: SetupTimes = SetupTimes()
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
@@ -616,15 +619,18 @@ class Trainer(OwnHooks, Generic[C]):
         self.callbacks.on_setup_start(self)
         # One seed for all ranks while weights are drawn, each its own afterwards.
         seed_everything(self.config.seed, rank="common")
-        assembly.make_models(self)
-        if self.config.float8:
-            convert_to_float8(self.models)
+        with self.setup_times.phase("configure"):
+            assembly.make_models(self)
+            if self.config.float8:
+                convert_to_float8(self.models)
         self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
         assembly.spread_models(self, self._born_on_meta)
         # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
-        self._open_data()
-        assembly.check_data(self, self._streams())
-        assembly.make_optimizers(self)
+        with self.setup_times.phase("open_data"):
+            self._open_data()
+            assembly.check_data(self, self._streams())
+        with self.setup_times.phase("optimizers"):
+            assembly.make_optimizers(self)
         assert self._data is not None
         self._loop = Loop(self, self._requests, self._data, self._validation)
         self.metrics = EvaluationMetrics(self.configure_metrics(), self.world)

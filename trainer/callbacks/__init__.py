@@ -4,6 +4,7 @@ from .base import Callback, CallbackList, PlainFunction
 from .early_stopping import EarlyStopping
 from .ema import Ema
 from .garbage_collection import GarbageCollection
+from .gradient_norms import GradientNorms
 from .histograms import Histograms
 from .model_summary import ModelSummary, model_summary
 from .peak_memory import PeakMemory
@@ -19,6 +20,7 @@ __all__ = [
     "EarlyStopping",
     "Ema",
     "GarbageCollection",
+    "GradientNorms",
     "Histograms",
     "ModelSummary",
     "Pace",

@@ -1,0 +1,64 @@
+"""The largest norms of single parameters' gradients are those of the whole gradient, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.trainer import Callback, ConfigError, ParallelConfig, World
+from headway.trainer.callbacks import GradientNorms
+from headway.trainer.gradients import named_parameters
+from tests.distributed import run_on_ranks
+from tests.tiny import Losses, TinyConfig, TinyTrainer
+
+
+def records(
+    world: World, *callbacks: Callback, strategy: str = "ddp", groups: tuple[str, ...] = ()
+) -> dict[int, dict[str, float]]:
+    losses = Losses()
+    config = TinyConfig(
+        max_steps=4, log_every=1, global_batch_size=8, evaluate_every=None, grad_norm_groups=groups,  # type: ignore[arg-type]
+        parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+    )  # fmt: skip
+    TinyTrainer(config, world=world, callbacks=[*callbacks, losses]).fit()
+    return {
+        step: {name: value for name, value in record.items() if name.startswith("grad_norm/")}
+        for step, record in losses.records.items()
+    }
+
+
+def test_the_largest_are_in_the_records_of_its_updates() -> None:
+    """What an update measures of groups of one parameter says whether they are right."""
+    alone = World.alone("cpu")
+    norms = GradientNorms(every="2 steps", top=3)
+    largest = records(alone, norms)
+    trainer = TinyTrainer(TinyConfig(max_steps=1), world=alone)
+    trainer.setup()
+    every = records(alone, groups=tuple(name for name, _ in named_parameters(trainer.models)))
+    assert largest[1] == largest[3] == {}
+    for step in (2, 4):
+        expected = sorted(every[step].items(), key=lambda pair: -pair[1])[:3]
+        assert largest[step] == pytest.approx(dict(expected), rel=1e-6)
+    assert {f"grad_norm/{name}": norm for name, norm in norms.norms.items()} == largest[4]
+
+
+def on_ranks(world: World) -> list[dict[int, dict[str, float]]]:
+    return [records(world, GradientNorms(every=2, top=3), strategy=strategy) for strategy in ("ddp", "fsdp")]
+
+
+def test_they_are_those_of_the_whole_gradient_on_every_rank_C7() -> None:
+    alone = records(World.alone("cpu"), GradientNorms(every=2, top=3))
+    for rank in run_on_ranks(on_ranks, 2):
+        for each in rank:
+            for step, norms in alone.items():
+                assert list(each[step]) == list(norms)
+                assert each[step] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"every": "1m"}, "counts steps"), ({"every": 1, "top": 0}, "top is")]
+)
+def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GradientNorms(**options)

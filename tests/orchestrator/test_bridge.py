@@ -68,6 +68,15 @@ def checkpoints(run: Run) -> list[str]:
     return [each.name for each in Path(run.run_dir, "checkpoints").glob("step-*")]
 
 
+def test_the_events_say_how_long_getting_ready_took(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    config = TinyConfig(max_steps=4, log_every=1, evaluate_at_start=True)  # type: ignore[arg-type]
+    TinyTrainer(config, world=World.alone("cpu"), callbacks=[bridge(run.folder)]).fit()
+    (told,) = (event for event in read_events(run.folder) if event["event"] == "set_up")
+    assert told["step"] == 0
+    assert {"configure", "restore", "first_batch", "first_update"} <= set(told["seconds"])
+
+
 def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without_I3(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     with training(run) as program:

@@ -25,7 +25,6 @@ from headway.orchestrator import (
     fit,
 )
 from headway.orchestrator.asking import Stop, ask_to_stop
-from headway.orchestrator.bridge import Bridge
 from headway.orchestrator.cli import _explain
 from headway.orchestrator.display import Display
 from headway.orchestrator.events import EventLog, read_events
@@ -34,11 +33,10 @@ from headway.orchestrator.runs import Run, open_run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.training import _check_training
 from headway.orchestrator.worker import Task, _past
-from headway.trainer import Duration, World
+from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.on_ray import OnRay, OnRayConfig, write_rows
 from tests.promises.test_a_hang_ends_by_itself import is_there
-from tests.tiny import TinyConfig, TinyTrainer
 
 
 @pytest.fixture(scope="module")
@@ -183,18 +181,6 @@ def test_a_run_begins_with_a_part_of_what_is_there(ray_session: None, tmp_path: 
     assert {"configure", "parallelise", "restore", "first_batch", "first_update"} <= set(ready[1]["seconds"])
     records = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert records == [1, 2, 3, 4]
-
-
-def test_the_events_say_how_long_getting_ready_took(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
-    bridge = Bridge(folder, EventLog(folder, "rank-0"), is_main=True, lease="")
-    TinyTrainer(
-        TinyConfig(max_steps=4, log_every=Duration(1, "steps"), evaluate_at_start=True),
-        world=World.alone("cpu"), callbacks=[bridge],
-    ).fit()  # fmt: skip
-    (told,) = (event for event in read_events(folder) if event["event"] == "set_up")
-    assert told["step"] == 0
-    assert {"configure", "restore", "first_batch", "first_update"} <= set(told["seconds"])
 
 
 def test_after_a_save_of_its_own_a_start_goes_on_from_that(tmp_path: Path) -> None:

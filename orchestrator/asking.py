@@ -1,4 +1,4 @@
-"""What is asked of a run from outside: to end. One small file in its folder, on whatever storage that lies."""
+"""What is asked of workers from outside: to end, or to come back as more. Small files in the folder of their run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .errors import StorageError
 from .storage import Folder
 
 _FILE = "stop.json"
+_GROW = "grow.json"
 _Status = Literal["stopped", "time_limit", "interrupted"]
 
 
@@ -51,3 +52,25 @@ def asked_to_stop(folder: Folder) -> Stop | None:
 def withdraw_stop(folder: Folder) -> None:
     """Forgets what was asked of an earlier life of the run."""
     folder.remove(_FILE)
+
+
+def ask_to_grow(folder: Folder, *, attempt: int, workers: int) -> None:
+    """Asks the workers of an attempt to save and leave, because there is room for more of them.
+
+    Args:
+        folder: of the run.
+        attempt: theirs; those of another one take no notice.
+        workers: for how many there is room.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    folder.write(_GROW, json.dumps({"attempt": attempt, "workers": workers}))
+
+
+def asked_to_grow(folder: Folder, attempt: int) -> int:
+    """Returns for how many workers there is room, if those of this attempt were asked to leave for it; else 0."""
+    with contextlib.suppress(StorageError, ValueError, KeyError):
+        asked = json.loads(folder.read(_GROW) or "{}")
+        return int(asked["workers"]) if asked["attempt"] == attempt else 0
+    return 0

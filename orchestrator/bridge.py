@@ -17,7 +17,7 @@ from typing import Any
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.trainer import Trainer
 
-from .asking import asked_to_stop
+from .asking import asked_to_grow, asked_to_stop
 from .events import EventLog
 from .lease import lease_of
 from .preemption import Notice, Notices, leaves_time
@@ -38,16 +38,31 @@ class Bridge(Callback):
         is_main: whether this is the main rank.
         lease: of the driver that this attempt belongs to.
         noticed: whether this Ray gives notice; equal on every rank.
+        attempt: which one this is, if its workers may be asked to come back as more.
+        before: workers of the attempt before this one, if there were others than now.
 
     Attributes:
         began_at: the step from which this attempt trains, or None before it does.
+        is_to_resize: whether the workers have been asked to save and leave, to come back as more.
     """
 
-    def __init__(self, folder: Folder, events: EventLog, *, is_main: bool, lease: str, noticed: bool) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        events: EventLog,
+        *,
+        is_main: bool,
+        lease: str,
+        noticed: bool,
+        attempt: int | None = None,
+        before: int | None = None,
+    ) -> None:
         self.began_at: int | None = None
+        self.is_to_resize = False
         self._folder, self._events, self._is_main, self._lease = folder, events, is_main, lease
         self._noticed = noticed
         self._notices: Notices | None = None
+        self._attempt, self._before = attempt, before
         self._ended = threading.Event()
         self._has_told_of_setup = False
 
@@ -59,12 +74,14 @@ class Bridge(Callback):
             self._notices = Notices(functools.partial(self._heed, trainer))
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
-        """Writes where the run goes on."""
+        """Writes where the run goes on, and with how many workers if there were others before."""
+        self._tell_size(trainer)
         self._tell("restored", step=trainer.global_step, epoch=trainer.current_epoch)
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
         """Writes that the set-up is over."""
         self.began_at = trainer.global_step
+        self._tell_size(trainer)
         self._tell("training", step=trainer.global_step, epoch=trainer.current_epoch, total_steps=trainer.total_steps)
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
@@ -87,14 +104,20 @@ class Bridge(Callback):
         self._tell("checkpoint_failed", step=trainer.global_step, error=str(error))
 
     def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
-        """Writes why."""
-        self._tell("stop_requested", step=trainer.global_step, reason=reason)
+        """Writes why, unless it is only to come back."""
+        if not self.is_to_resize:
+            self._tell("stop_requested", step=trainer.global_step, reason=reason)
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
         """Stops listening."""
         self._ended.set()
         if self._notices is not None:
             self._notices.end()
+
+    def _tell_size(self, trainer: Trainer[Any]) -> None:
+        if self._before is not None:
+            self._tell("resized", **{"from": self._before, "to": trainer.world.size, "step": trainer.global_step})
+            self._before = None
 
     def _tell(self, kind: str, **details: Any) -> None:
         if self._is_main:
@@ -133,3 +156,6 @@ class Bridge(Callback):
                 os._exit(1)
             if asked:
                 trainer.request_stop(asked.reason, status=asked.status)
+            elif not self.is_to_resize and self._attempt and (workers := asked_to_grow(self._folder, self._attempt)):
+                self.is_to_resize = True
+                trainer.request_stop(f"there is room for {workers} workers", status="interrupted")

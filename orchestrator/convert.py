@@ -25,6 +25,7 @@ _CORE = {
 }
 
 
+_RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 _BREAK = re.compile("[\x85\u2028\u2029]")
 
 
@@ -176,6 +177,8 @@ def _mapping(value: Any, arguments: tuple[Any, ...], hint: Any, path: str, build
 
 
 def _items(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
+    if isinstance(value, str) and arguments == (int, int) and (ends := _RANGE.fullmatch(value)):
+        value = [int(end) for end in ends.groups()]
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{path}={_shown(value)}: it should be {_name(hint)}, as [{_shown(value)}]")
     if origin is tuple and arguments and arguments[-1] is not ...:

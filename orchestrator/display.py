@@ -27,6 +27,7 @@ class Display:
         self._task: TaskID | None = None
         self._total: int | None = None
         self._attempt = 0
+        self._has_said_where = False
         self._pace = Pace()
 
     def line(self, text: str, style: str | None = None) -> None:
@@ -62,8 +63,14 @@ class Display:
                 self.line(
                     f"attempt {self._attempt}: {size} worker{'s'[: size > 1]} on {', '.join(sorted(hosts))}", "dim"
                 )
+            case "resized":
+                now, before = event["to"], event["from"]
+                self.line(f"{now} worker{'s'[: now > 1]} now ({before} before): going on from step {event['step']:,}")
+                self._has_said_where = True
             case "restored":
-                self.line(f"going on from step {event['step']:,} (attempt {self._attempt})")
+                if not self._has_said_where:
+                    self.line(f"going on from step {event['step']:,} (attempt {self._attempt})")
+                self._has_said_where = False
             case "training":
                 self._total = event.get("total_steps")
             case "evaluated":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -24,29 +25,38 @@ class Scaling:
     """How many workers there are, and what each of them has.
 
     Attributes:
-        workers: training processes, one rank each.
+        workers: training processes, one rank each; (2, 8) is as many of 2 to 8 as there is room for: the run begins
+            with those, and changes as machines come and go. Global batch, schedule and order of the data stay.
         cpus_per_worker: CPUs that a worker reserves, and threads that torch takes on it; below 1 workers share a CPU.
         gpus_per_worker: GPUs that a worker reserves; with any, ranks talk by NCCL instead of Gloo.
         resources_per_worker: other things that a worker reserves, by Ray's names ("memory" in bytes, or your own).
         wait: how long to wait for machines that the cluster does not have yet; None: what is missing is an error.
+        grow_after: where `workers` is a range: for how long there must have been room for more workers before the run
+            saves and goes on with them.
 
     Example:
         >>> Scaling(workers=4, gpus_per_worker=1).in_total
         {'CPU': 4, 'GPU': 4}
+        >>> Scaling(workers=(2, 8)).in_words
+        '2 to 8 workers'
     """
 
-    workers: int = 1
+    workers: int | tuple[int, int] = 1
     cpus_per_worker: float = 1
     gpus_per_worker: float = 0
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     wait: Duration | None = None
+    grow_after: Duration = Duration(60, "seconds")
 
     def __post_init__(self) -> None:
-        if self.wait is not None:
-            object.__setattr__(self, "wait", Duration.parse(self.wait))
-            if Duration.parse(self.wait).unit != "seconds":
-                raise ConfigError(f'wait is a time such as "10m", not {self.wait}')
-        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
+        for name in ("wait", "grow_after"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Duration.parse(getattr(self, name)))
+                if getattr(self, name).unit != "seconds":
+                    raise ConfigError(f'{name} is a time such as "10m", not {getattr(self, name)}')
+        if isinstance(self.workers, (tuple, list)):
+            object.__setattr__(self, "workers", _range(self.workers))
+        elif type(self.workers) is not int or self.workers < 1:
             raise ConfigError(f"workers is a whole number from 1, not {self.workers!r}")
         if not self.cpus_per_worker > 0:
             raise ConfigError(f"cpus_per_worker is above zero, not {self.cpus_per_worker!r}")
@@ -62,9 +72,43 @@ class Scaling:
         return {"CPU": self.cpus_per_worker, **gpu, **self.resources_per_worker}
 
     @property
+    def min_workers(self) -> int:
+        """The fewest that train."""
+        return self.workers if isinstance(self.workers, int) else self.workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        """The most that train."""
+        return self.workers if isinstance(self.workers, int) else self.workers[1]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether their number may vary."""
+        return self.min_workers < self.max_workers
+
+    @property
+    def in_words(self) -> str:
+        """How many there are, for people: "2 workers", "2 to 8 workers"."""
+        count = f"{self.min_workers} to {self.max_workers}" if self.is_elastic else str(self.max_workers)
+        return f"{count} worker{'s'[: self.max_workers > 1]}"
+
+    @property
     def in_total(self) -> dict[str, float]:
-        """What all workers together reserve, by Ray's names."""
-        return {name: amount * self.workers for name, amount in self.per_worker.items()}
+        """What all workers together reserve, by Ray's names; of a number that may vary, the most."""
+        return self.reserved_by(self.max_workers)
+
+    def reserved_by(self, workers: int) -> dict[str, float]:
+        """What so many workers reserve, by Ray's names."""
+        return {name: amount * workers for name, amount in self.per_worker.items()}
+
+
+def _range(workers: Sequence[int]) -> int | tuple[int, int]:
+    if len(workers) != 2 or any(type(each) is not int for each in workers) or not 1 <= workers[0] <= workers[1]:
+        raise ConfigError(
+            "workers is a whole number from 1, or the fewest and the most of them, as (2, 8) in Python and 2..8 on the "
+            f"command line, not {workers!r}"
+        )
+    return workers[0] if workers[0] == workers[1] else (workers[0], workers[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +189,27 @@ class Experiment:
         if not isinstance(self.storage, (str, Path)) or not str(self.storage):
             raise ConfigError(f"storage is a folder or a URI, not {self.storage!r}")
         object.__setattr__(self, "storage", absolute(self.storage))
+        if self.scaling.is_elastic:
+            self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        """Refuses what would not be the same training on any number of workers."""
+        size, parallel, workers = self.config.global_batch_size, self.config.parallel, self.scaling.in_words
+        if size is None:
+            raise ConfigError(
+                f"with {workers} an update would take now more samples and now fewer: set "
+                "config.global_batch_size, the samples of one update over all of them"
+            )
+        if size < self.scaling.max_workers:
+            raise ConfigError(
+                f"config.global_batch_size={size} is less than one sample for each of {workers}: raise it, or lower "
+                "the most in scaling.workers"
+            )
+        if parallel.strategy == "hsdp":
+            raise ConfigError(
+                f"config.parallel.strategy=hsdp shards inside groups of {parallel.shard_size} ranks, which {workers} "
+                "cannot always be dealt to: use fsdp, or one number in scaling.workers"
+            )
 
     @property
     def run_dir(self) -> str:

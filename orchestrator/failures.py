@@ -18,6 +18,7 @@ from headway.trainer.errors import CheckpointError, ResumeError
 
 from .asking import asked_to_stop
 from .events import Event, EventLog, read_events
+from .resizing import RESIZING
 from .storage import Folder
 
 # By file, or by a function in it.
@@ -144,6 +145,12 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
     )
 
 
+def has_left_to_resize(events: Sequence[Event]) -> bool:
+    """Whether the last attempt has ended, with all saved, so that another one of more workers can go on."""
+    last = [event for event in events if event["event"] in ("attempt_started", "attempt_ended")][-1:]
+    return bool(last) and last[0].get("status") == RESIZING
+
+
 def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
     """Whether to give up although there are retries left.
 
@@ -223,6 +230,8 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
             rank: str(error).strip().splitlines()[-1][:300] for rank, error in worker_exceptions.items() if str(error)
         }
         events = read_events(folder)
+        if has_left_to_resize(events):
+            return
         failure = last_failure(events, {**dict.fromkeys(worker_exceptions, ""), **gone})
         if failure is None or failure.attempt in self._seen:
             return

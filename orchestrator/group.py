@@ -23,11 +23,16 @@ from .errors import TrainingFailedError
 from .events import read_events
 from .experiment import Experiment
 from .failures import FailureWatch, last_failure
+from .resizing import RAY_LEARNS_S
 from .resumption import Resumption
 from .runs import Run
 from .spares import environment
 from .target import travels_by_value
 from .worker import Task, train
+
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+# Ray Train takes each for a failure, and `Retries` does not.
+_MOST_RESIZES = 10_000
 
 
 def train_group(
@@ -58,8 +63,13 @@ def train_group(
         noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
         watched=retries.hang_timeout is not None,
         capture=not verbose,
+        max_workers=scaling.max_workers,
     )
     rays_files = tempfile.mkdtemp(prefix="headway-ray-")
+    # What is sized by machines that are gone by then is sized again.
+    start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
+    before = os.environ.get(_START_TIMEOUT)
+    os.environ.setdefault(_START_TIMEOUT, str(start_timeout_s))
     try:
         trainer = TorchTrainer(
             train,
@@ -72,6 +82,8 @@ def train_group(
             ),
             scaling_config=ScalingConfig(
                 num_workers=scaling.workers,
+                # Ray Train would end the group in the midst of an update; see resizing.py.
+                elastic_resize_monitor_interval_s=math.inf,
                 use_gpu=scaling.gpus_per_worker > 0,
                 resources_per_worker=scaling.per_worker,
             ),
@@ -81,10 +93,10 @@ def train_group(
                 worker_runtime_env=environment(task.threads) if spares else {},
                 failure_config=FailureConfig(
                     # Both budgets are kept in FailureWatch, which knows one kind from the other.
-                    max_failures=retries.max_failures + retries.max_errors,
+                    max_failures=retries.max_failures + retries.max_errors + scaling.is_elastic * _MOST_RESIZES,
                     max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
-                    # Of starting a group: Ray Train waits 60 s for machines each time.
-                    controller_failure_limit=retries.max_failures + math.ceil(patience_s / 60),
+                    # Of starting a group: Ray Train waits so long for machines each time.
+                    controller_failure_limit=retries.max_failures + math.ceil(patience_s / start_timeout_s),
                 ),
                 callbacks=[FailureWatch(run.run_dir, max_failures=retries.max_failures, max_errors=retries.max_errors)],
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
@@ -93,6 +105,8 @@ def train_group(
         returned: dict[str, Any] = trainer.fit().return_value
         return returned
     finally:
+        if before is None:
+            del os.environ[_START_TIMEOUT]
         shutil.rmtree(rays_files, ignore_errors=True)
 
 

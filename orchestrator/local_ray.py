@@ -7,12 +7,15 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import ray
+from ray.util import placement_group_table
 
 from headway.trainer.errors import ConfigError
 
 from .experiment import Scaling
+from .resizing import holding, room
 
 _OWN = {
     # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it
@@ -40,18 +43,18 @@ def check_resources(scaling: Scaling) -> None:
         _check_machine(scaling)
     elif ray.is_initialized() and scaling.wait is None and (lack := missing(scaling)):
         raise ConfigError(
-            f"the cluster has {lack} that {scaling.workers} workers want: lower scaling.workers, or say how long to "
-            "wait for more machines, as in scaling.wait=10m"
+            f"the cluster has {lack} that {scaling.min_workers} workers want: lower scaling.workers, or say how "
+            "long to wait for more machines, as in scaling.wait=10m"
         )
 
 
 def _check_machine(scaling: Scaling) -> None:
-    cpus = _cpus()
-    wanted = scaling.in_total["CPU"]
+    cpus, workers = _cpus(), scaling.min_workers
+    wanted = scaling.reserved_by(workers)["CPU"]
     if wanted > cpus:
-        share = math.floor(100 * cpus / scaling.workers) / 100
+        share = math.floor(100 * cpus / workers) / 100
         raise ConfigError(
-            f"{scaling.workers} workers with {scaling.cpus_per_worker:g} CPU each want {wanted:g} CPUs, and this "
+            f"{workers} workers with {scaling.cpus_per_worker:g} CPU each want {wanted:g} CPUs, and this "
             f"machine has {cpus}: lower scaling.workers, let workers share (scaling.cpus_per_worker={share:.3g}), or "
             "connect to a cluster with RAY_ADDRESS"
         )
@@ -59,21 +62,59 @@ def _check_machine(scaling: Scaling) -> None:
         import torch
 
         there = torch.cuda.device_count()
-        if scaling.in_total["GPU"] > there:
+        if scaling.reserved_by(workers)["GPU"] > there:
             raise ConfigError(
-                f"{scaling.workers} workers with {scaling.gpus_per_worker:g} GPU each want "
-                f"{scaling.in_total['GPU']:g} GPUs, and this machine has {there}: lower one of them"
+                f"{workers} workers with {scaling.gpus_per_worker:g} GPU each want "
+                f"{scaling.reserved_by(workers)['GPU']:g} GPUs, and this machine has {there}: lower one of them"
             )
 
 
 def missing(scaling: Scaling) -> str:
-    """Says what the connected cluster lacks in all, as "2 of 8 CPU"; empty if it lacks nothing."""
+    """Says what the connected cluster lacks in all for the fewest workers, as "2 of 8 CPU"; empty if nothing."""
     there = ray.cluster_resources()
     return ", ".join(
         f"{there.get(name, 0):g} of {wanted:g} {name}"
-        for name, wanted in scaling.in_total.items()
+        for name, wanted in scaling.reserved_by(scaling.min_workers).items()
         if there.get(name, 0) < wanted
     )
+
+
+def places_taken() -> set[str]:
+    """Returns the placement groups of the cluster that have their place."""
+    return {name for name, group in placement_group_table().items() if group["state"] == "CREATED"}
+
+
+def waiting(scaling: Scaling, taken: set[str]) -> str | None:
+    """Says what workers wait for, as "waiting for 2 workers: 1 fits (1 CPU free of 4)"; None if there is room.
+
+    Args:
+        scaling: what they want.
+        taken: `places_taken` of when they began to wait; where there are others now, they are coming up.
+    """
+    there, free, wanted = ray.cluster_resources(), ray.available_resources(), scaling.min_workers
+    fitting = holding([free], scaling)
+    if fitting >= wanted or places_taken() - taken:
+        return None
+    amounts = ", ".join(f"{free.get(name, 0):g} {name} free of {there.get(name, 0):g}" for name in scaling.per_worker)
+    fit = "1 fits" if fitting == 1 else f"{fitting or 'none'} fit{'' if fitting else 's'}"
+    return f"waiting for {wanted} worker{'s'[: wanted > 1]}: {fit} ({amounts})"
+
+
+def room_for(scaling: Scaling, *, workers: int) -> int:
+    """Returns how many workers a group may have that has so many now, on the connected cluster."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return room(nodes, ray.available_resources(), scaling, workers=workers)
+
+
+def possible(scaling: Scaling) -> Scaling:
+    """Returns what of it there can be: as many workers as this machine holds, if Ray will be ours and cannot grow."""
+    if not scaling.is_elastic or not will_be_own():
+        return scaling
+    import torch
+
+    machine = {"CPU": float(_cpus()), "GPU": float(torch.cuda.device_count())}
+    fitting = holding([{**dict.fromkeys(scaling.resources_per_worker, math.inf), **machine}], scaling)
+    return replace(scaling, workers=max(fitting, scaling.min_workers))
 
 
 @contextlib.contextmanager

@@ -104,7 +104,11 @@ def plan(experiment: Experiment) -> Plan:
     folder = Folder(experiment.run_dir)
     folder.check_writable()
     try:
-        sketch = experiment.trainer(experiment.config, world=first_world(experiment)).sketch()
+        most, fewest = experiment.scaling.max_workers, experiment.scaling.min_workers
+        if most > fewest:
+            experiment.trainer(experiment.config, world=first_world(experiment, most)).check()
+        # On the fewest ranks each has the most to hold.
+        sketch = experiment.trainer(experiment.config, world=first_world(experiment, fewest)).sketch()
     except ConfigError:
         raise
     except Exception as error:
@@ -117,7 +121,7 @@ def plan(experiment: Experiment) -> Plan:
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     scaling, config, sketch = plan.experiment.scaling, plan.experiment.config, plan.sketch
     each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
-    yield "workers", f"{scaling.workers}, each with {each}"
+    yield "workers", f"{scaling.in_words.split(' worker')[0]}, each with {each}"
     yield "strategy", _strategy(plan.experiment)
     yield "precision", config.precision + (", linear layers in float8" if config.float8 else "")
     for name, size in sketch.models.items():
@@ -148,8 +152,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _strategy(experiment: Experiment) -> str:
-    workers, parallel = experiment.scaling.workers, experiment.config.parallel
-    over = f" over {workers} ranks" if workers > 1 else ": one rank trains the plain model"
+    workers, parallel = experiment.scaling.max_workers, experiment.config.parallel
+    over = f" over {experiment.scaling.in_words.replace('worker', 'rank')}"
+    over = over if workers > 1 else ": one rank trains the plain model"
     if parallel.strategy == "hsdp" and workers > 1:
         over = f" over {workers} ranks, sharded inside groups of {parallel.shard_size}"
     if parallel.activation_checkpointing != "none":
@@ -160,16 +165,16 @@ def _strategy(experiment: Experiment) -> str:
 
 
 def _batch(experiment: Experiment) -> str:
-    config, workers = experiment.config, experiment.scaling.workers
+    config, scaling = experiment.config, experiment.scaling
     if config.global_batch_size is None:
         return f"those of the data, {config.gradient_accumulation_steps:,} on each rank per step"
-    share = math.ceil(config.global_batch_size / workers)
-    micro = min(config.micro_batch_size or share, share)
-    passes = math.ceil(share / micro)
-    return (
-        f"{_many(config.global_batch_size, 'sample')} per step: on each of {_many(workers, 'rank')} "
-        f"{_many(passes, 'micro-batch', 'micro-batches')} of at most {micro:,}"
-    )
+    shares = []
+    for workers in sorted({scaling.min_workers, scaling.max_workers}):
+        share = math.ceil(config.global_batch_size / workers)
+        micro = min(config.micro_batch_size or share, share)
+        passes = _many(math.ceil(share / micro), "micro-batch", "micro-batches")
+        shares.append(f"on each of {_many(workers, 'rank')} {passes} of at most {micro:,}")
+    return f"{_many(config.global_batch_size, 'sample')} per step: {', '.join(shares)}"
 
 
 def _steps(plan: Plan) -> str:

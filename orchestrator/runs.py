@@ -87,6 +87,7 @@ class Record:
         reason: why it ended, in words.
         trainer: target of the class.
         workers: ranks of the last attempt.
+        min_workers, max_workers: how many were asked for, the fewest and the most; 0 in records of earlier versions.
         attempts: lives of worker groups so far.
         preemptions, failures: how many of them ended because machines were taken away, and how many by a failure.
         created, started, ended: the first start, the last one, and its end.
@@ -108,6 +109,8 @@ class Record:
     reason: str = ""
     trainer: str
     workers: int
+    min_workers: int = 0
+    max_workers: int = 0
     attempts: int = 0
     preemptions: int = 0
     failures: int = 0
@@ -263,9 +266,11 @@ def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
     folder.write("config.yaml", text)
     # Before the run can be seen to live: what is asked from then on is asked of this life of it.
     withdraw_stop(folder)
+    scaling = experiment.scaling
     run.update(
         status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(), command=sys.argv,
-        workers=experiment.scaling.workers, versions=versions(), git=git_state(), hardware=hardware(),
+        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
+        versions=versions(), git=git_state(), hardware=hardware(),
     )  # fmt: skip
     return Opened(run, "goes on", changes)
 
@@ -305,10 +310,12 @@ def now() -> str:
 
 def _begin(folder: Folder, experiment: Experiment, text: str) -> Run:
     folder.write("config.yaml", text)
+    scaling = experiment.scaling
     record = Record(
         id=uuid.uuid4().hex[:12], name=experiment.name, status="running", trainer=to_plain(experiment.trainer),
-        workers=experiment.scaling.workers, created=now(), started=now(), driver=Driver.this(), versions=versions(),
-        git=git_state(), hardware=hardware(), command=sys.argv,
+        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers, created=now(),
+        started=now(), driver=Driver.this(), versions=versions(), git=git_state(), hardware=hardware(),
+        command=sys.argv,
     )  # fmt: skip
     folder.write(RECORD, record.to_json())
     return Run(folder.place)

@@ -11,7 +11,7 @@ from rich.table import Table
 from headway.trainer.callbacks.progress_bar import human_duration
 
 from .events import read_events
-from .runs import Run, find_run, list_runs
+from .runs import Record, Run, find_run, list_runs
 from .storage import absolute
 
 _SHOWN_EVENTS = {
@@ -20,6 +20,7 @@ _SHOWN_EVENTS = {
     "set_up",
     "group_failed",
     "preemption_notice",
+    "resized",
     "checkpoint_saved",
     "checkpoint_failed",
     "stop_requested",
@@ -61,7 +62,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
         "steps": f"{record.steps:,} in {record.epochs:,} epochs and {_count(record.attempts, 'attempt')}",
         "metrics": "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items()),
         "started": f"{_local(record.started)}, took {_took(run)}",
-        "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}",
+        "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}{_of(record)}",
         "files": run.run_dir,
         "checkpoint": record.last_checkpoint,
         "best": record.best_checkpoint,
@@ -87,6 +88,11 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
                 if key not in ("time", "event", "workers", "hopeless", "seconds") and value is not None
             )
             console.print(f"  {at}  {event['event'].replace('_', ' ')}: {details}", markup=False)
+
+
+def _of(record: Record) -> str:
+    is_elastic = record.min_workers < record.max_workers
+    return f", of {record.min_workers} to {record.max_workers} workers" if is_elastic else ""
 
 
 def _count(number: int, what: str) -> str:

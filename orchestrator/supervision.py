@@ -14,13 +14,14 @@ from typing import Any
 from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
-from .asking import Stop, ask_to_stop, asked_to_stop
+from .asking import Stop, ask_to_grow, ask_to_stop, asked_to_stop
 from .display import Display
 from .events import EventLog, Follower, read_events
 from .experiment import Experiment
 from .group import error_of, train_group
-from .local_ray import missing
+from .local_ray import missing, places_taken, room_for, waiting
 from .preemption import endings
+from .resizing import RESIZING, Growth
 from .result import RunResult
 from .resumption import Resumption
 from .runs import Run
@@ -28,6 +29,7 @@ from .watching import Watch
 
 # A group that has not come up after so long, on a cluster that could hold it, is given up; Scaling.wait says otherwise.
 _PATIENCE_S = 600.0
+_TELL_WAITING_EVERY_S = 5.0
 
 
 class Signals:
@@ -114,6 +116,12 @@ class Supervision:
         self._stop: Stop | None = None
         self._stop_since_s = 0.0
         self._events = EventLog(run.folder, "driver")
+        self._growth = Growth(experiment.scaling)
+        # Attempt and workers of the group that is up.
+        self._group = (0, 0)
+        self._waits_since = self._told_waiting_s = time.monotonic()
+        self._taken = places_taken()
+        self._told_waiting: str | None = None
         self._watch = Watch(experiment, run.folder, self._events)
         self._event_lines = Follower(run.folder, "events", from_now=True)
         self._metric_lines = Follower(run.folder, "metrics.jsonl", from_now=True)
@@ -132,6 +140,7 @@ class Supervision:
                 self._heed_signals()
                 if (reason := self._heed_stop()) is not None:
                     return self._abandoned(reason)
+                self._grow()
                 self._heed_the_clock()
             self._look()
         finally:
@@ -157,19 +166,33 @@ class Supervision:
         for event in self._event_lines.read():
             self._display.event(event)
             self._watch.heed(event)
-            if event["event"] == "attempt_started":
-                self._is_up = self._has_workers = True
-                self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
-            elif event["event"] == "group_failed":
-                self._has_workers = False
-                self._run.update(**self._endings())
-            elif event["event"] == "checkpoint_saved":
-                # What is on storage is what a run without a last word has come to.
-                self._run.update(steps=event["step"], last_checkpoint=event["path"])
+            match event["event"]:
+                case "attempt_started":
+                    self._is_up = self._has_workers = True
+                    self._waits_since = math.inf
+                    self._group = event["attempt"], event["world_size"]
+                    self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
+                case "training":
+                    self._growth.begin(self._group[1])
+                case "attempt_ended":
+                    self._growth.end()
+                    if event["status"] == RESIZING:
+                        self._wait_for_workers()
+                case "group_failed":
+                    self._growth.end()
+                    self._wait_for_workers()
+                    self._run.update(**self._endings())
+                case "checkpoint_saved":
+                    # What is on storage is what a run without a last word has come to.
+                    self._run.update(steps=event["step"], last_checkpoint=event["path"])
         for record in self._metric_lines.read():
             self._display.record(record)
         self._watch.look()
         self._run.beat()
+
+    def _wait_for_workers(self) -> None:
+        self._has_workers = False
+        self._waits_since, self._taken = time.monotonic(), places_taken()
 
     def _heed_signals(self) -> None:
         """The first signal asks for a checkpoint and the end, the second one for the end."""
@@ -203,12 +226,28 @@ class Supervision:
         signal = self._signals.number if self._stop.status == "interrupted" else None
         return RunResult.recorded(self._run, status=self._stop.status, reason=reason, signal=signal)
 
-    def _heed_the_clock(self) -> None:
-        """Does not wait for ever for workers that do not come."""
-        patience_s = _patience_s(self._experiment)
-        if self._is_up or time.time() - self._since < patience_s:
+    def _grow(self) -> None:
+        """Asks the workers to save and leave if there has been room for more of them for long enough."""
+        if not self._growth.is_time_to_look():
             return
-        lack = missing(self._experiment.scaling)
+        attempt, workers = self._group
+        room = room_for(self._experiment.scaling, workers=workers)
+        if self._growth.decide(room):
+            ask_to_grow(self._run.folder, attempt=attempt, workers=room)
+            self._display.line(f"room for {room} workers ({workers} now): saving, to go on with them")
+
+    def _heed_the_clock(self) -> None:
+        """Says what workers wait for that do not come, and does not wait for ever."""
+        scaling, patience_s = self._experiment.scaling, _patience_s(self._experiment)
+        now_s = time.monotonic()
+        if now_s - self._waits_since < patience_s:
+            if min(now_s - self._waits_since, now_s - self._told_waiting_s) > _TELL_WAITING_EVERY_S:
+                self._told_waiting_s = now_s
+                if (text := waiting(scaling, self._taken)) not in (None, self._told_waiting):
+                    self._told_waiting = text
+                    self._display.line(str(text))
+            return
+        lack = missing(scaling)
         raise ConfigError(
             f"the workers have not come up in {human_duration(patience_s)}: "
             + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -52,7 +53,7 @@ def fit(
         TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
     """
     quiet_environment(verbose=verbose)
-    from .local_ray import check_resources, connected, will_be_own
+    from .local_ray import check_resources, connected, possible, will_be_own
     from .supervision import Signals, Supervision
 
     display = display or Display()
@@ -65,6 +66,7 @@ def fit(
         return _finished(opened.run, display)
     run = opened.run
     _greet(opened, experiment, display)
+    experiment = replace(experiment, scaling=possible(experiment.scaling))
     with Signals() as signals:
         try:
             with connected(experiment.scaling, verbose=verbose) as is_own:
@@ -93,7 +95,8 @@ def _check_training(experiment: Experiment) -> None:
         ConfigError: what the trainer, or its data, has against it.
     """
     try:
-        experiment.trainer(experiment.config, world=first_world(experiment)).check()
+        for workers in {experiment.scaling.min_workers, experiment.scaling.max_workers}:
+            experiment.trainer(experiment.config, world=first_world(experiment, workers)).check()
     except ConfigError:
         raise
     except Exception as error:
@@ -102,10 +105,10 @@ def _check_training(experiment: Experiment) -> None:
             raise ConfigError(str(error)) from error
 
 
-def first_world(experiment: Experiment) -> World:
-    """Returns the world as its first worker will see it, for what can be found out before there is one."""
+def first_world(experiment: Experiment, workers: int) -> World:
+    """Returns the world of so many workers as the first will see it, for what can be found out before there is one."""
     device = torch.device("cuda" if experiment.scaling.gpus_per_worker else "cpu")
-    return World(rank=0, size=experiment.scaling.workers, local_rank=0, device=device)
+    return World(rank=0, size=workers, local_rank=0, device=device)
 
 
 def _finished(run: Run, display: Display) -> RunResult:
@@ -123,10 +126,7 @@ def _finished(run: Run, display: Display) -> RunResult:
 
 
 def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
-    count = experiment.scaling.workers
-    display.line(
-        f"{experiment.name}: {count} worker{'s'[: count > 1]}, {opened.verdict}; its files: {experiment.run_dir}"
-    )
+    display.line(f"{experiment.name}: {experiment.scaling.in_words}, {opened.verdict}; its files: {experiment.run_dir}")
     for change in opened.changes:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
 

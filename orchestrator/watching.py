@@ -58,7 +58,7 @@ class Watch:
             self._attempt, self._told = event["attempt"], None
             self._heard = [_Heard({"beat": 0, **worker}) for worker in event["workers"]]
             self._looked_s = self._clock()
-        elif event["event"] == "group_failed":
+        elif event["event"] in ("group_failed", "attempt_ended"):
             self._attempt = None
 
     def look(self) -> None:

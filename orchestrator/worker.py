@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray.cloudpickle
@@ -25,6 +25,7 @@ from .errors import RunConflictError
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
 from .lease import lease_of
+from .resizing import RESIZING, Resize
 from .resumption import Resumption
 from .spares import Spares
 from .storage import Folder
@@ -48,6 +49,7 @@ class Task:
         noticed: whether Ray says when machines are about to be taken away.
         watched: whether the driver listens for ranks that hang.
         capture: whether what the main rank prints is sent to the driver through the run's events.
+        max_workers: the most that there will ever be.
     """
 
     training: bytes
@@ -62,6 +64,7 @@ class Task:
     noticed: bool
     watched: bool
     capture: bool
+    max_workers: int
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +83,18 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     if (asked := asked_to_stop(folder)) is not None:
         return {"status": asked.status, "reason": asked.reason}
     events = EventLog(folder, f"rank-{world.rank}")
-    bridge = Bridge(folder, events, is_main=world.is_main, lease=task.lease, noticed=task.noticed)
     past = world.broadcast(_past(folder, task) if world.is_main else None)
     assert past is not None
-    attempt, begin = past
+    attempt, begin, size_before = past
+    bridge = Bridge(
+        folder,
+        events,
+        is_main=world.is_main,
+        lease=task.lease,
+        noticed=task.noticed,
+        attempt=attempt if world.size < task.max_workers else None,
+        before=size_before if size_before != world.size else None,
+    )
     trainer: Any = None
     watchdog = Watchdog(folder, rank=world.rank, attempt=attempt)
     try:
@@ -94,6 +105,9 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
             trainer_class, config = ray.cloudpickle.loads(task.training)
             if task.capture and world.is_main:
                 around.enter_context(_captured(events))
+            if world.is_main and attempt == 1 and world.size < task.max_workers:
+                # Now, before it has trained for hours on fewer.
+                trainer_class(config, world=replace(world, size=task.max_workers)).check()
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
@@ -120,17 +134,34 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
             traceback="".join(traceback.format_exception(error)),
         )
         raise
+    is_to_resize = False
+    if bridge.is_to_resize and result.status == "interrupted":
+        if (asked := asked_to_stop(folder)) is not None:  # a person in the meantime, who comes first
+            result = replace(result, status=asked.status, reason=asked.reason)
+        else:
+            is_to_resize = True
+    # The main rank alone has heard of it.
+    is_to_resize = world.broadcast(is_to_resize)
     if world.is_main:
-        events.add("attempt_ended", attempt=attempt, status=result.status, reason=result.reason, step=result.steps)
+        status = RESIZING if is_to_resize else result.status
+        events.add("attempt_ended", attempt=attempt, status=status, reason=result.reason, step=result.steps)
+    if is_to_resize:
+        # Ray Train ends all as soon as one raises.
+        world.barrier()
+        raise Resize(result.reason)
     return asdict(result)
 
 
-def _past(folder: Folder, task: Task) -> tuple[int, Resumption]:
-    """The number of this attempt, and what it begins with: the user's choice until this driver has saved something."""
+def _past(folder: Folder, task: Task) -> tuple[int, Resumption, int | None]:
+    """The number of this attempt, what it begins with, and the workers of the attempt before it, if there was one.
+
+    It begins with the user's choice until this driver has saved something.
+    """
     events = read_events(folder)
     saved = any(event["event"] == "checkpoint_saved" and event["time"] >= task.since for event in events)
-    attempt = 1 + sum(event["event"] == "attempt_started" for event in events)
-    return attempt, task.resumption.after_a_save() if saved else task.resumption
+    sizes = [event["world_size"] for event in events if event["event"] == "attempt_started"]
+    begin = task.resumption.after_a_save() if saved else task.resumption
+    return 1 + len(sizes), begin, sizes[-1] if sizes else None
 
 
 def _announce(events: EventLog, world: World, attempt: int, entered: float) -> None:

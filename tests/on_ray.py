@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,7 @@ class OnRayConfig(TrainerConfig):
     pause_s: float = 0.0
     fail_at: int | None = None
     say: str = ""
+    engine: Literal["auto", "ray", "threads"] = "auto"
 
 
 class OnRay(Trainer[OnRayConfig]):
@@ -56,8 +57,8 @@ class OnRay(Trainer[OnRayConfig]):
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=200)
 
     def configure_dataloaders(self) -> Any:
-        data = self.config.data
-        return ParquetStream(data, tail="keep", shards=8), ParquetStream(data)
+        data, engine = self.config.data, self.config.engine
+        return ParquetStream(data, tail="keep", shards=8, engine=engine), ParquetStream(data, engine=engine)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.training:

@@ -124,7 +124,7 @@ class Retries:
         hang_timeout: a time such as "10m": a rank that stays so long in one phase of its training, while others wait
             for it, hangs, and the attempt ends as a failure. "auto" learns how long each phase takes. None: never.
         spares: whether each worker has an idle process beside it that has imported what it needs, and takes its place
-            at the next start; of about 250 MB. "auto": where Ray is started for this run alone.
+            at the next start; of about 320 MB. "auto": where Ray is started for this run alone.
 
     Example:
         >>> Retries(max_failures=1)

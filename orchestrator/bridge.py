@@ -19,7 +19,7 @@ from headway.trainer.trainer import Trainer
 
 from .asking import asked_to_grow, asked_to_stop
 from .events import EventLog
-from .lease import lease_of
+from .lease import is_lost
 from .preemption import Notice, Notices, leaves_time
 from .storage import Folder
 
@@ -152,7 +152,7 @@ class Bridge(Callback):
     def _listen(self, trainer: Trainer[Any]) -> None:
         while not self._ended.wait(0.3 if self._folder.is_local else 3.0):
             asked = asked_to_stop(self._folder)
-            if (asked and asked.abort) or lease_of(self._folder) not in (self._lease, None):
+            if (asked and asked.abort) or is_lost(self._folder, self._lease):
                 os._exit(1)
             if asked:
                 trainer.request_stop(asked.reason, status=asked.status)

@@ -18,9 +18,13 @@ def lease(record: Mapping[str, Any]) -> str:
     return f"{driver['host']} {driver['pid']} {record['started']}"
 
 
-def lease_of(folder: Folder) -> str | None:
-    """Returns the same of the run in a folder; None where that cannot be read for the moment."""
+def is_lost(folder: Folder, mine: str) -> bool:
+    """Whether a later driver has claimed the run of a folder.
+
+    A record that cannot be read says nothing, and neither does an earlier one: a network file system may show it.
+    """
     try:
-        return lease(json.loads(folder.read(RECORD) or ""))
+        found = json.loads(folder.read(RECORD) or "")
+        return bool(found["started"] >= mine.rpartition(" ")[2] and lease(found) != mine)
     except (StorageError, ValueError, TypeError, KeyError):
-        return None
+        return False

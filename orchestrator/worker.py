@@ -24,7 +24,7 @@ from .bridge import Bridge
 from .errors import RunConflictError
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
-from .lease import lease_of
+from .lease import is_lost
 from .resizing import RESIZING, Resize
 from .resumption import Resumption
 from .spares import Spares
@@ -78,7 +78,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(task.threads)
     world = World.attach("cpu" if task.on_cpu else None)
     folder = Folder(task.run_dir)
-    if lease_of(folder) != task.lease:
+    if is_lost(folder, task.lease):
         raise RunConflictError(f"another driver has taken over the run in {task.run_dir}: this one has lost it")
     if (asked := asked_to_stop(folder)) is not None:
         return {"status": asked.status, "reason": asked.reason}

@@ -20,7 +20,6 @@ from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.bridge import Bridge
 from headway.orchestrator.events import Event, EventLog, read_events
 from headway.orchestrator.failures import Failure, was_preempted
-from headway.orchestrator.lease import lease_of
 from headway.orchestrator.preemption import endings, leaves_time
 from headway.orchestrator.runs import Run, open_run
 from headway.orchestrator.storage import Folder
@@ -30,8 +29,7 @@ from tests.tiny import TinyConfig, TinyTrainer
 
 
 def bridge(folder: Folder, *, noticed: bool = False) -> Bridge:
-    lease = lease_of(folder)
-    assert lease is not None
+    lease = Run(folder.place).lease
     return Bridge(folder, EventLog(folder, "rank-0"), is_main=True, lease=lease, noticed=noticed)
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headway.orchestrator.asking import Stop, ask_to_stop, asked_to_stop, withdraw_stop
 from headway.orchestrator.cli import main
-from headway.orchestrator.lease import lease_of
+from headway.orchestrator.display import Display
+from headway.orchestrator.lease import is_lost
+from headway.orchestrator.resumption import Resumption
 from headway.orchestrator.runs import Run, open_run
 from headway.orchestrator.stopping import stop_run
 from headway.orchestrator.storage import Folder
+from headway.orchestrator.supervision import Signals, Supervision
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment, left_by_a_dead_driver
 
@@ -119,8 +124,47 @@ def test_a_lease_is_of_one_life_of_the_run(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     first = run.lease
     run.update(steps=3)
-    assert lease_of(run.folder) == run.lease == first
+    assert run.lease == first
+    assert not is_lost(run.folder, first)
+    run.update(started="2901-01-01T00:00:00+00:00")
+    assert run.lease != first
+    assert is_lost(run.folder, first)
     run.update(started="2001-01-01T00:00:00+00:00")
-    assert lease_of(run.folder) == run.lease != first
+    assert not is_lost(run.folder, first), "a file system may show for a while what was there before"
     run.folder.write("run.json", "{")
-    assert lease_of(run.folder) is None
+    assert not is_lost(run.folder, first)
+
+
+@pytest.mark.parametrize(
+    ("stop", "workers", "waited_s", "leaves"),
+    [
+        (None, True, 0.0, None),
+        (Stop(reason="x"), True, 0.0, None),
+        (Stop(reason="x"), False, 0.0, "x before training began"),
+        (Stop(reason="x", abort=True), True, 0.0, "x, at once"),
+        (Stop(reason="x", within_s=60.0), True, 0.0, None),
+        (Stop(reason="x", within_s=60.0), True, 61.0, "x, without a checkpoint after 1m00s"),
+    ],
+)
+def test_the_driver_leaves_where_nothing_is_left_to_wait_for(
+    tmp_path: Path, stop: Stop | None, workers: bool, waited_s: float, leaves: str | None
+) -> None:
+    asked = experiment(tmp_path)
+    run = open_run(asked).run
+    supervision = Supervision(
+        asked,
+        run,
+        Signals(),
+        Display(Console(file=io.StringIO())),
+        resumption=Resumption(),
+        verbose=False,
+        spares=False,
+    )
+    supervision._has_workers = workers
+    if stop is not None:
+        ask_to_stop(run.folder, stop)
+    first = supervision._heed_stop()
+    supervision._stop_since_s -= waited_s
+    assert (supervision._heed_stop() if waited_s else first) == leaves
+    # The workers are told as well.
+    assert (asked_to_stop(run.folder) or Stop(reason="")).abort == ("at once" in str(leaves) or waited_s > 0)

@@ -108,6 +108,9 @@ class Drive:
             self._run(schedule, run_dir, outcome)
         except Unexpected as unexpected:
             outcome.complaints.append(str(unexpected))
+        except Exception as error:
+            # The other schedules are run all the same.
+            outcome.complaints.append(f"{type(error).__name__}: {error}")
         outcome.seconds = time.monotonic() - began_s
         if outcome.held:
             shutil.rmtree(run_dir)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,8 +48,13 @@ class RayDrive:
         # Or every program on this machine that calls ray.init() would find this cluster. Short: sockets lie in it.
         self._before, self._rays_files = os.environ.get("RAY_TMPDIR"), tempfile.mkdtemp(prefix="hc-")
         os.environ["RAY_TMPDIR"] = self._rays_files
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         self._cluster: Any = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False}, shutdown_at_exit=True
+            initialize_head=True,
+            head_node_args={"num_cpus": 3, "include_dashboard": False, "dashboard_port": port},
+            shutdown_at_exit=True,
         )
         self._nodes: list[Any] = []
         self._due_s = [0.0, 0.0]
@@ -73,6 +79,9 @@ class RayDrive:
             self._run(schedule, storage, outcome)
         except Unexpected as unexpected:
             outcome.complaints.append(str(unexpected))
+        except Exception as error:
+            # The other schedules are run all the same.
+            outcome.complaints.append(f"{type(error).__name__}: {error}")
         outcome.seconds = time.monotonic() - began_s
         if outcome.held:
             shutil.rmtree(storage)

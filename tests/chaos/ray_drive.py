@@ -26,7 +26,7 @@ from tests.chaos.ray_schedule import BATCH, EPOCHS, ROWS, RayFault, RayLife, Ray
 from tests.distributed import run_on_ranks
 from tests.on_ray import OnRay, OnRayConfig, write_rows
 
-LATE_S = 600.0
+LATE_S = 1800.0
 MOST_LIVES = 6
 REPOSITORY = Path(__file__).parents[2]
 
@@ -198,7 +198,7 @@ class _Start:
         self._began_s = time.time()
         self._log = storage / f"driver-{time.time_ns()}.log"
         settings = {
-            "name": "run", "storage": storage, "scaling.workers": plan.workers, "scaling.wait": "3m",
+            "name": "run", "storage": storage, "scaling.workers": plan.workers, "scaling.wait": "15m",
             "scaling.resources_per_worker.place": 1, "retries.max_failures": 8,
             "config.data": data, "config.max_epochs": EPOCHS, "config.global_batch_size": BATCH,
             "config.log_every": "1 steps", "config.dropout": 0.2, "config.evaluate_every": "10 steps",

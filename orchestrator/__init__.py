@@ -12,40 +12,71 @@ if TYPE_CHECKING:
     from .planning import Plan, plan
     from .result import RunResult
     from .runs import Run, find_run, list_runs
+    from .schedulers import ASHA, PBT, HyperBand, MedianStopping
+    from .search import Search
+    from .space import Choice, LogUniform, RandInt, Uniform, When
+    from .sweep_result import SweepResult, TrialResult
+    from .sweeping import sweep
     from .training import fit
 
 __all__ = [
+    "ASHA",
+    "Choice",
     "Experiment",
+    "HyperBand",
+    "LogUniform",
+    "MedianStopping",
+    "PBT",
     "Plan",
+    "RandInt",
     "Retries",
     "Run",
     "RunConflictError",
     "RunResult",
     "Scaling",
+    "Search",
     "StorageError",
+    "SweepResult",
     "TrainingFailedError",
+    "TrialResult",
+    "Uniform",
+    "When",
     "find_run",
     "fit",
     "list_runs",
     "plan",
     "resolve",
+    "sweep",
 ]
 
 _HOME = {
+    "ASHA": "schedulers",
+    "Choice": "space",
     "Experiment": "experiment",
+    "HyperBand": "schedulers",
+    "LogUniform": "space",
+    "MedianStopping": "schedulers",
+    "PBT": "schedulers",
     "Plan": "planning",
+    "RandInt": "space",
     "Retries": "experiment",
     "Run": "runs",
     "RunConflictError": "errors",
     "RunResult": "result",
     "Scaling": "experiment",
+    "Search": "search",
     "StorageError": "errors",
+    "SweepResult": "sweep_result",
     "TrainingFailedError": "errors",
+    "TrialResult": "sweep_result",
+    "Uniform": "space",
+    "When": "space",
     "find_run": "runs",
     "fit": "training",
     "list_runs": "runs",
     "plan": "planning",
     "resolve": "config",
+    "sweep": "sweeping",
 }
 
 

@@ -90,6 +90,34 @@ def fit(
     raise typer.Exit(_exit_code(result))
 
 
+@app.command()
+def sweep(
+    target: Annotated[
+        str, typer.Argument(help="file.py, file.py:name or module:name; an Experiment or a Trainer class.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATH=VALUE]...", help="As in config.max_epochs=3 search.trials=20."),
+    ] = None,
+    search: Annotated[str, typer.Option(help="Name of the Search in the same file.")] = "search",
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray prints.")] = False,
+) -> None:
+    """Trains many runs with other values, or goes on with them, and says which is best."""
+    from .quiet import quiet_environment
+
+    quiet_environment(verbose=verbose)
+    from .search import resolve_search
+    from .sweeping import sweep as sweep_experiment
+
+    given = [*shlex.split(os.environ.get("HEADWAY_OVERRIDES", "")), *(overrides or [])]
+    experiment, found = resolve_search(target, given, name=search)
+    result = sweep_experiment(experiment, found, verbose=verbose)
+    if result.status == "interrupted":
+        raise typer.Exit(128 + (result.signal or 2))
+    if result.trials and len(result.failed) == len(result.trials):
+        raise typer.Exit(1)
+
+
 @runs_app.callback()
 def runs(context: typer.Context, storage: _Storage = "runs") -> None:
     """Lists the runs, the last started first."""

@@ -49,6 +49,37 @@ def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[s
     return cast(Experiment, _built(Experiment, {"trainer": found, "config": config, **settings}, ""))
 
 
+def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
+    """Returns an experiment, or another dataclass, with the values at some dotted paths changed, checked and converted.
+
+    Args:
+        settings: what to change.
+        values: by path.
+        path: of what is to be changed, for errors.
+
+    Raises:
+        ConfigError: names the path, the value, and the nearest valid name.
+    """
+    tree: dict[str, Any] = {}
+    for each, value in values.items():
+        _put(tree, each, value)
+    return _rebuilt(settings, tree, path)
+
+
+def written_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns "path=value" as YAML values by path, for `override`.
+
+    Raises:
+        ConfigError: one is no override.
+    """
+    values = {}
+    for each in overrides:
+        _plant({}, each)
+        path, _, written = each.partition("=")
+        values[path] = parse_yaml(written, path)
+    return values
+
+
 def to_plain(value: Any, path: str = "") -> Any:
     """Returns an experiment, or a part of one, as dicts, lists, numbers and strings; `from_plain` is the way back.
 
@@ -142,12 +173,16 @@ def _plant(tree: dict[str, Any], override: str) -> None:
     path, equals, written = override.partition("=")
     if not equals or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{override!r} is no override: write path=value, as in config.learning_rate=3e-4")
+    _put(tree, path, parse_yaml(written, path))
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for depth, parent in enumerate(parents):
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"{'.'.join(parents[: depth + 1])} is set as a whole and in part; give one of them")
-    tree[last] = parse_yaml(written, path)
+    tree[last] = value
 
 
 def _rebuilt(current: Any, tree: Mapping[str, Any], path: str) -> Any:

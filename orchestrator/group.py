@@ -50,21 +50,7 @@ def train_group(
     Ray's own files go to a folder of this start: the same name and storage would make Ray Train resume by itself.
     """
     scaling, retries = experiment.scaling, experiment.retries
-    task = Task(
-        training=_pickled(experiment),
-        run_dir=run.run_dir,
-        since=since,
-        resumption=resumption,
-        imports=_import_folders(),
-        current_dir=os.getcwd(),
-        threads=max(1, int(scaling.cpus_per_worker)),
-        on_cpu=not scaling.gpus_per_worker,
-        lease=run.lease,
-        noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
-        watched=retries.hang_timeout is not None,
-        capture=not verbose,
-        max_workers=scaling.max_workers,
-    )
+    task = task_of(experiment, run, since=since, resumption=resumption, verbose=verbose)
     rays_files = tempfile.mkdtemp(prefix="headway-ray-")
     # What is sized by machines that are gone by then is sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
@@ -110,9 +96,29 @@ def train_group(
         shutil.rmtree(rays_files, ignore_errors=True)
 
 
-def _pickled(experiment: Experiment) -> bytes:
+def task_of(experiment: Experiment, run: Run, *, since: float, resumption: Resumption, verbose: bool) -> Task:
+    """Returns what each worker of a run is told."""
+    scaling = experiment.scaling
+    return Task(
+        training=pickled(experiment),
+        run_dir=run.run_dir,
+        since=since,
+        resumption=resumption,
+        imports=import_folders(),
+        current_dir=os.getcwd(),
+        threads=max(1, int(scaling.cpus_per_worker)),
+        on_cpu=not scaling.gpus_per_worker,
+        lease=run.lease,
+        noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
+        watched=experiment.retries.hang_timeout is not None,
+        capture=not verbose,
+        max_workers=scaling.max_workers,
+    )
+
+
+def pickled(experiment: Experiment) -> bytes:
     """The trainer's class and config as bytes. What a user's file defines goes with them: workers cannot import it."""
-    with _by_value(experiment):
+    with by_value(experiment):
         try:
             pickled: bytes = cloudpickle.dumps((experiment.trainer, experiment.config))
         except Exception as error:
@@ -124,7 +130,8 @@ def _pickled(experiment: Experiment) -> bytes:
 
 
 @contextmanager
-def _by_value(experiment: Experiment) -> Iterator[None]:
+def by_value(experiment: Experiment) -> Iterator[None]:
+    """A context in which what a user's file defines is pickled with what refers to it."""
     names = {each.__module__ for each in (*experiment.trainer.__mro__, *type(experiment.config).__mro__)}
     modules = [module for name in names if travels_by_value(module := sys.modules.get(name)) and module is not None]
     for module in modules:
@@ -136,7 +143,7 @@ def _by_value(experiment: Experiment) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _import_folders() -> tuple[str, ...]:
+def import_folders() -> tuple[str, ...]:
     """Where this process imports from, apart from what is installed."""
     installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
     folders = (os.path.realpath(path or os.getcwd()) for path in sys.path)

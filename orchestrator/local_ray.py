@@ -49,7 +49,7 @@ def check_resources(scaling: Scaling) -> None:
 
 
 def _check_machine(scaling: Scaling) -> None:
-    cpus, workers = _cpus(), scaling.min_workers
+    cpus, workers = cpus_here(), scaling.min_workers
     wanted = scaling.reserved_by(workers)["CPU"]
     if wanted > cpus:
         share = math.floor(100 * cpus / workers) / 100
@@ -112,7 +112,7 @@ def possible(scaling: Scaling) -> Scaling:
         return scaling
     import torch
 
-    machine = {"CPU": float(_cpus()), "GPU": float(torch.cuda.device_count())}
+    machine = {"CPU": float(cpus_here()), "GPU": float(torch.cuda.device_count())}
     fitting = holding([{**dict.fromkeys(scaling.resources_per_worker, math.inf), **machine}], scaling)
     return replace(scaling, workers=max(fitting, scaling.min_workers))
 
@@ -136,7 +136,7 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
     try:
         ray.init(
             address="local",
-            num_cpus=max(_cpus(), math.ceil(scaling.in_total["CPU"])) + 2,
+            num_cpus=max(cpus_here(), math.ceil(scaling.in_total["CPU"])) + 2,
             include_dashboard=False,
             log_to_driver=verbose,
             logging_level=_level(verbose),
@@ -152,6 +152,6 @@ def _level(verbose: bool) -> int:
     return logging.INFO if verbose else logging.ERROR
 
 
-def _cpus() -> int:
+def cpus_here() -> int:
     """CPUs that this process may use, which in a container are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -43,6 +43,8 @@ _LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples", "confi
 # A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
 HEARTBEAT_S = 20.0
 _SILENT_S = 90.0
+# The record of a sweep, whose trials are runs below it.
+SWEEP = "sweep.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +235,13 @@ class Opened:
     changes: tuple[Difference, ...] = ()
 
 
-def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
+def open_run(experiment: Experiment, *, accept_changes: bool = False, take_over: bool = False) -> Opened:
     """Claims the run of an experiment for this process, or says that it is finished. Checks that it can be written.
 
     Args:
         experiment: all that was asked for.
         accept_changes: goes on although what is trained has changed.
+        take_over: also takes it from who trains it right now: from a process of a sweep whose driver is gone.
 
     Raises:
         RunConflictError: the run was begun with another config, or somebody trains it right now.
@@ -246,18 +249,20 @@ def open_run(experiment: Experiment, *, accept_changes: bool = False) -> Opened:
     """
     folder = Folder(experiment.run_dir)
     text = to_yaml(experiment)
+    if folder.exists(SWEEP):
+        raise RunConflictError(f"{experiment.name} is a sweep in {experiment.storage}: give the run another name")
     if folder.read(RECORD) is None:
         folder.prepare()
         return Opened(_begin(folder, experiment, text), "new")
     run = Run(experiment.run_dir)
-    if run.status == "running" and run.record.driver.pid != os.getpid():
+    if run.status == "running" and run.record.driver.pid != os.getpid() and not take_over:
         driver = run.record.driver
         raise RunConflictError(
             f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}; "
             f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
         )
     changes = tuple(differences(_plain(run.folder.read("config.yaml") or ""), _plain(text)))
-    refused = [change for change in changes if not _may_change(change.path)]
+    refused = [change for change in changes if not may_change(change.path)]
     if refused and not accept_changes:
         raise RunConflictError(_conflict(experiment, refused))
     if run.is_finished and not any(_extends(change) for change in changes):
@@ -328,7 +333,8 @@ def _plain(text: str) -> Mapping[str, Any]:
     return {**plain, "trainer": str(plain.get("trainer", "")).rpartition(":")[2]}
 
 
-def _may_change(path: str) -> bool:
+def may_change(path: str) -> bool:
+    """Whether a run may go on with another value there."""
     return any(path == free or path.startswith(f"{free}.") for free in _FREE)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -93,6 +94,7 @@ class Supervision:
         resumption: what it begins with.
         verbose: shows what Ray prints.
         spares: keeps worker processes in reserve.
+        train: runs the workers to their end; returns the fields of rank 0's `FitResult`.
     """
 
     def __init__(
@@ -105,13 +107,17 @@ class Supervision:
         resumption: Resumption,
         verbose: bool,
         spares: bool,
+        train: Callable[..., dict[str, Any]] = train_group,
     ) -> None:
+        self._train_workers = train
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
         self._resumption, self._verbose, self._spares = resumption, verbose, spares
         self._since = time.time()
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
-        self._is_up = self._has_workers = False
+        self._is_up = False
+        # Who trains in this process is there from the start.
+        self._has_workers = train is not train_group
         self._signals_seen = 0
         self._stop: Stop | None = None
         self._stop_since_s = 0.0
@@ -149,7 +155,7 @@ class Supervision:
 
     def _train(self) -> None:
         try:
-            self._returned = train_group(
+            self._returned = self._train_workers(
                 self._experiment,
                 self._run,
                 since=self._since,

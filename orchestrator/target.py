@@ -45,6 +45,16 @@ def load_target(target: str) -> Experiment | type[Trainer[Any]]:
     )
 
 
+def load_named(target: str, name: str) -> Any:
+    """Returns what the file or the module of a target calls by this name.
+
+    Raises:
+        ConfigError: there is no such file, module or name.
+    """
+    place, _ = _split(target)
+    return _named(_import(place, target), name, f"{place}:{name}")
+
+
 def name_of(trainer: type) -> str:
     """Returns the target by which `load_target` finds a class again: by file if its module is one, else by module."""
     module = sys.modules.get(trainer.__module__)

@@ -60,7 +60,7 @@ def fit(
     resumption = Resumption.asked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
     if will_be_own():
-        _check_training(experiment)
+        check_training(experiment)
     opened = open_run(experiment, accept_changes=accept_changes)
     if opened.verdict == "finished":
         return _finished(opened.run, display)
@@ -82,13 +82,13 @@ def fit(
             result = RunResult.recorded(run, status="interrupted", reason=reason, signal=signals.number)
         except BaseException as error:
             display.close()
-            run.update(status="failed", reason="", error=_one_line(error), ended=now())
+            run.update(status="failed", reason="", error=one_line(error), ended=now())
             raise
-    _close(run, result, display)
+    close(run, result, display)
     return result
 
 
-def _check_training(experiment: Experiment) -> None:
+def check_training(experiment: Experiment) -> None:
     """Refuses a wrong config and bad data before Ray is started, where the workers will be on this machine.
 
     Raises:
@@ -131,7 +131,8 @@ def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
 
 
-def _close(run: Run, result: RunResult, display: Display) -> None:
+def close(run: Run, result: RunResult, display: Display) -> None:
+    """Writes how a run ended into its record, and says it."""
     run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
         samples=result.samples, tokens=result.tokens, metrics=result.metrics,
@@ -148,6 +149,7 @@ def _close(run: Run, result: RunResult, display: Display) -> None:
         display.line("to go on, start it again as before")
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Returns an error as records have it."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

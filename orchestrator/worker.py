@@ -10,13 +10,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray.cloudpickle
 import torch
 
+from headway.trainer.callbacks.base import Callback
 from headway.trainer.world import World
 
 from .asking import asked_to_stop
@@ -68,9 +69,18 @@ class Task:
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains one attempt on one rank, and returns the fields of its `FitResult`. Raises whatever the trainer raises."""
-    entered, task = time.time(), settings["task"]
-    assert isinstance(task, Task)
+    """Trains one attempt on one rank, as Ray Train wants to call it: with a dict."""
+    return run_attempt(settings["task"])
+
+
+def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+    """Trains one attempt on one rank, and returns the fields of its `FitResult`. Raises whatever the trainer raises.
+
+    Args:
+        task: what the driver wants.
+        callbacks: of who trains in this process.
+    """
+    entered = time.time()
     if os.path.isdir(task.current_dir):
         os.chdir(task.current_dir)
     sys.path[:0] = [path for path in task.imports if path not in sys.path]
@@ -111,7 +121,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
-                callbacks=[bridge, Spares()],
+                callbacks=[bridge, Spares(), *callbacks],
                 world=world,
                 attempt=attempt,
                 printer=lambda text: events.add("message", text=text),

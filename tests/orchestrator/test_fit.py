@@ -31,7 +31,7 @@ from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.resumption import Resumption
 from headway.orchestrator.runs import Run, open_run
 from headway.orchestrator.storage import Folder
-from headway.orchestrator.training import _check_training
+from headway.orchestrator.training import check_training
 from headway.orchestrator.worker import Task, _past
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
@@ -249,5 +249,5 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
 def test_bad_data_is_a_mistake_in_what_was_asked_for(tmp_path: Path) -> None:
     """Found by the driver before Ray starts, it is an error of the same kind as a wrong config: exit code 2."""
     with pytest.raises(ConfigError, match="no-data does not exist") as raised:
-        _check_training(experiment(tmp_path, str(tmp_path / "no-data")))
+        check_training(experiment(tmp_path, str(tmp_path / "no-data")))
     assert isinstance(raised.value.__cause__, DataError)

@@ -1,0 +1,204 @@
+"""What a sweep looks for and how: one frozen object, the values that it suggests, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+from headway.trainer.best import Mode
+from headway.trainer.errors import ConfigError
+
+from .config import override, resolve, written_values
+from .experiment import Experiment
+from .schedulers import PBT, Scheduler
+from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
+from .target import load_named
+
+Algorithm = Literal["random", "grid"]
+Values: TypeAlias = dict[str, Any]
+"""What a trial tries, by dotted path."""
+
+_AXES = (Uniform, LogUniform, RandInt, Choice)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What to vary, what to look at, and how long.
+
+    Attributes:
+        space: by the dotted paths of overrides: `Uniform`, `LogUniform`, `RandInt`, `Choice`, or one of them inside of
+            `When`. Any other value, a list too, is set in all trials.
+        metric: the name of a metric in the log; of its values in a trial the best one counts.
+        mode: "min" where lower is better, "max" where higher is.
+        trials: how many; None: the whole grid, or 10.
+        concurrent: how many train at once; None: as many as there are machines for.
+        algorithm: "random", or "grid": every combination of choices.
+        scheduler: what ends trials early, or changes them: `ASHA`, `HyperBand`, `MedianStopping`, `PBT`.
+        seed: of the suggestions: the n-th one is always the same.
+        keep_best_trials: the checkpoints of so many of the best finished trials stay, those of others are deleted; None
+            deletes none.
+
+    Example:
+        >>> search = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=20, seed=1)
+        >>> search.suggest(3) == search.suggest(3)
+        True
+    """
+
+    space: Mapping[str, Any]
+    metric: str = "validation/loss"
+    mode: Mode = "min"
+    trials: int | None = None
+    concurrent: int | None = None
+    algorithm: Algorithm = "random"
+    scheduler: Scheduler | None = None
+    seed: int = 0
+    keep_best_trials: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.space, Mapping) or not self.space:
+            raise ConfigError(f"space says what to vary, by path, not {self.space!r}")
+        object.__setattr__(self, "space", dict(self.space))
+        for name, choices in (("mode", Mode), ("algorithm", Algorithm)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise ConfigError(f"{name} is one of {', '.join(get_args(choices))}, not {value!r}")
+        for name in ("trials", "concurrent", "keep_best_trials"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+        if not self.metric.startswith(("validation/", "train/")):
+            raise ConfigError(f'metric is the name of a metric in the log, as "validation/loss", not {self.metric!r}')
+        if self.scheduler is not None and not isinstance(self.scheduler, get_args(Scheduler)):
+            kinds = ", ".join(each.__name__ for each in get_args(Scheduler))
+            raise ConfigError(f"scheduler is one of {kinds}, not {self.scheduler!r}")
+        self._check_space()
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there will be."""
+        if self.algorithm == "grid":
+            return min(len(self.grid()), self.trials or len(self.grid()))
+        return self.trials or 10
+
+    @property
+    def varied(self) -> dict[str, Axis]:
+        """The axes that a `PBT` changes while trials train."""
+        axes = {path: axis.then if isinstance(axis, When) else axis for path, axis in self.space.items()}
+        if not isinstance(self.scheduler, PBT):
+            return {}
+        return {path: axes[path] for path in self.scheduler.vary} or {
+            path: axis for path, axis in axes.items() if isinstance(axis, (Uniform, LogUniform))
+        }
+
+    def suggest(self, index: int, ended: Sequence[tuple[Values, float]] = ()) -> Values:
+        """Returns what a trial is to try: a function of the seed and the index, and for "tpe" of what came of others.
+
+        Args:
+            index: of the trial, from 0.
+            ended: what others tried, and the metric that they reached.
+        """
+        if self.algorithm == "grid":
+            return self.grid()[index]
+        values: Values = {}
+        for path, axis in self.space.items():
+            if isinstance(axis, When) and not axis.holds(values):
+                continue
+            axis = axis.then if isinstance(axis, When) else axis
+            # One stream for each field: a field more does not change what is tried for the others.
+            values[path] = axis.draw(random.Random(f"{self.seed} {index} {path}")) if isinstance(axis, _AXES) else axis
+        return values
+
+    def grid(self) -> list[Values]:
+        """Returns all combinations of choices, the last field changing fastest."""
+        grid: list[Values] = [{}]
+        for path, axis in self.space.items():
+            longer = []
+            for values in grid:
+                if isinstance(axis, When) and not axis.holds(values):
+                    longer.append(values)
+                    continue
+                found = axis.then if isinstance(axis, When) else axis
+                choices = found.values if isinstance(found, Choice) else (found,)
+                longer += [{**values, path: value} for value in choices]
+            grid = longer
+        return grid
+
+    def check(self, experiment: Experiment) -> None:
+        """Refuses what no trial of an experiment could be.
+
+        Raises:
+            ConfigError: names the path, the value, and the nearest valid name.
+        """
+        for path, axis in self.space.items():
+            if path.split(".")[0] in ("name", "trainer", "storage"):
+                raise ConfigError(f"{path} is the sweep's own: a space has paths below config, scaling and retries")
+            found = axis.then if isinstance(axis, When) else axis
+            for value in found.samples() if isinstance(found, _AXES) else (found,):
+                try:
+                    override(experiment, {path: value})
+                except ConfigError as error:
+                    raise ConfigError(f"space: {error}") from error
+        if self.metric.startswith("train/") and self.scheduler is not None and self.scheduler.pauses:
+            raise ConfigError(f"{type(self.scheduler).__name__} goes by evaluations: give a metric of the validation")
+
+    def trial(self, experiment: Experiment, name: str, values: Values) -> Experiment:
+        """Returns the experiment of one trial, whose run lies in the folder of the sweep."""
+        settings = self.settings(experiment, values)
+        changed: Experiment = override(experiment, settings)
+        return replace(changed, name=name, storage=experiment.run_dir)
+
+    def settings(self, experiment: Experiment, values: Values) -> Values:
+        """Returns the values of a trial, and what it is told besides, for the sake of the sweep."""
+        return {**self._besides(experiment), **values}
+
+    def _besides(self, experiment: Experiment) -> Values:
+        if not self.metric.startswith("validation/"):
+            return {}
+        settings: Values = {"config.checkpoint.monitor": self.metric, "config.checkpoint.mode": self.mode}
+        if self.scheduler is not None and self.scheduler.pauses:
+            keep = experiment.config.checkpoint.keep_last
+            settings["config.checkpoint.background"] = False
+            settings["config.checkpoint.keep_last"] = keep if keep == "all" else max(keep, 4)
+        return settings
+
+    def _check_space(self) -> None:
+        before: set[str] = set()
+        for path, axis in self.space.items():
+            if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+                raise ConfigError(f"{path!r} is no path: write it as in config.learning_rate")
+            if isinstance(axis, When):
+                if axis.path not in before:
+                    raise ConfigError(f"{path} depends on {axis.path}, which must come before it in the space")
+                if not isinstance(axis.then, _AXES):
+                    raise ConfigError(f"{path}: When takes an axis such as Choice, not {axis.then!r}")
+            found = axis.then if isinstance(axis, When) else axis
+            if self.algorithm == "grid" and isinstance(found, (Uniform, LogUniform, RandInt)):
+                raise ConfigError(f"{path} is a {type(found).__name__}, which has no end: a grid takes Choice([...])")
+            before.add(path)
+        if isinstance(self.scheduler, PBT):
+            if unknown := [
+                path for path in self.scheduler.vary if not isinstance(self.space.get(path), (*_AXES, When))
+            ]:
+                raise ConfigError(f"PBT varies {', '.join(unknown)}, which the space has no axis for")
+            if not self.varied:
+                raise ConfigError("PBT has nothing to vary: give the space a Uniform or a LogUniform")
+
+
+def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search") -> tuple[Experiment, Search]:
+    """Returns the experiment of a target, and the search that its file has beside it, both with their overrides.
+
+    Args:
+        target: what `resolve` takes.
+        overrides: as "config.max_epochs=3" and "search.trials=20".
+        name: of the search in the file or module of the target.
+
+    Raises:
+        ConfigError: there is none, or an override is wrong.
+    """
+    of_search = [each.removeprefix("search.") for each in overrides if each.startswith("search.")]
+    experiment = resolve(target, [each for each in overrides if not each.startswith("search.")])
+    found = load_named(target, name)
+    if not isinstance(found, Search):
+        raise ConfigError(f"{name} in {target} is a {type(found).__name__}, not a Search")
+    return experiment, override(found, written_values(of_search), "search")

@@ -1,0 +1,286 @@
+"""`sweep(experiment, search)`: many runs of one experiment on Ray Tune, which go on after any end of their driver."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from headway.trainer.errors import ConfigError
+
+from .asking import Stop, ask_to_stop, asked_to_stop
+from .config import to_plain, to_yaml
+from .errors import TrainingFailedError
+from .experiment import Experiment
+from .quiet import quiet_environment
+from .runs import Run, now, open_run
+from .search import Search, Values
+from .storage import Folder
+from .sweep_display import SweepDisplay, shown
+from .sweep_result import SweepResult
+from .sweeps import Sweep, Trial, open_sweep
+from .training import check_training, one_line
+
+
+def sweep(
+    experiment: Experiment, search: Search, *, verbose: bool = False, display: SweepDisplay | None = None
+) -> SweepResult:
+    """Trains trials of an experiment, or goes on with them, and shows how they stand.
+
+    Uses the Ray that `fit` would use. In the main thread, the first SIGINT or SIGTERM saves a checkpoint of each trial
+    and ends the sweep as "interrupted"; the second one ends it at once. The same call again goes on: what has ended is
+    not trained again, what was under way goes on from its checkpoint, and suggestions are the same.
+
+    Args:
+        experiment: what to train; the sweep has its name, and trials lie in its folder.
+        search: what to vary, what to look at, and how long.
+        verbose: shows what Ray prints.
+        display: where to show the sweep; by default on standard output.
+
+    Raises:
+        ConfigError: what was asked for makes no sense, or there are not the machines for a single trial.
+        RunConflictError: the name is that of something else.
+        StorageError: the storage cannot be written.
+    """
+    quiet_environment(verbose=verbose)
+    from .local_ray import check_resources, connected, cpus_here, will_be_own
+    from .supervision import Signals
+
+    search.check(experiment)
+    display = display or SweepDisplay(search.metric, search.mode)
+    check_resources(experiment.scaling)
+    # A Ray of our own has more CPUs, which are for reading data.
+    cpus = cpus_here() if will_be_own() else None
+    if cpus is not None:
+        check_training(search.trial(experiment, "trial", search.suggest(0)))
+    opened = open_sweep(experiment, search)
+    if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
+        return _end(opened, display, "completed")
+    with Signals() as signals:
+        try:
+            with connected(experiment.scaling, verbose=verbose):
+                signals.install()
+                import ray
+
+                at_once, told = what_fits(experiment, search, ray.cluster_resources(), cpus=cpus)
+                lead = _Lead(experiment, search, opened, signals, display)
+                status, reason = lead.run(at_once, told)
+        except KeyboardInterrupt:
+            status, reason = "interrupted", f"{signals.name} before training began"
+        except BaseException as error:
+            opened.update(status="failed", reason=one_line(error), ended=now())
+            raise
+        finally:
+            display.close()
+    return _end(opened, display, status, reason, signal=signals.number if status == "interrupted" else None)
+
+
+def _end(
+    sweep: Sweep, display: SweepDisplay, status: Any, reason: str = "all trials have ended", signal: int | None = None
+) -> SweepResult:
+    sweep.update(status=status, reason=reason, ended=now())
+    result = SweepResult.read(sweep.sweep_dir, signal=signal)
+    display.end(result)
+    return result
+
+
+class _Lead:
+    """One start of a sweep: Ray Tune in a thread, and beside it one that shows the sweep and hears the signals."""
+
+    def __init__(
+        self, experiment: Experiment, search: Search, sweep: Sweep, signals: Any, display: SweepDisplay
+    ) -> None:
+        self._experiment, self._search, self._sweep = experiment, search, sweep
+        self._signals, self._display = signals, display
+        self._trials = {trial.name: trial for trial in sweep.trials()}
+        self._waiting = [trial for trial in self._trials.values() if not trial.has_ended]
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._training: set[str] = set()
+        self._stop: Stop | None = None
+
+    def run(self, at_once: int, told: str) -> tuple[Any, str]:
+        """Runs the trials, so many at once, and returns how that ended, and why."""
+        done = sum(trial.has_ended for trial in self._trials.values())
+        self._display.begin(self._experiment, self._search, told, done=done, going_on=len(self._waiting))
+        for trial in self._trials.values():
+            if trial.has_ended:
+                self._display.ended(trial, before=True)
+        self._signals.raises = False
+        thread = threading.Thread(target=self._tune, args=(at_once,), name="headway-ray-tune", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            self._sweep.beat()
+            self._display.refresh()
+            if self._heed():
+                return "interrupted", f"{self._signals.name}, at once"
+        if self._error is not None:
+            raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error
+        if self._stop is not None:
+            return self._stop.status, self._stop.reason
+        return "completed", "all trials have ended"
+
+    def _heed(self) -> bool:
+        """Passes a wish to end on to the trials; returns whether to leave without them."""
+        if self._signals.count > 1:
+            return True
+        if self._signals.count == 1 and self._stop is None:
+            ask_to_stop(self._sweep.folder, Stop(reason=self._signals.name, status="interrupted"))
+        asked = asked_to_stop(self._sweep.folder)
+        if asked is not None and asked != self._stop:
+            self._stop = asked
+            self._display.line(f"{asked.reason}: saving a checkpoint of each trial and ending")
+            with self._lock:
+                training = list(self._training)
+            for name in training:
+                # As what goes on with the sweep, whatever the sweep itself is called.
+                ask_to_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted"))
+        return False
+
+    def _tune(self, at_once: int) -> None:
+        from ray import cloudpickle
+
+        from .group import by_value, import_folders
+        from .trial import SweepTask, resources_of
+        from .tuning import tune_trials
+
+        scheduler = self._search.scheduler
+        place = self._sweep.folder.path(".ray-tune")
+        try:
+            with by_value(self._experiment):
+                experiment = cloudpickle.dumps(self._experiment)
+            tune_trials(
+                self._sweep,
+                self._search,
+                SweepTask(
+                    experiment=experiment,
+                    sweep_dir=self._sweep.sweep_dir,
+                    metric=self._search.metric,
+                    mode=self._search.mode,
+                    pauses=scheduler is not None and scheduler.pauses,
+                    may_change=bool(self._search.varied),
+                    imports=import_folders(),
+                    current_dir=os.getcwd(),
+                ),
+                next_trial=self._next,
+                ended=self._ended,
+                reported=self._display.reported,
+                exploited=self._exploited,
+                resources=resources_of(self._experiment.scaling),
+                at_once=at_once,
+                max_failures=self._experiment.retries.max_failures,
+                place=place,
+            )
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._sweep.folder.is_local:
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _next(self) -> tuple[Trial, Values] | None:
+        """Returns the trial to train next and what it is told, or None: first those that an earlier driver began."""
+        if self._signals.count or self._stop is not None:
+            return None
+        if self._waiting:
+            trial = self._waiting.pop(0)
+        else:
+            index = len(self._trials)
+            if index >= self._search.num_trials:
+                return None
+            width = len(str(max(self._search.num_trials - 1, 100)))
+            name = f"trial-{index:0{width}}"
+            ended = [(each.values, each.metric) for each in self._trials.values() if each.metric is not None]
+            values = to_plain(self._search.suggest(index, ended))
+            trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
+            # Before anything of it is there: whoever goes on tries the same.
+            self._sweep.note("trial_suggested", trial=name, index=index, values=values)
+            self._trials[name] = trial
+        open_run(self._trial_experiment(trial), accept_changes=bool(self._search.varied), take_over=True)
+        with self._lock:
+            self._training.add(trial.name)
+        self._display.started(trial)
+        return trial, self._typed(trial)
+
+    def _trial_experiment(self, trial: Trial) -> Experiment:
+        return self._search.trial(self._experiment, trial.name, trial.values)
+
+    def _typed(self, trial: Trial) -> Values:
+        """All that a trial is told, by path, as its config has it."""
+        experiment = self._trial_experiment(trial)
+        return {path: _at(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
+
+    def _ended(self, name: str, error: str | None) -> None:
+        with self._lock:
+            self._training.discard(name)
+        if error is not None:
+            with suppress(ConfigError):
+                Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
+        trial = self._sweep.trial_as_it_is(self._trials[name])
+        self._trials[name] = trial
+        if not trial.has_ended:
+            return
+        self._sweep.note(
+            "trial_ended", trial=name, status=trial.status, reason=trial.reason, error=trial.error,
+            metric=trial.metric, steps=trial.steps,
+        )  # fmt: skip
+        self._display.ended(trial)
+
+    def _exploited(self, name: str, checkpoint: str, values: Values) -> Values:
+        """Writes down that a trial goes on from another one's checkpoint with other values; returns all it is told."""
+        tried = {path: to_plain(value) for path, value in values.items() if path in self._search.space}
+        trial = replace(self._trials[name], values=tried)
+        self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint)
+        self._trials[name] = trial
+        run = Run(trial.run_dir)
+        run.folder.write("config.yaml", to_yaml(self._trial_experiment(trial)))
+        self._display.line(f"{name} goes on from {checkpoint} with {shown(tried)}", "dim")
+        return self._typed(trial)
+
+
+def what_fits(
+    experiment: Experiment, search: Search, there: Mapping[str, float], *, cpus: float | None = None
+) -> tuple[int, str]:
+    """Returns how many trials train at once, and the same in words.
+
+    Args:
+        experiment: with the workers of one trial.
+        search: with a limit.
+        there: what the cluster has, by Ray's names.
+        cpus: that trials may take of it, where others are for something else.
+
+    Raises:
+        ConfigError: not even one fits.
+    """
+    scaling = experiment.scaling
+    if cpus is not None:
+        there = {**there, "CPU": max(cpus, scaling.reserved_by(scaling.min_workers)["CPU"])}
+    fits = min(
+        (
+            math.floor(there.get(name, 0) / wanted + 1e-9)
+            for name, wanted in scaling.reserved_by(scaling.min_workers).items()
+            if wanted
+        ),
+        default=1,
+    )
+    if fits < 1 and scaling.wait is None:
+        wants = ", ".join(f"{amount:g} {name}" for name, amount in scaling.reserved_by(scaling.min_workers).items())
+        has = ", ".join(f"{there.get(name, 0):g} {name}" for name in scaling.in_total)
+        raise ConfigError(f"a trial wants {wants}, and there is {has}: no trial can ever train")
+    fits = max(fits, 1)
+    at_once = min(fits, search.concurrent or fits, search.num_trials)
+    has = ", ".join(
+        f"{there.get(name, 0):g} {name}{'s' if there.get(name, 0) != 1 else ''}" for name in scaling.in_total
+    )
+    return at_once, f"{has}: {at_once} trial{'s' if at_once > 1 else ''} of {scaling.in_words} at once"
+
+
+def _at(settings: Any, path: str) -> Any:
+    for name in path.split("."):
+        settings = getattr(settings, name)
+    return settings

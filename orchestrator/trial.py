@@ -1,0 +1,260 @@
+"""What runs in the process of one trial: the supervision of its run, with the training in the same process.
+
+Ray Tune hears of evaluations only. A trial of one worker trains right here; one of several has Ray Train start them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import ray.cloudpickle
+from ray import tune
+from rich.console import Console
+
+from headway.trainer.best import Mode
+from headway.trainer.callbacks.base import Callback
+from headway.trainer.errors import ConfigError
+from headway.trainer.trainer import Trainer
+
+from .asking import asked_to_stop
+from .display import Display
+from .experiment import Experiment, Scaling
+from .failures import FailureWatch
+from .group import task_of
+from .resumption import Resumption
+from .runs import Driver, Run, now
+from .storage import Folder
+from .supervision import Signals, Supervision
+from .training import close, one_line
+from .worker import run_attempt
+
+# What a scheduler takes for the value of an evaluation that gave none.
+_WORST = 1e30
+_POINTER = "headway.json"
+PAUSED = "paused by the scheduler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepTask:
+    """What the sweep's driver tells all trials.
+
+    Attributes:
+        experiment: pickled, without the values of a trial: its trainer's class from a user's file travels by value.
+        sweep_dir: of the sweep.
+        metric, mode: what is looked for.
+        pauses: whether the scheduler needs a checkpoint of each evaluation.
+        may_change: whether a trial goes on with other values than it began with.
+        imports: folders that the driver imports from, besides its packages.
+        current_dir: of the driver.
+    """
+
+    experiment: bytes
+    sweep_dir: str
+    metric: str
+    mode: Mode
+    pauses: bool
+    may_change: bool
+    imports: tuple[str, ...]
+    current_dir: str
+
+
+def run_trial(config: dict[str, Any], task: SweepTask) -> None:
+    """Trains one trial to its end, whatever it is; its run says which. For Ray Tune."""
+    # A trial that is paused still writes a checkpoint.
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
+    if os.path.isdir(task.current_dir):
+        os.chdir(task.current_dir)
+    sys.path[:0] = [path for path in task.imports if path not in sys.path]
+    if asked_to_stop(Folder(task.sweep_dir)) is not None:
+        return
+    name = tune.get_context().get_trial_name()
+    run = Run(Folder(task.sweep_dir).path(name))
+    experiment = replace(
+        _with_values(ray.cloudpickle.loads(task.experiment), config), name=name, storage=task.sweep_dir
+    )
+    run.update(status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this())
+    resume = _resume_from(run, config["resume"])
+    reporter = Reporter(task, run)
+    adopted = (Adopt(),) if resume != "auto" else ()
+
+    def train_here(
+        experiment: Experiment, run: Run, *, since: float, resumption: Resumption, verbose: bool, **_: Any
+    ) -> dict[str, Any]:
+        return _train_here(experiment, run, (reporter, *adopted), since=since, resumption=resumption, verbose=verbose)
+
+    display = Display(Console(quiet=True))
+    try:
+        result = Supervision(
+            experiment, run, Signals(), display, verbose=False, spares=False, train=train_here,
+            resumption=Resumption(resume=resume, accept_changes=task.may_change),
+        ).run()  # fmt: skip
+    except Exception as error:
+        run.update(status="failed", reason="", error=one_line(error), ended=now())
+        return
+    close(run, result, display)
+    if reporter.was_paused:
+        # As Ray Tune ends the function of a trial that it pauses.
+        sys.exit(0)
+
+
+def _train_here(
+    experiment: Experiment,
+    run: Run,
+    callbacks: Sequence[Callback],
+    *,
+    since: float,
+    resumption: Resumption,
+    verbose: bool,
+) -> dict[str, Any]:
+    """Trains in this process, again and again as the retries of the experiment allow. A process that dies is Tune's."""
+    task = task_of(experiment, run, since=since, resumption=resumption, verbose=verbose)
+    # Who would give notice is Ray Train.
+    task = replace(task, noticed=False)
+    watch = FailureWatch(
+        run.run_dir, max_failures=experiment.retries.max_failures, max_errors=experiment.retries.max_errors
+    )
+    while True:
+        try:
+            return run_attempt(task, callbacks)
+        except Exception as error:
+            watch.after_exception(None, {0: error})
+
+
+class Reporter(Callback):
+    """Tells Ray Tune the metric of the sweep, waits for what its scheduler says, and obeys. On a run of one worker.
+
+    Args:
+        task: of the sweep.
+        run: of the trial.
+
+    Attributes:
+        was_paused: whether the scheduler wants to go on with the trial later.
+    """
+
+    def __init__(self, task: SweepTask, run: Run) -> None:
+        self.was_paused = False
+        self._task, self._run = task, run
+        self._value: float | None = None
+
+    def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Reports, or asks for the checkpoint that goes with the report."""
+        if not self._task.metric.startswith("validation/"):
+            return
+        if self._task.metric not in metrics:
+            raise ConfigError(f"metric is {self._task.metric!r}, but an evaluation gives {', '.join(metrics)}")
+        self._value = metrics[self._task.metric]
+        if self._task.pauses:
+            trainer.request_save()
+        else:
+            # The loop counts it when all callbacks have heard of it.
+            self._report(trainer, trainer.progress.evaluations + 1)
+
+    def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Reports a metric of the training."""
+        if self._task.metric.startswith("train/") and self._task.metric in metrics:
+            self._value = metrics[self._task.metric]
+            self._report(trainer, trainer.global_step)
+
+    def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
+        """Reports the evaluation before, with a pointer to the checkpoint."""
+        if self._task.pauses and self._value is not None:
+            self._report(trainer, trainer.progress.evaluations, str(checkpoint.path))
+
+    def _report(self, trainer: Trainer[Any], evaluations: int, checkpoint: str | None = None) -> None:
+        if self.was_paused:
+            return
+        value, self._value = self._value, None
+        assert value is not None
+        worst = _WORST if self._task.mode == "min" else -_WORST
+        report = {
+            self._task.metric: value if math.isfinite(value) else worst,
+            "evaluations": evaluations,
+            "step": trainer.global_step,
+        }
+        try:
+            if checkpoint is None:
+                tune.report(report)
+            else:
+                with tempfile.TemporaryDirectory(prefix="headway-pointer-") as folder:
+                    pointer = {"run_dir": self._run.run_dir, "checkpoint": checkpoint}
+                    Path(folder, _POINTER).write_text(json.dumps(pointer))
+                    tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))
+        except SystemExit:
+            # Ray Tune ends a paused trial so, inside of the report.
+            self.was_paused = True
+            trainer.request_stop(PAUSED, status="interrupted")
+            return
+        if (asked := asked_to_stop(self._run.folder)) is not None:
+            trainer.request_stop(asked.reason, status=asked.status)
+
+
+class Adopt(Callback):
+    """Keeps the settings of this trial's optimizers when it goes on from a checkpoint of another one.
+
+    A checkpoint has the settings that it was saved with. Where a schedule moves the learning rate, it goes on from
+    where it is, in proportion to the new one.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def on_setup_end(self, trainer: Trainer[Any]) -> None:
+        """Takes note of the settings as the config has them."""
+        self._wanted = [
+            (group, {name: value for name, value in group.items() if name != "params"})
+            for optimizer in trainer.optimizers.values()
+            for group in optimizer.param_groups
+        ]
+
+    def on_restored(self, trainer: Trainer[Any]) -> None:
+        """Puts them in force."""
+        groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+        for group, (_, wanted) in zip(groups, self._wanted, strict=True):
+            if "initial_lr" in wanted and group.get("initial_lr"):
+                wanted = {**wanted, "lr": wanted["initial_lr"] * group["lr"] / group["initial_lr"]}
+            group.update(wanted)
+        for scheduler in trainer.schedulers.values():
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+
+
+def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a dataclass with the values at some dotted paths, which the driver has checked; others are passed over.
+
+    Without the types of the fields, unlike `config.override`: a class that came by value cannot tell them.
+    """
+    changes: dict[str, Any] = {}
+    names = {each.split(".")[0] for each in values}
+    for name in names & {each.name for each in fields(settings)}:
+        below = {each.partition(".")[2]: value for each, value in values.items() if each.startswith(f"{name}.")}
+        changes[name] = values[name] if name in values else _with_values(getattr(settings, name), below)
+    return replace(settings, **changes)
+
+
+def _resume_from(run: Run, resume: str) -> str:
+    """Returns "auto", or the checkpoint of another trial: what the driver says, or what Ray Tune has put in force."""
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is None:
+        return resume
+    pointer = pointer_in(checkpoint)
+    return "auto" if pointer["run_dir"] == run.run_dir else str(pointer["checkpoint"])
+
+
+def resources_of(scaling: Scaling) -> Any:
+    """Returns what the process of a trial reserves: as its only worker, or nothing beside workers of its own."""
+    return tune.PlacementGroupFactory([scaling.per_worker if scaling.workers == 1 else {"CPU": 0.0}])
+
+
+def pointer_in(checkpoint: Any) -> dict[str, str]:
+    """Returns the run and the checkpoint of ours that a checkpoint of Ray Tune points to."""
+    with checkpoint.as_directory() as folder:
+        pointer: dict[str, str] = json.loads(Path(folder, _POINTER).read_text())
+    return pointer

@@ -1,0 +1,291 @@
+"""Ray Tune under a sweep: trials in the order of the journal, a scheduler that stops them gently, and what it is told.
+
+Runs in a thread of the driver. What trials do is in the files of their runs; nothing here is kept by Ray Tune.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.progress_reporter import TrialProgressCallback
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    HyperBandScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
+from ray.tune.search import Searcher
+
+from .asking import Stop, ask_to_stop
+from .schedulers import ASHA, PBT, HyperBand, MedianStopping
+from .search import Search, Values
+from .space import Axis, Choice, LogUniform, RandInt, Uniform
+from .storage import Folder
+from .sweeps import PRUNED, Sweep, Trial
+from .trial import SweepTask, pointer_in, run_trial
+
+_QUIET = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    # Its own state is never read: the journal is ours.
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
+    "TUNE_WARN_THRESHOLD_S": "60",
+}
+
+Next = Callable[[], tuple[Trial, Values] | None]
+
+
+def tune_trials(
+    sweep: Sweep,
+    search: Search,
+    task: SweepTask,
+    *,
+    next_trial: Next,
+    ended: Callable[[str, str | None], None],
+    reported: Callable[[str, Mapping[str, Any]], None],
+    exploited: Callable[[str, str, Values], Values],
+    resources: Any,
+    at_once: int,
+    max_failures: int,
+    place: str,
+) -> None:
+    """Runs trials until there are no more.
+
+    Args:
+        sweep: with the journal.
+        search: what was asked for.
+        task: what trials are told.
+        next_trial: returns the trial to train next and its typed values, or None when there is none left.
+        ended: is told the name of each trial that has ended, and an error that its own files do not know.
+        reported: is told what a trial has reported.
+        exploited: is told the name, the donor's checkpoint and the new values of a trial that goes on with them;
+            returns these typed.
+        resources: of one trial.
+        at_once: how many trials train at a time.
+        max_failures: how often the process of a trial may die.
+        place: where Ray Tune keeps its files.
+    """
+    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+    scheduler = Gentle(_scheduler(search), sweep, at_once=at_once, exploited=exploited)
+    # It looks for files of loggers that are off.
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(run_trial, task=task), resources),
+        tune_config=tune.TuneConfig(
+            search_alg=Suggestions(next_trial, scheduler),
+            scheduler=scheduler,
+            num_samples=-1,
+            reuse_actors=True,
+            trial_name_creator=_name,
+            trial_dirname_creator=_name,
+        ),
+        run_config=tune.RunConfig(
+            name=sweep.record.name,
+            storage_path=place,
+            callbacks=[Listener(ended, reported)],
+            failure_config=tune.FailureConfig(max_failures=max_failures),
+            verbose=0,
+        ),
+    )
+    tuner.fit()
+
+
+def _name(trial: TuneTrial) -> str:
+    return str(trial.config["trial"])
+
+
+class _Unkept:
+    """Ray Tune pickles what it is given, for a restoration that nobody will ask for: it gets nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (object, ())
+
+
+class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
+    """Gives Ray Tune one trial after another, as long as there is room.
+
+    Args:
+        next_trial: returns the next one and its values, or None.
+        scheduler: which knows how many trials train.
+    """
+
+    def __init__(self, next_trial: Next, scheduler: Gentle) -> None:
+        super().__init__(metric="metric", mode="min")
+        self._next, self._scheduler = next_trial, scheduler
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """Returns a trial, None to be asked again later, or FINISHED."""
+        if not self._scheduler.has_room():
+            return None
+        found = self._next()
+        if found is None:
+            return str(Searcher.FINISHED)
+        trial, values = found
+        return {**values, "trial": trial.name, "resume": trial.resume}
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **_: Any) -> bool:
+        """Takes none: the search is ours."""
+        return True
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Learns nothing from it; suggestions come from the journal."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Saves nothing: the journal has it."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restores nothing."""
+
+
+class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
+    """Stops trials through their own run, so that they save a checkpoint and say why; limits how many train at once.
+
+    Args:
+        inner: which decides.
+        sweep: whose trials they are.
+        at_once: how many may train.
+        exploited: is told when a trial goes on from another one's checkpoint, with other values.
+    """
+
+    def __init__(
+        self, inner: TrialScheduler, sweep: Sweep, *, at_once: int, exploited: Callable[[str, str, Values], Values]
+    ) -> None:
+        super().__init__()
+        self._inner, self._sweep, self._at_once, self._exploited = inner, sweep, at_once, exploited
+        self._controller: Any = None
+        self._supports_buffered_results = False
+
+    def has_room(self) -> bool:
+        """Whether one more trial may train."""
+        trials = self._controller.get_live_trials() if self._controller is not None else ()
+        return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        """Takes none: the inner one has its own."""
+        return True
+
+    def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
+        """Passes it on."""
+        self._controller = controller
+        self._inner.on_trial_add(controller, trial)
+
+    def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
+        """Passes it on."""
+        self._inner.on_trial_error(controller, trial)
+
+    def on_trial_result(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
+        """Lets the inner one decide; a trial that is to be stopped is asked to end, and goes on until it does."""
+        before = trial.config
+        decision = str(self._inner.on_trial_result(controller, trial, result))
+        if trial.config is not before:
+            self._change(trial, before)
+        if decision == TrialScheduler.STOP:
+            kind = type(self._inner).__name__
+            reason = f"{PRUNED}({kind}) after {result['evaluations']} evaluations"
+            ask_to_stop(Folder(self._sweep.folder.path(_name(trial))), Stop(reason=reason))
+            return str(TrialScheduler.CONTINUE)
+        return decision
+
+    def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
+        """Passes it on."""
+        self._inner.on_trial_complete(controller, trial, result)
+
+    def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
+        """Passes it on."""
+        self._inner.on_trial_remove(controller, trial)
+
+    def choose_trial_to_run(self, controller: Any) -> TuneTrial | None:
+        """Lets the inner one choose, if there is room for one that was paused."""
+        chosen = self._inner.choose_trial_to_run(controller)
+        if chosen is not None and chosen.status == TuneTrial.PAUSED and not self.has_room():
+            return None
+        return chosen
+
+    def debug_string(self) -> str:
+        """Returns that of the inner one."""
+        return str(self._inner.debug_string())
+
+    def save(self, checkpoint_path: str) -> None:
+        """Saves nothing: the journal has it."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restores nothing."""
+
+    def _change(self, trial: TuneTrial, before: dict[str, Any]) -> None:
+        checkpoint = trial.run_metadata.checkpoint_manager._latest_checkpoint_result.checkpoint
+        name = str(before["trial"])
+        values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
+        typed = self._exploited(name, pointer_in(checkpoint)["checkpoint"], values)
+        trial.set_config({**typed, "trial": name, "resume": "auto"})
+
+
+class Listener(_Unkept, TrialProgressCallback):  # type: ignore[misc]
+    """Passes on what Ray Tune hears of trials, in place of what prints it.
+
+    Args:
+        ended: is told the name of each that has ended, and an error.
+        reported: is told what one has reported.
+    """
+
+    def __init__(
+        self, ended: Callable[[str, str | None], None], reported: Callable[[str, Mapping[str, Any]], None]
+    ) -> None:
+        super().__init__()
+        self._ended, self._reported = ended, reported
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:
+        """Passes it on."""
+        self._reported(_name(trial), result)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        """Passes it on."""
+        self._ended(_name(trial), None)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        """Passes it on."""
+        error = trial.get_error()
+        lines = str(error).strip().splitlines()
+        self._ended(_name(trial), lines[-1] if lines else "its process died")
+
+
+def _scheduler(search: Search) -> TrialScheduler:
+    common = {"time_attr": "evaluations", "metric": search.metric, "mode": search.mode}
+    match search.scheduler:
+        case ASHA(grace=grace, reduction=reduction, max_evaluations=most):
+            return AsyncHyperBandScheduler(
+                **common, grace_period=grace, reduction_factor=reduction, max_t=most, stop_last_trials=False
+            )
+        case HyperBand(max_evaluations=most, reduction=reduction):
+            return HyperBandScheduler(**common, max_t=most, reduction_factor=reduction)
+        case MedianStopping(grace=grace, trials=trials):
+            return MedianStoppingRule(**common, grace_period=grace, min_samples_required=trials)
+        case PBT() as pbt:
+            generator = random.Random(f"{search.seed} pbt")
+            return PopulationBasedTraining(
+                **common, perturbation_interval=pbt.every, quantile_fraction=pbt.quantile,
+                resample_probability=pbt.resample, log_config=False,
+                hyperparam_mutations={path: _mutation(axis, generator) for path, axis in search.varied.items()},
+                custom_explore_fn=lambda values: _within(values, search.varied),
+            )  # fmt: skip
+    return FIFOScheduler()
+
+
+def _mutation(axis: Axis, generator: random.Random) -> Any:
+    return list(axis.values) if isinstance(axis, Choice) else lambda: axis.draw(generator)
+
+
+def _within(values: dict[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Brings what was changed by a factor back between the limits."""
+    for path, axis in axes.items():
+        if path in values and isinstance(axis, (Uniform, LogUniform, RandInt)):
+            value = min(max(values[path], axis.low), axis.high)
+            values[path] = round(value) if isinstance(axis, RandInt) else value
+    return values

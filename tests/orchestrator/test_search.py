@@ -1,0 +1,203 @@
+"""What a sweep suggests, and what it refuses before anything starts. Without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.orchestrator import (
+    ASHA,
+    PBT,
+    Choice,
+    Experiment,
+    LogUniform,
+    RandInt,
+    RunConflictError,
+    Search,
+    Uniform,
+    When,
+)
+from headway.orchestrator.runs import open_run
+from headway.orchestrator.search import resolve_search
+from headway.orchestrator.sweep_result import SweepResult
+from headway.orchestrator.sweeping import what_fits
+from headway.orchestrator.sweeps import open_sweep
+from headway.orchestrator.trial import _with_values
+from headway.trainer.errors import ConfigError
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def experiment(storage: Path, **settings: Any) -> Experiment:
+    return Experiment(
+        **{
+            "name": "tiny",
+            "trainer": TinyTrainer,
+            "config": TinyConfig(max_steps=4),
+            "storage": str(storage),
+            **settings,
+        }
+    )
+
+
+def search(**settings: Any) -> Search:
+    return Search(**{"space": {"config.learning_rate": LogUniform(1e-4, 1e-1)}, **settings})
+
+
+def test_a_suggestion_depends_on_the_seed_and_the_index_alone() -> None:
+    space = {
+        "config.learning_rate": LogUniform(1e-4, 1e-1),
+        "config.width": RandInt(2, 5),
+        "config.noise": Uniform(0, 1),
+    }
+    one, other = Search(space=space, seed=3), Search(space=space, seed=4)
+    found = [one.suggest(index) for index in range(50)]
+    assert [one.suggest(index) for index in reversed(range(50))] == found[::-1]
+    assert other.suggest(0) != found[0]
+    assert len({values["config.learning_rate"] for values in found}) == 50
+    assert {values["config.width"] for values in found} == {2, 3, 4, 5}
+    assert all(1e-4 <= values["config.learning_rate"] <= 1e-1 for values in found)
+    # Each order of magnitude as likely: about a third is below 1e-3.
+    assert 5 < sum(values["config.learning_rate"] < 1e-3 for values in found) < 30
+    # A field more leaves the others as they were.
+    fewer = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, seed=3)
+    assert fewer.suggest(7)["config.learning_rate"] == found[7]["config.learning_rate"]
+
+
+def test_a_grid_has_every_combination_and_a_list_is_a_value_unless_it_is_a_choice() -> None:
+    grid = Search(
+        space={
+            "config.widths": Choice([[4, 4], [8]]),
+            "config.schedule": Choice(["constant", "cosine"]),
+            "config.warmup": When("config.schedule", "cosine", Choice([10, 20])),
+            "config.dropout": 0.5,
+        },
+        algorithm="grid",
+    )
+    assert grid.num_trials == 6
+    assert grid.suggest(0) == {"config.widths": [4, 4], "config.schedule": "constant", "config.dropout": 0.5}
+    assert [grid.suggest(index).get("config.warmup") for index in range(6)] == [None, 10, 20, None, 10, 20]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"space": {}}, "space says what to vary"),
+        ({"space": {"config.learning_rate": LogUniform(1e-4, 1e-1)}, "algorithm": "grid"}, "a grid takes Choice"),
+        ({"mode": "low"}, "mode is one of min, max"),
+        ({"trials": 0}, "trials is a whole number from 1"),
+        ({"metric": "loss"}, 'as "validation/loss"'),
+        ({"space": {"config.a": When("config.b", 1, Choice([1]))}}, "must come before it"),
+        ({"scheduler": PBT(vary=("config.width",))}, "which the space has no axis for"),
+        ({"scheduler": "asha"}, "scheduler is one of ASHA"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused_when_it_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(**settings)
+
+
+@pytest.mark.parametrize(
+    ("path", "axis", "message"),
+    [
+        ("config.learning_rat", Uniform(0, 1), "did you mean config.learning_rate"),
+        ("learning_rate", Uniform(0, 1), "did you mean config.learning_rate"),
+        ("config.width", Uniform(0, 1), "config.width"),
+        ("config.precision", Choice(["fp32", "fp8"]), "fp8"),
+        ("storage", Choice(["a"]), "the sweep's own"),
+    ],
+)
+def test_what_no_trial_could_be_is_refused_before_anything_starts(
+    tmp_path: Path, path: str, axis: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Search(space={path: axis}).check(experiment(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_limits_are_refused() -> None:
+    for make in (lambda: Uniform(1, 0), lambda: LogUniform(0, 1), lambda: RandInt(0.5, 2), lambda: Choice("ab")):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            make()
+
+
+def test_a_trial_is_an_experiment_of_its_own_with_typed_values(tmp_path: Path) -> None:
+    base = experiment(tmp_path)
+    wanted = search(metric="validation/accuracy", mode="max")
+    values = {"config.learning_rate": 0.5, "config.evaluate_every": "2 steps", "scaling.cpus_per_worker": 0.5}
+    trial = wanted.trial(base, "trial-007", values)
+    assert trial.run_dir == f"{tmp_path}/tiny/trial-007"
+    assert (trial.config.learning_rate, str(trial.config.evaluate_every)) == (0.5, "2 steps")
+    assert trial.scaling.cpus_per_worker == 0.5
+    # The best checkpoint of a trial is the best for the sweep.
+    assert (trial.config.checkpoint.monitor, trial.config.checkpoint.mode) == ("validation/accuracy", "max")
+    # In the process of the trial the types of the fields are not known, and what the driver has checked is put in.
+    typed = {
+        "config.learning_rate": 0.5,
+        "config.evaluate_every": trial.config.evaluate_every,
+        "config.checkpoint.monitor": "validation/accuracy",
+        "config.checkpoint.mode": "max",
+        "trial": "trial-007",
+    }
+    assert _with_values(base, typed).config == trial.config
+
+
+def test_what_can_run_at_once_is_said_and_a_trial_that_never_fits_is_refused(tmp_path: Path) -> None:
+    base, there = experiment(tmp_path), {"CPU": 4.0}
+    assert what_fits(base, search(concurrent=3), there) == (3, "4 CPUs: 3 trials of 1 worker at once")
+    assert what_fits(base, search(), there, cpus=2)[0] == 2
+    wide = experiment(tmp_path, scaling=base.scaling.__class__(workers=3))
+    assert what_fits(wide, search(), there) == (1, "4 CPUs: 1 trial of 3 workers at once")
+    with pytest.raises(ConfigError, match="a trial wants 3 CPU, and there is 2 CPU"):
+        what_fits(wide, search(), {"CPU": 2.0})
+
+
+def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    base = experiment(tmp_path)
+    opened = open_sweep(base, search(trials=3))
+    opened.note("trial_suggested", trial="trial-000", index=0, values={"config.learning_rate": 0.5})
+    opened.note("trial_suggested", trial="trial-001", index=1, values={"config.learning_rate": 0.25})
+    opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.5, steps=4)
+    # A line that a kill has torn is passed over.
+    with Path(tmp_path, "tiny/events.jsonl").open("a") as file:
+        file.write('{"time": 1, "event": "trial_en')
+    first, second = opened.trials()
+    assert (first.status, first.metric, first.has_ended) == ("completed", 0.5, True)
+    assert (second.status, second.values, second.has_ended) == ("pending", {"config.learning_rate": 0.25}, False)
+    assert SweepResult.read(str(tmp_path / "tiny")).table[0]["validation/loss"] == 0.5
+    again = open_sweep(base, search(trials=9, concurrent=1))
+    assert again.record.id == opened.record.id
+    with pytest.raises(RunConflictError, match="LogUniform.high: 0.1 -> 0.2"):
+        open_sweep(base, search(space={"config.learning_rate": LogUniform(1e-4, 2e-1)}))
+    with pytest.raises(RunConflictError, match="seed: 0 -> 1"):
+        open_sweep(base, search(seed=1))
+    with pytest.raises(RunConflictError, match="config.width"):
+        open_sweep(experiment(tmp_path, config=TinyConfig(max_steps=4, width=3)), search())
+
+
+def test_the_name_of_a_run_is_none_for_a_sweep_nor_the_other_way_round(tmp_path: Path) -> None:
+    open_run(experiment(tmp_path, name="run"))
+    with pytest.raises(RunConflictError, match="run is a run"):
+        open_sweep(experiment(tmp_path, name="run"), search())
+    open_sweep(experiment(tmp_path, name="sweep"), search())
+    with pytest.raises(RunConflictError, match="sweep is a sweep"):
+        open_run(experiment(tmp_path, name="sweep"))
+
+
+def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "tiny_sweep.py"
+    file.write_text(
+        "from headway.orchestrator import ASHA, Experiment, Search, Uniform\n"
+        "from tests.tiny import TinyConfig, TinyTrainer\n"
+        "experiment = Experiment(name='tiny', trainer=TinyTrainer, config=TinyConfig(max_steps=4))\n"
+        "search = Search(space={'config.dropout': Uniform(0, 0.5)}, scheduler=ASHA())\n"
+    )
+    overrides = ["search.trials=5", "config.width=3", "search.scheduler.grace=2", "search.metric=validation/accuracy"]
+    found, wanted = resolve_search(str(file), overrides)
+    assert (wanted.trials, wanted.scheduler, wanted.metric) == (5, ASHA(grace=2), "validation/accuracy")
+    assert found.config.width == 3
+    with pytest.raises(ConfigError, match=r"did you mean search.trials\?"):
+        resolve_search(str(file), ["search.trial=5"])
+    with pytest.raises(ConfigError, match="there is no 'other'"):
+        resolve_search(str(file), [], name="other")

@@ -1,0 +1,87 @@
+"""Sweeps on a real Ray: what trials are, how they fail, who is best, and that nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.orchestrator import Choice, Experiment, Run, Search, sweep
+from headway.orchestrator.events import read_events
+from tests.tiny import TinyConfig, TinyTrainer
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+class Picky(TinyTrainer):
+    """Width 7 fails, and width 8 measures nothing that is a number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.training and self.config.width == 7 and self.global_step == 2:
+            raise ValueError("no width of 7")
+        step = super().training_step(batch, batch_idx)
+        if not self.training and self.config.width == 8:
+            return {**step, "loss": step["loss"] * math.nan}
+        return step
+
+
+def test_a_grid_of_runs_one_of_which_fails(tmp_path: Path) -> None:
+    """J1, J2, J5, J6."""
+    experiment = Experiment(name="grid", trainer=Picky, config=TinyConfig(max_epochs=2), storage=str(tmp_path))
+    search = Search(
+        space={"config.width": Choice([7, 8, 9, 10]), "config.freeze": Choice([["*.bias"]])},
+        algorithm="grid",
+        concurrent=2,
+    )
+    results = sweep(experiment, search)
+
+    # Each trial is a run of its own, with the config that it had; a list is a value.
+    assert results.status == "completed"
+    assert [trial.config.width for trial in results.trials] == [7, 8, 9, 10]
+    assert {trial.config.freeze for trial in results.trials} == {("*.bias",)}
+    for trial in results.trials[1:]:
+        run = Run(trial.run_dir)
+        assert (run.status, run.record.steps, run.record.attempts) == ("completed", 24, 1)
+        steps = [json.loads(line)["step"] for line in Path(trial.run_dir, "metrics.jsonl").read_text().splitlines()]
+        assert steps == sorted(steps)
+
+    # The failing one did not disturb the others, and says why.
+    (failed,) = results.failed
+    assert failed.name == "trial-000"
+    assert "no width of 7" in (failed.error or "")
+
+    # NaN is never the best, and the table has a row for each.
+    assert results.trials[1].metric is None
+    assert results.best is not None
+    assert results.best.metric == min(trial.metric for trial in results.trials[2:] if trial.metric is not None)
+    assert results.table.columns()["config.width"] == [7, 8, 9, 10]
+
+    # At most two at a time.
+    spans = []
+    for trial in results.trials:
+        events = read_events(Run(trial.run_dir).folder)
+        spans.append((min(each["time"] for each in events), max(each["time"] for each in events)))
+    assert max(sum(begin <= at < end for begin, end in spans) for at, _ in spans) <= 2
+
+    # The same again trains nothing.
+    again = sweep(experiment, search)
+    assert again.table == results.table or str(again.table) == str(results.table)
+    assert [Run(trial.run_dir).record.started for trial in again.trials] == [
+        Run(trial.run_dir).record.started for trial in results.trials
+    ]
+
+    # The best checkpoint is loaded by a plain script, without Ray.
+    script = (
+        "import sys; sys.modules['ray'] = None\n"
+        "from tests.tiny import TinyConfig, TinyTrainer\n"
+        f"trainer = TinyTrainer(TinyConfig(max_epochs=2, width={results.best.values['config.width']}))\n"
+        f"print(trainer.evaluate(checkpoint={results.best.checkpoint!r})['validation/loss'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    torch.testing.assert_close(float(done.stdout), results.best.metric, rtol=1e-5, atol=1e-6)

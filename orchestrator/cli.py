@@ -19,6 +19,7 @@ import typer
 from .checkpoints import checkpoints_app
 
 if TYPE_CHECKING:
+    from .experiment import Experiment
     from .result import RunResult
 
 app = typer.Typer(
@@ -34,6 +35,9 @@ app.add_typer(runs_app, name="runs")
 app.add_typer(checkpoints_app, name="checkpoints")
 data_app = typer.Typer(help="Prepares and shows data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
+
+cluster_app = typer.Typer(help="Checks clusters.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(cluster_app, name="cluster")
 
 _Storage = Annotated[str, typer.Option(help="Folder or URI that holds the runs.")]
 
@@ -70,9 +74,9 @@ def fit(
 
     # Before the target is imported, which may import Ray.
     quiet_environment(verbose=verbose)
-    from .config import resolve, to_yaml
+    from .config import to_yaml
 
-    experiment = resolve(target, [*shlex.split(os.environ.get("HEADWAY_OVERRIDES", "")), *(overrides or [])])
+    experiment = _resolved(target, overrides or [])
     if print_config:
         print(to_yaml(experiment), end="")
         return
@@ -191,6 +195,30 @@ def show_data(
         print(f"{name}: {value!r}")
 
 
+@cluster_app.command("check")
+def check_cluster(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE.yaml] [TARGET [PATH=VALUE]...]", help="By default cluster.yaml, by itself."),
+    ] = None,
+) -> None:
+    """Checks a file of Ray's cluster launcher, and whether it can ever hold an experiment. Needs no cloud."""
+    from rich.console import Console
+
+    from .cluster import explain, faults_of, load_cluster
+
+    file, rest = "cluster.yaml", list(arguments or [])
+    if rest and rest[0].endswith((".yaml", ".yml")):
+        file = rest.pop(0)
+    experiment = _resolved(rest[0], rest[1:]) if rest else None
+    cluster = load_cluster(file)
+    explain(cluster, experiment, Console(highlight=False, soft_wrap=True))
+    faults = faults_of(cluster, experiment) if experiment is not None else []
+    for fault in faults:
+        print(f"headway: {fault}", file=sys.stderr)
+    raise typer.Exit(2 if faults else 0)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits; what the user can act on is one line on standard error, without a traceback."""
     warnings.showwarning = _show_warning
@@ -199,6 +227,12 @@ def main(arguments: list[str] | None = None) -> None:
         app(arguments, prog_name="headway")
     except Exception as error:
         sys.exit(_explain(error))
+
+
+def _resolved(target: str, overrides: list[str]) -> Experiment:
+    from .config import resolve
+
+    return resolve(target, [*shlex.split(os.environ.get("HEADWAY_OVERRIDES", "")), *overrides])
 
 
 def _explain(error: Exception) -> int:

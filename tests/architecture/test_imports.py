@@ -21,7 +21,7 @@ ALLOWED = {
     "datasets": {"ray.data", "ray.exceptions", "ray.get", "ray.is_initialized", "pyarrow", "numpy", "torch", "fsspec"},
     "orchestrator": {
         *("headway.trainer", "headway.datasets"),
-        *("ray", "torch", "numpy", "pyarrow", "fsspec", "pydantic", "yaml", "typer", "rich"),
+        *("ray", "torch", "numpy", "pyarrow", "fsspec", "pydantic", "yaml", "typer", "rich", "jsonschema"),
     },
 }
 """What each folder may import anywhere; a name stands for all that is below it."""

@@ -160,6 +160,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._inner, self._sweep, self._at_once, self._exploited = inner, sweep, at_once, exploited
+        self._is_pbt = isinstance(inner, PopulationBasedTraining)
         self._controller: Any = None
         self._supports_buffered_results = False
 
@@ -175,7 +176,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
     def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
         """Passes it on."""
         self._controller = controller
-        self._inner.on_trial_add(controller, trial)
+        self._inner.on_trial_add(_Searchless(controller), trial)
 
     def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
         """Passes it on."""
@@ -191,6 +192,9 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
             kind = type(self._inner).__name__
             reason = f"{PRUNED}({kind}) after {result['evaluations']} evaluations"
             ask_to_stop(Folder(self._sweep.folder.path(_name(trial))), Stop(reason=reason))
+            return str(TrialScheduler.CONTINUE)
+        if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once:
+            # It makes room for a trial that waits, and there is room for all.
             return str(TrialScheduler.CONTINUE)
         return decision
 
@@ -225,6 +229,18 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
         typed = self._exploited(name, pointer_in(checkpoint)["checkpoint"], values)
         trial.set_config({**typed, "trial": name, "resume": "auto"})
+
+
+class _Searchless:
+    """Ray Tune's controller without its search: PBT refuses any, as one might draw other values for a trial."""
+
+    search_alg = None
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
 
 
 class Listener(_Unkept, TrialProgressCallback):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from .parallel import whole
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Returns the norm of all gradients together, one number, equal to `get_total_norm`'s to the last bit.
+    """Returns the norm of one or more gradients together, one number, equal to `get_total_norm`'s to the last bit.
 
     Every rank must call this: parts of sharded gradients are put together.
     """

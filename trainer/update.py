@@ -313,7 +313,9 @@ class Update:
             guard.watch(trainer.progress.step + 1, Arrival(norm), self._suspects())
         norms = {"grad_norm": measured}
         for pattern, group in self._norm_groups.items():
-            norms[f"grad_norm/{pattern}"] = total_norm([p.grad for p in parameters if p in group])
+            # In another optimizer's turn a group has no gradient.
+            if own := [p.grad for p in parameters if p in group]:
+                norms[f"grad_norm/{pattern}"] = total_norm(own)
         self._clip(parameters, norm, measured)
         if self.hold is not None:
             self.hold()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from headway.trainer import ParallelConfig, Trainer, World
 from tests.distributed import run_on_ranks
-from tests.tiny import Rows, TinyConfig, weights
+from tests.tiny import Losses, Rows, TinyConfig, weights
 
 ALONE = World.alone("cpu")
 
@@ -173,3 +173,13 @@ def test_a_forward_pass_after_a_step_sees_the_new_weights_under_autocast() -> No
     trained = _trained(ALONE, Gan, precision="bf16")
     for name, value in _by_hand(Gan, _cut(16), "bf16").items():
         assert torch.equal(trained[name], value), name
+
+
+def test_the_norm_of_a_group_is_that_of_the_turn_it_learns_in() -> None:
+    losses = Losses()
+    config = _config(log_every=1, grad_norm_groups=("generator.*", "critic.*"))
+    Gan(config, world=ALONE, callbacks=[losses]).fit()
+    for record in losses.records.values():
+        norms = record["grad_norm/generator.*"], record["grad_norm/critic.*"]
+        assert min(norms) > 0
+        assert record["grad_norm"] == pytest.approx(sum(norms) / 2)

@@ -21,6 +21,7 @@ from .asking import asked_to_grow, asked_to_stop
 from .events import EventLog
 from .lease import is_lost
 from .preemption import Notice, Notices, leaves_time
+from .spent import spent
 from .storage import Folder
 
 
@@ -96,8 +97,9 @@ class Bridge(Callback):
         self._tell("evaluated", step=trainer.global_step, metrics=dict(metrics))
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Writes where it lies."""
-        self._tell("checkpoint_saved", step=checkpoint.step, path=str(checkpoint.path))
+        """Writes where it lies, and where the time has gone until now."""
+        so_far = spent(trainer.activity, attempt=trainer.attempt, step=trainer.global_step)
+        self._tell("checkpoint_saved", step=checkpoint.step, path=str(checkpoint.path), spent=so_far)
 
     def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
         """Writes why."""

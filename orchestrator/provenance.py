@@ -6,7 +6,9 @@ import os
 import platform
 import socket
 import subprocess
+import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 
@@ -31,6 +33,16 @@ def git_state() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return {}
+
+
+def process_began() -> float | None:
+    """Returns when this process began, in seconds since 1970; None where the system does not say it in `/proc`."""
+    try:
+        # In ticks since the machine was started; the name of the process, in brackets before, may hold anything.
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
 
 
 def hardware() -> dict[str, Any]:

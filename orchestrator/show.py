@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -10,9 +11,11 @@ from rich.table import Table
 
 from headway.trainer.callbacks.progress_bar import human_duration
 
-from .events import read_events
+from .events import Event, read_events
+from .ledger import Ledger, ledger
 from .runs import Record, Run, find_run, list_runs
 from .storage import absolute
+from .watchdog import last_heard
 
 _SHOWN_EVENTS = {
     "attempt_started",
@@ -55,6 +58,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
     console = console or Console(highlight=False, soft_wrap=True)
     run = find_run(name, storage)
     record = run.record
+    events = read_events(run.folder)
     facts = {
         "run": f"{record.name} ({record.id})",
         "status": run.status + (f": {run.reason}" if run.reason else ""),
@@ -62,6 +66,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
         "steps": f"{record.steps:,} in {record.epochs:,} epochs and {_count(record.attempts, 'attempt')}",
         "metrics": "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items()),
         "started": f"{_local(record.started)}, took {_took(run)}",
+        **dict(_processes(run, events)),
         "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}{_of(record)}",
         "files": run.run_dir,
         "checkpoint": record.last_checkpoint,
@@ -74,20 +79,44 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
     for label, fact in facts.items():
         if fact:
             console.print(f"{label:<11}{fact}", markup=False)
+    heard = [] if (beat := last_heard(run.folder)) is None else [beat]
+    _print_ledger(ledger([*events, *heard], until=time.time() if run.status == "running" else None), console)
     console.print("\nconfig", markup=False)
     console.print(
         "".join(f"  {line}\n" for line in (run.folder.read("config.yaml") or "").splitlines()), markup=False, end=""
     )
     console.print("\nevents", markup=False)
-    for event in read_events(run.folder):
+    for event in events:
         if event["event"] in _SHOWN_EVENTS:
             at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
             details = ", ".join(
                 f"{key} {value}"
                 for key, value in {**event, **event.get("seconds", {})}.items()
-                if key not in ("time", "event", "workers", "hopeless", "seconds") and value is not None
+                if key not in ("time", "event", "workers", "hopeless", "seconds", "spent") and value is not None
             )
             console.print(f"  {at}  {event['event'].replace('_', ' ')}: {details}", markup=False)
+
+
+def _print_ledger(account: Ledger, console: Console) -> None:
+    if account.wall_s <= 0:
+        return
+    starts = f"{_count(account.starts, 'start')} and {_count(account.attempts, 'attempt')}"
+    console.print(f"\ntime: {human_duration(account.wall_s)} in {starts}", markup=False)
+    for name, seconds in sorted(account.seconds.items(), key=lambda each: -each[1]):
+        if seconds >= 0.05:
+            console.print(f"  {name:<22}{100 * account.share(name):5.1f} %{seconds:12,.1f} s", markup=False)
+    if account.not_running_s >= 0.05:
+        console.print(f"  {'not running':<22}{'':7}{account.not_running_s:12,.1f} s, besides", markup=False)
+    console.print(f"goodput    {100 * account.goodput:.1f} % of the time went into updates that counted", markup=False)
+    console.print(f"fix first  {account.advice()}", markup=False)
+
+
+def _processes(run: Run, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    """The processes of a run that is going on."""
+    if run.status == "running":
+        yield "driver", f"process {run.record.driver.pid} on {run.record.driver.host}"
+        for worker in next((each["workers"] for each in reversed(events) if each["event"] == "attempt_started"), ()):
+            yield f"rank {worker['rank']}", f"process {worker['pid']} on {worker['host']}"
 
 
 def _of(record: Record) -> str:

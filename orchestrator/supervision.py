@@ -94,6 +94,7 @@ class Supervision:
         resumption: what it begins with.
         verbose: shows what Ray prints.
         spares: keeps worker processes in reserve.
+        began: when this start did, in seconds since 1970; by default now.
         train: runs the workers to their end; returns the fields of rank 0's `FitResult`.
     """
 
@@ -107,12 +108,14 @@ class Supervision:
         resumption: Resumption,
         verbose: bool,
         spares: bool,
+        began: float | None = None,
         train: Callable[..., dict[str, Any]] = train_group,
     ) -> None:
         self._train_workers = train
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
         self._resumption, self._verbose, self._spares = resumption, verbose, spares
         self._since = time.time()
+        self._began = self._since if began is None else began
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._is_up = False
@@ -134,7 +137,8 @@ class Supervision:
 
     def run(self) -> RunResult:
         """Trains to the end, whatever it is."""
-        self._events.add("driver_started", pid=os.getpid(), workers=self._experiment.scaling.workers)
+        workers = self._experiment.scaling.workers
+        self._events.add("driver_started", pid=os.getpid(), workers=workers, since=round(self._began, 3))
         thread = threading.Thread(target=self._train, name="headway-ray-train", daemon=True)
         self._signals.raises = False
         thread.start()
@@ -252,6 +256,8 @@ class Supervision:
                 if (text := waiting(scaling, self._taken)) not in (None, self._told_waiting):
                     self._told_waiting = text
                     self._display.line(str(text))
+                    since = time.time() - (now_s - self._waits_since)
+                    self._events.add("waiting_for_machines", text=text, since=round(since, 3))
             return
         lack = missing(scaling)
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
@@ -13,11 +14,13 @@ from headway.trainer.state import COMPONENTS
 from headway.trainer.world import World
 
 from .display import Display
+from .events import EventLog
 from .experiment import Experiment
 from .quiet import quiet_environment
 from .result import RunResult
 from .resumption import Resumption
 from .runs import Opened, Run, now, open_run
+from .watchdog import last_heard
 
 
 def fit(
@@ -52,6 +55,7 @@ def fit(
         HeadwayError: an error of Headway in a worker (DataError, StepError, ...), as it was raised.
         TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
     """
+    began = time.time()
     quiet_environment(verbose=verbose)
     from .local_ray import check_resources, connected, possible, will_be_own
     from .supervision import Signals, Supervision
@@ -74,7 +78,7 @@ def fit(
                 signals.install()
                 supervision = Supervision(
                     experiment, run, signals, display, resumption=resumption, verbose=verbose,
-                    spares=is_own if experiment.retries.spares == "auto" else experiment.retries.spares,
+                    spares=is_own if experiment.retries.spares == "auto" else experiment.retries.spares, began=began,
                 )  # fmt: skip
                 result = supervision.run()
         except KeyboardInterrupt:
@@ -83,6 +87,7 @@ def fit(
         except BaseException as error:
             display.close()
             run.update(status="failed", reason="", error=one_line(error), ended=now())
+            _end(run, "failed")
             raise
     close(run, result, display)
     return result
@@ -140,6 +145,7 @@ def close(run: Run, result: RunResult, display: Display) -> None:
         best_checkpoint=result.best_checkpoint, best_metric=result.best_metric, best_step=result.best_step,
         resumed_from=result.resumed_from, data_guarantee=result.data_guarantee,
     )  # fmt: skip
+    _end(run, result.status)
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items() if "loss" in name)
     display.line(
         f"{result.status} after {result.steps:,} steps: {result.reason}" + (f"  ({numbers})" if numbers else ""), "bold"
@@ -147,6 +153,14 @@ def close(run: Run, result: RunResult, display: Display) -> None:
     display.line(f"its files: {result.run_dir}")
     if result.status in ("interrupted", "time_limit"):
         display.line("to go on, start it again as before")
+
+
+def _end(run: Run, status: str) -> None:
+    """Writes the last event of a start, with what the main rank has spent its time on."""
+    events = EventLog(run.folder, "driver")
+    if (heard := last_heard(run.folder)) is not None:
+        events.add("last_heard", spent=heard["spent"])
+    events.add("driver_ended", status=status)
 
 
 def one_line(error: BaseException) -> str:

@@ -21,6 +21,8 @@ from headway.trainer.activity import Activity
 from headway.trainer.trainer import Trainer
 
 from .errors import StorageError
+from .events import Event
+from .spent import spent
 from .storage import Folder, join
 
 ORDER = "order.json"
@@ -44,6 +46,19 @@ def heartbeat_of(rank: int) -> str:
 def stacks_of(attempt: int, rank: int) -> str:
     """The name of the file with the stacks of a rank."""
     return f"stacks-{attempt}-rank-{rank}.txt"
+
+
+def last_heard(folder: Folder) -> Event | None:
+    """Returns, as an event, what the main rank of the last attempt said when it was last heard; None if it never was.
+
+    Args:
+        folder: of the run.
+    """
+    with contextlib.suppress(StorageError, ValueError):
+        beat = json.loads(watch_folder(folder).read(heartbeat_of(0)) or "null")
+        if beat and "spent" in beat:
+            return {"time": beat["spent"]["at"], "event": "last_heard", "spent": beat["spent"]}
+    return None
 
 
 class Watchdog:
@@ -92,6 +107,7 @@ class Watchdog:
         activity = self._activity
         self._beats += 1
         phase = "ended" if ended else activity.phase
+        step = 0 if self._trainer is None else self._trainer.global_step
         beat = {
             "attempt": self._attempt,
             "rank": self._rank,
@@ -103,8 +119,10 @@ class Watchdog:
             "usual_s": activity.usual_s(phase),
             "updates": activity.updates,
             "batches": activity.batches,
-            "step": 0 if self._trainer is None else self._trainer.global_step,
+            "step": step,
         }
+        if self._rank == 0:
+            beat["spent"] = spent(activity, attempt=self._attempt, step=step)
         self._folder.write(heartbeat_of(self._rank), json.dumps(beat))
 
     def _obey(self) -> None:

@@ -26,11 +26,12 @@ from .errors import RunConflictError
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
 from .lease import is_lost
+from .provenance import process_began
 from .resizing import RESIZING, Resize
 from .resumption import Resumption
 from .spares import Spares
 from .storage import Folder
-from .watchdog import Watchdog
+from .watchdog import Watchdog, last_heard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,10 @@ def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any
     watchdog = Watchdog(folder, rank=world.rank, attempt=attempt)
     try:
         with contextlib.ExitStack() as around:
-            if task.watched:
+            # The main rank is heard in any case: where the time goes is known from it.
+            if world.is_main and (before := last_heard(folder)) is not None:
+                events.add("last_heard", spent=before["spent"])
+            if task.watched or world.is_main:
                 around.enter_context(watchdog)
             _announce(events, world, attempt, entered)
             trainer_class, config = ray.cloudpickle.loads(task.training)
@@ -182,6 +186,8 @@ def _announce(events: EventLog, world: World, attempt: int, entered: float) -> N
         "device": str(world.device),
         "entered": round(entered, 3),
     }
+    if (began := process_began()) is not None:
+        me["began"] = round(began, 3)
     workers = world.gather(me)
     if world.is_main:
         events.add("attempt_started", attempt=attempt, world_size=world.size, workers=workers)

@@ -21,6 +21,12 @@ Phase = Literal[
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+FIRST_UPDATE = "first update"
+"""What `Activity.spent_s` calls the steps of the first update of a process, in which torch compiles and allocates."""
+
+OF_AN_UPDATE: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+"""The phases in which an update is made."""
+
 _NOT_USUAL = 2
 """The first stays of an attempt in a phase compile, allocate and open files."""
 
@@ -47,11 +53,14 @@ class Activity:
         self.updates = self.batches = 0
         self._stays = dict.fromkeys(PHASES, 0)
         self._longest_s = dict.fromkeys(PHASES, -1.0)
+        self._began_s = self.since_s
+        self._spent_s: dict[str, float] = dict.fromkeys((*PHASES, FIRST_UPDATE), 0.0)
 
     def enter(self, phase: Phase) -> None:
         """Goes over to a phase, or begins the same one again. Costs 0.15 microseconds."""
         now_s = time.monotonic()
         stay_s = now_s - self.since_s
+        self._spent_s[self.phase] += stay_s
         if stay_s > self._longest_s[self.phase]:
             self._take_note(stay_s)
         self.since_s = now_s
@@ -67,6 +76,18 @@ class Activity:
         self.updates += 1
         self.batches = 0
         self.enter("between updates")
+        if self.updates == 1:
+            _set_apart(self._spent_s)
+
+    def spent_s(self) -> dict[str, float]:
+        """Seconds since the beginning, by phase, which add up to all of them; the first update's are apart."""
+        # In this order: whatever the training thread does in between, no second is lost or counted twice.
+        phase, spent_s = self.phase, dict(self._spent_s)
+        spent_s[phase] = 0.0
+        spent_s[phase] = max(0.0, time.monotonic() - self._began_s - sum(spent_s.values()))
+        if not self.updates:
+            _set_apart(spent_s)
+        return spent_s
 
     def usual_s(self, phase: Phase) -> float | None:
         """How long a stay in a phase has taken at most, leaving out the first two; None before there was another."""
@@ -77,3 +98,10 @@ class Activity:
         self._stays[self.phase] += 1
         if self._stays[self.phase] > _NOT_USUAL:
             self._longest_s[self.phase] = stay_s
+
+
+def _set_apart(spent_s: dict[str, float]) -> None:
+    """Makes all updates so far the first one."""
+    for phase in OF_AN_UPDATE:
+        spent_s[FIRST_UPDATE] += spent_s[phase]
+        spent_s[phase] = 0.0

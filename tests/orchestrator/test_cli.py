@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 from headway.orchestrator import Experiment, RunResult
 from headway.orchestrator.cli import _exit_code, main
 from headway.orchestrator.runs import open_run
+from headway.orchestrator.watchdog import heartbeat_of, watch_folder
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -107,6 +113,34 @@ def test_runs_are_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_pat
     assert code == 0
     for part in ("status     completed", "tests.tiny:TinyTrainer with 1 worker", str(tmp_path / "one"), "  width: 9"):
         assert part in out
+
+
+def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a run that goes on, until now: what its main rank was last heard to do is in no event yet."""
+    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
+    folder = open_run(experiment).run.folder
+    now = time.time()
+    seconds = {"setting up": 1.0, "reading data": 31.0, "forward": 10.0, "optimizer": 58.0}
+    heard = {"attempt": 1, "at": now, "step": 9, "updates": 9, "phase": "forward", "seconds": seconds}
+    worker = {"rank": 0, "host": "here", "pid": 4321, "began": now - 101, "entered": now - 101}
+    for event in (
+        {"time": now - 101, "event": "driver_started"},
+        {"time": now - 100, "event": "attempt_started", "attempt": 1, "world_size": 1, "workers": [worker]},
+    ):
+        folder.append("events.jsonl", json.dumps(event))
+    watched = watch_folder(folder)
+    watched.prepare()
+    watched.write(heartbeat_of(0), json.dumps({"spent": heard}))
+    code, out, _ = run(capsys, "runs", "--storage", str(tmp_path), "show", "one")
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "rank 0 process 4321 on here" in lines
+    assert f"driver process {os.getpid()} on {socket.gethostname()}" in lines
+    assert any(line.startswith("compute 67.") and line.endswith(" 68.0 s") for line in lines)
+    assert any(re.fullmatch(r"goodput 67\.\d % of the time went into updates that counted", line) for line in lines)
+    assert any(line.startswith("fix first data wait is 31 % of the time: more loader workers") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import torch
 from headway.orchestrator import Experiment, Retries, RunResult, Scaling, fit
 from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.events import Event, read_events
+from headway.orchestrator.ledger import ledger
 from headway.orchestrator.storage import Folder
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.trackers.jsonl import read_records
@@ -114,6 +115,18 @@ def test_the_run_that_lost_a_worker_is_the_run_that_did_not(
     # The save of step 15 may have been under way when the worker died.
     assert 10 <= restored["step"] < STEPS
     assert restored["step"] % 5 == 0
+
+    account = ledger(events)
+    assert (account.starts, account.attempts) == (1, 2)
+    assert abs(account.gap_s) <= 0.005 * account.wall_s
+    reached = max(each["step"] for each in events if each["event"] == "rank_failed")
+    assert account.steps_again >= reached - restored["step"]
+    assert (account.seconds["lost work done again"] > 0) is (account.steps_again > 0)
+    for name in ("starting", "compute", "restart", "checkpoint stall", "evaluation"):
+        assert account.seconds[name] > 0, name
+    began = next(each for each in events if each["event"] == "driver_started")["since"]
+    assert account.wall_s == pytest.approx(events[-1]["time"] - began)
+    assert events[-1]["event"] == "driver_ended"
 
     expected, found = trained(never_killed), trained(killed_one)
     assert expected.keys() == found.keys()

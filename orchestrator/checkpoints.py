@@ -68,6 +68,16 @@ def verify(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
     raise typer.Exit(1 if damaged else 0)
 
 
+@checkpoints_app.command("digest")
+def digest(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
+    """Prints a digest of the weights, without a name the newest good checkpoint's; equal ones mean equal bits."""
+    from .shelf import Shelf
+
+    there = Shelf.of(run, storage)
+    for entry in there.chosen(which or ["newest"]):
+        print(f"{entry.name}  {there.digest(entry)}")
+
+
 @checkpoints_app.command("pin")
 def pin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
     """Keeps checkpoints for good, also from the retention of a run that is going on."""

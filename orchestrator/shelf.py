@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from typing import Any
 
 from headway.trainer.catalog import Entry, fault, scan
 from headway.trainer.config import CheckpointConfig
+from headway.trainer.digests import digest_of
 from headway.trainer.errors import ConfigError
 from headway.trainer.pins import is_pinned
 from headway.trainer.retention import Retention
+from headway.trainer.snapshot import TENSOR_SUMS
 from headway.trainer.storage import Storage, open_storage
 
 from .runs import find_run
@@ -69,6 +72,18 @@ class Shelf:
             return [entry.problem]
         found = (fault(self.storage, entry.name, file, expected) for file, expected in entry.files.items())
         return [each for each in found if each]
+
+    def digest(self, entry: Entry) -> str:
+        """A digest of the weights of all models: equal for equal bits, however many ranks have trained and saved them.
+
+        Raises:
+            ConfigError: the checkpoint cannot be read, or has no sums of its tensors.
+        """
+        try:
+            sums: dict[str, str] = json.loads(self.storage.read(entry.name, TENSOR_SUMS))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.storage.path_of(entry.name)} has no sums of its tensors: {error}") from error
+        return digest_of({name: each for name, each in sums.items() if name.startswith("models/")})
 
     def newest_good(self) -> Entry | None:
         """The one that the run would go on from; reads it."""

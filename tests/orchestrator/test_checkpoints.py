@@ -72,6 +72,19 @@ def test_they_are_listed_with_what_keeps_them(capsys: pytest.CaptureFixture[str]
     assert rows[-1].rstrip().endswith("damaged: verify says how")
 
 
+def test_equal_weights_have_equal_digests_and_others_do_not(
+    capsys: pytest.CaptureFixture[str], storage: Path, tmp_path: Path
+) -> None:
+    train(tmp_path / "runs/two", steps=6, every=None)
+    place = ("--storage", str(storage))
+    code, one, _ = run(capsys, "digest", "one", "newest", "5", *place)
+    assert code == 0
+    (name, newest), (_, other) = (line.split() for line in one.splitlines())
+    assert (name, len(newest)) == ("step-00000006", 16)
+    assert other != newest
+    assert run(capsys, "digest", "two", *place)[1] == f"step-00000006  {newest}\n"
+
+
 def test_damaged_files_are_named_and_the_exit_code_tells_B2(capsys: pytest.CaptureFixture[str], storage: Path) -> None:
     place = ("--storage", str(storage))
     code, out, _ = run(capsys, "verify", "one", *place)

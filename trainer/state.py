@@ -209,8 +209,8 @@ class RunState:
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
-        if "rng" in rank_parts and (rank := self._trainer.world.rank) >= checkpoint.world_size:
-            seed_everything(config.seed, rank=rank, step=checkpoint.step)
+        if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
+            self._give_numbers_to_new_ranks(checkpoint)
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
         keeps_place = self._find_place(begin_epoch_again="data" not in components or is_other_data)
         self._certifier.check_restored(
@@ -279,6 +279,15 @@ class RunState:
             self._load_alone(checkpoint, borrowed.parts)
             with borrowed.alone():
                 yield
+
+    def _give_numbers_to_new_ranks(self, checkpoint: Checkpoint) -> None:
+        """Seeds the ranks that join a run; in exact mode they draw what all others draw. Every rank must call this."""
+        world, config = self._trainer.world, self._trainer.config
+        if config.exact:
+            generators = RngState()
+            generators.load_state_dict(world.broadcast(generators.state_dict()))
+        elif world.rank >= checkpoint.world_size:
+            seed_everything(config.seed, rank=world.rank, step=checkpoint.step)
 
     def _load_alone(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
         checkpoint = read_checkpoint(path)

@@ -94,7 +94,7 @@ def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any
     if (asked := asked_to_stop(folder)) is not None:
         return {"status": asked.status, "reason": asked.reason}
     events = EventLog(folder, f"rank-{world.rank}")
-    past = world.broadcast(_past(folder, task) if world.is_main else None)
+    past = world.broadcast(_past(folder, task.resumption, task.since) if world.is_main else None)
     assert past is not None
     attempt, begin, size_before = past
     bridge = Bridge(
@@ -166,15 +166,15 @@ def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any
     return asdict(result)
 
 
-def _past(folder: Folder, task: Task) -> tuple[int, Resumption, int | None]:
+def _past(folder: Folder, asked: Resumption, since: float) -> tuple[int, Resumption, int | None]:
     """The number of this attempt, what it begins with, and the workers of the attempt before it, if there was one.
 
     It begins with the user's choice until this driver has saved something.
     """
     events = read_events(folder)
-    saved = any(event["event"] == "checkpoint_saved" and event["time"] >= task.since for event in events)
+    saved = any(event["event"] == "checkpoint_saved" and event["time"] >= since for event in events)
     sizes = [event["world_size"] for event in events if event["event"] == "attempt_started"]
-    begin = task.resumption.after_a_save() if saved else task.resumption
+    begin = asked.after_a_save() if saved else asked
     return 1 + len(sizes), begin, sizes[-1] if sizes else None
 
 

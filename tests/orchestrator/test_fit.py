@@ -6,7 +6,6 @@ import io
 import json
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from headway.orchestrator.resumption import Resumption
 from headway.orchestrator.runs import Run, open_run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.training import check_training
-from headway.orchestrator.worker import Task, _past
+from headway.orchestrator.worker import _past
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.on_ray import OnRay, OnRayConfig, write_rows
@@ -187,16 +186,13 @@ def test_after_a_save_of_its_own_a_start_goes_on_from_that(tmp_path: Path) -> No
     folder = Folder(str(tmp_path))
     events = EventLog(folder, "rank-0")
     asked = Resumption.asked("never", ("models",), accept_changes=True)
-    task = Task(
-        training=b"", run_dir=str(tmp_path), since=time.time(), resumption=asked, imports=(), current_dir="",
-        threads=1, on_cpu=True, lease="", watched=False, capture=False,
-    )  # fmt: skip
-    for attempt in (1, 2):
-        assert _past(folder, task) == (attempt, asked)
-        events.add("attempt_started", attempt=attempt)
+    since = time.time()
+    for attempt, before in ((1, None), (2, 1)):
+        assert _past(folder, asked, since) == (attempt, asked, before)
+        events.add("attempt_started", attempt=attempt, world_size=attempt)
     events.add("checkpoint_saved", step=4)
-    assert _past(folder, task) == (3, Resumption(accept_changes=True))
-    assert _past(folder, replace(task, since=time.time() + 1)) == (3, asked)
+    assert _past(folder, asked, since) == (3, Resumption(accept_changes=True), 2)
+    assert _past(folder, asked, time.time() + 1) == (3, asked, 2)
 
 
 def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(

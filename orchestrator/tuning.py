@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray import tune
+from ray.tune import Callback
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import (
@@ -38,6 +39,7 @@ _QUIET = {
     # Its own state is never read: the journal is ours.
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "TUNE_WARN_THRESHOLD_S": "60",
+    "RAY_AIR_NEW_OUTPUT": "0",
 }
 
 Next = Callable[[], tuple[Trial, Values] | None]
@@ -90,7 +92,7 @@ def tune_trials(
         run_config=tune.RunConfig(
             name=sweep.record.name,
             storage_path=place,
-            callbacks=[Listener(ended, reported)],
+            callbacks=[Listener(ended, reported), _Silence()],
             failure_config=tune.FailureConfig(max_failures=max_failures),
             verbose=0,
         ),
@@ -243,8 +245,18 @@ class _Searchless:
         return getattr(self._controller, name)
 
 
-class Listener(_Unkept, TrialProgressCallback):  # type: ignore[misc]
-    """Passes on what Ray Tune hears of trials, in place of what prints it.
+class _Silence(_Unkept, TrialProgressCallback):  # type: ignore[misc]
+    """In place of what prints how trials stand."""
+
+    def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
+        """Prints nothing."""
+
+    def _print(self, msg: str) -> None:
+        """Prints nothing."""
+
+
+class Listener(_Unkept, Callback):  # type: ignore[misc]
+    """Passes on what Ray Tune hears of trials.
 
     Args:
         ended: is told the name of each that has ended, and an error.
@@ -254,7 +266,6 @@ class Listener(_Unkept, TrialProgressCallback):  # type: ignore[misc]
     def __init__(
         self, ended: Callable[[str, str | None], None], reported: Callable[[str, Mapping[str, Any]], None]
     ) -> None:
-        super().__init__()
         self._ended, self._reported = ended, reported
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from headway.trainer import Callback, ConfigError, ParallelConfig, World
+from headway.trainer import Callback, ConfigError, ParallelConfig, StepError, World
 from headway.trainer.callbacks import GradientNorms
 from headway.trainer.gradients import named_parameters
 from tests.distributed import run_on_ranks
-from tests.tiny import Losses, TinyConfig, TinyTrainer
+from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer
 
 
 def records(
@@ -41,6 +43,32 @@ def test_the_largest_are_in_the_records_of_its_updates() -> None:
         expected = sorted(every[step].items(), key=lambda pair: -pair[1])[:3]
         assert largest[step] == pytest.approx(dict(expected), rel=1e-6)
     assert {f"grad_norm/{name}": norm for name, norm in norms.norms.items()} == largest[4]
+
+
+def test_a_resumed_run_tells_what_was_measured_before(tmp_path: Path) -> None:
+    def told(name: str, *stops: Callback) -> dict[str, float]:
+        losses = Losses()
+        config = TinyConfig(max_steps=5, log_every="5 steps", evaluate_every=None, global_batch_size=8)  # type: ignore[arg-type]
+        callbacks = [GradientNorms(every=3, top=1), losses, *stops]
+        world = World.alone("cpu")
+        TinyTrainer(config, world=world, run_dir=str(tmp_path / name), callbacks=callbacks, printer=print).fit()
+        return {name: value for name, value in losses.records.get(5, {}).items() if "grad_norm/" in name}
+
+    expected = told("undisturbed")
+    assert len(expected) == 1
+    # Right after it was measured, so that nothing is logged in between.
+    assert told("stopped", StopAt(3)) == {}
+    assert told("stopped") == expected
+
+
+def test_a_step_that_gives_no_gradient_is_what_is_complained_of() -> None:
+    class Nothing(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.zeros((), requires_grad=True)
+
+    trainer = Nothing(TinyConfig(max_steps=1), world=World.alone("cpu"), callbacks=[GradientNorms(every=1)])
+    with pytest.raises(StepError, match="no parameter of the optimizer got a gradient"):
+        trainer.fit()
 
 
 def on_ranks(world: World) -> list[dict[int, dict[str, float]]]:

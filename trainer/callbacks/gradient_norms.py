@@ -58,10 +58,20 @@ class GradientNorms(Callback):
         if (trainer.global_step + 1) % int(self._every.amount):
             return
         gradients = {name: p.grad for name, p in named_parameters(trainer.models) if p.grad is not None}
+        if not gradients:
+            return  # the update itself says what is wrong
         measured = torch.stack([whole(get_total_norm([each])).float() for each in gradients.values()]).tolist()
         largest = sorted(zip(measured, gradients, strict=True), key=lambda pair: -pair[0])[: self._top]
         self.norms = {name: norm for norm, name in largest}
         self._fresh = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what no record has told yet."""
+        return {"norms": self.norms} if self._fresh else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes it over."""
+        self.norms, self._fresh = dict(state_dict["norms"]), True
 
     def _tell(self, record: Mapping[str, float]) -> dict[str, float]:
         fresh, self._fresh = self._fresh, False

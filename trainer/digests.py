@@ -56,7 +56,8 @@ def sum_of_part(part: torch.Tensor, *, offsets: Sequence[int], size: Sequence[in
         size: of the whole tensor.
     """
     dtype = str(part.dtype).removeprefix("torch.")
-    part = torch.view_as_real(part.detach()) if part.is_complex() else part.detach()
+    part = part.detach().resolve_conj()
+    part = torch.view_as_real(part) if part.is_complex() else part
     if part.dim() > len(size):
         offsets, size = (*offsets, 0), (*size, 2)
     values = part.contiguous().view(-1).view(_BITS[part.element_size()])

@@ -49,6 +49,12 @@ def test_longer_than_a_chunk_and_without_dimensions() -> None:
     assert _sum(torch.empty(0)) == "float32 " + "0" * 32
 
 
+def test_a_conjugate_that_is_not_worked_out_yet_has_the_sum_of_its_numbers() -> None:
+    tensor = torch.view_as_complex(_some(5, 2))
+    assert _sum(tensor.conj()) == _sum(tensor.conj().resolve_conj()) != _sum(tensor)
+    assert _sum(tensor.conj().imag) == _sum(-tensor.imag)
+
+
 def test_whatever_is_changed_shows() -> None:
     tensor = _some(64, 64)
     sums = {_sum(tensor), _sum(tensor.flip(0)), _sum(tensor.T), _sum(tensor.double()), _sum(-tensor)}

@@ -1,4 +1,7 @@
-"""Measures all rows and prints one table; names of files choose among them: `python -m benchmarks loop stream`."""
+"""Measures all rows and prints one table; names of files choose among them: `python -m benchmarks loop stream`.
+
+`goodput` takes ten minutes, or GOODPUT_MINUTES, and is measured only where it is named.
+"""
 
 from __future__ import annotations
 

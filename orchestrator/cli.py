@@ -20,6 +20,7 @@ from .checkpoints import checkpoints_app
 
 if TYPE_CHECKING:
     from .experiment import Experiment
+    from .jobs import Jobs
     from .result import RunResult
 
 app = typer.Typer(
@@ -36,9 +37,16 @@ app.add_typer(checkpoints_app, name="checkpoints")
 data_app = typer.Typer(help="Prepares and shows data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
+jobs_app = typer.Typer(help="Shows and stops jobs.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(jobs_app, name="jobs")
 cluster_app = typer.Typer(help="Checks clusters.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cluster_app, name="cluster")
 
+_Address = Annotated[
+    str, typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="Of the cluster: where its dashboard answers.")
+]
+_DASHBOARD = "http://127.0.0.1:8265"
+_Job = Annotated[str, typer.Argument(help="Name of the job, or of its run: then its last job.")]
 _Storage = Annotated[str, typer.Option(help="Folder or URI that holds the runs.")]
 
 
@@ -195,6 +203,89 @@ def show_data(
         print(f"{name}: {value!r}")
 
 
+@app.command()
+def submit(
+    target: Annotated[str, typer.Argument(help="As that of fit, in the current directory.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATH=VALUE]...", help="As those of fit."),
+    ] = None,
+    address: _Address = _DASHBOARD,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Environment variable of the driver and the workers: NAME for the value that it has here, or "
+            "NAME=VALUE. Can be given several times.",
+            metavar="NAME[=VALUE]",
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option(help="Show what the run prints until it ends, and exit with its code.")
+    ] = True,
+    resume: Annotated[str, typer.Option(help="As that of fit.")] = "auto",
+    restore: Annotated[str | None, typer.Option(help="As that of fit.", metavar="PART,...")] = None,
+    accept_changes: Annotated[bool, typer.Option("--accept-changes", help="As that of fit.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray and the workers print.")] = False,
+) -> None:
+    """Trains a run on a cluster, as a job, with a copy of the current directory and of Headway; or goes on with it."""
+    from .quiet import quiet_environment
+
+    quiet_environment(verbose=verbose)
+    from .jobs import arguments_of, environment
+
+    written = _with_those_of_the_environment(overrides or [])
+    experiment = _resolved(target, overrides or [])
+    chosen = environment(env or [])
+    options = ["--resume", resume] if resume != "auto" else []
+    options += ["--restore", restore] if restore is not None else []
+    options += ["--accept-changes"] if accept_changes else []
+    options += ["--verbose"] if verbose else []
+    # What is wrong here is told before anybody is asked for anything.
+    arguments = arguments_of(target, experiment, overrides=written, options=options)
+    jobs = _jobs(address)
+    job = jobs.submit(experiment, arguments, chosen)
+    print(f"{experiment.name}: submitted as {job}; its files: {experiment.run_dir}", flush=True)
+    if follow:
+        raise typer.Exit(_follow(jobs, job))
+
+
+@jobs_app.command("ls")
+def list_jobs(address: _Address = _DASHBOARD) -> None:
+    """Lists the jobs of a cluster, the last one first."""
+    from rich.console import Console
+
+    from .jobs import print_jobs
+
+    print_jobs(_jobs(address).all(), Console(highlight=False, soft_wrap=True))
+
+
+@jobs_app.command("logs")
+def show_log(
+    job: _Job,
+    address: _Address = _DASHBOARD,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Until the job has ended; exits with the code of its run.")
+    ] = False,
+) -> None:
+    """Shows what a job has printed."""
+    jobs = _jobs(address)
+    name = str(jobs.find(job).submission_id)
+    if follow:
+        raise typer.Exit(_follow(jobs, name))
+    print(jobs.log(name), end="")
+
+
+@jobs_app.command("stop")
+def stop_job(
+    job: _Job,
+    address: _Address = _DASHBOARD,
+    now: Annotated[bool, typer.Option("--now", help="End without a checkpoint.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Come back when it has ended.")] = False,
+) -> None:
+    """Has a job save a checkpoint and end; submitted again, its run goes on from there."""
+    print(_jobs(address).stop(job, now=now, wait=wait))
+
+
 @cluster_app.command("check")
 def check_cluster(
     arguments: Annotated[
@@ -232,7 +323,35 @@ def main(arguments: list[str] | None = None) -> None:
 def _resolved(target: str, overrides: list[str]) -> Experiment:
     from .config import resolve
 
-    return resolve(target, [*shlex.split(os.environ.get("HEADWAY_OVERRIDES", "")), *overrides])
+    return resolve(target, _with_those_of_the_environment(overrides))
+
+
+def _with_those_of_the_environment(overrides: list[str]) -> list[str]:
+    return [*shlex.split(os.environ.get("HEADWAY_OVERRIDES", "")), *overrides]
+
+
+def _jobs(address: str) -> Jobs:
+    import logging
+
+    from .jobs import Jobs
+
+    jobs = Jobs(address)
+    # What Ray says of packages and uploads; it sets the level itself when it is imported.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    return jobs
+
+
+def _follow(jobs: Jobs, job: str) -> int:
+    try:
+        return jobs.follow(job, lambda text: print(text, end="", flush=True))
+    except KeyboardInterrupt:
+        at = "" if jobs.address == _DASHBOARD else f" --address {jobs.address}"
+        print(
+            f"\nheadway: {job} goes on. To see more of it: headway jobs logs {job} --follow{at}; "
+            f"to have it save and end: headway jobs stop {job}{at}",
+            file=sys.stderr,
+        )
+        return 130
 
 
 def _explain(error: Exception) -> int:

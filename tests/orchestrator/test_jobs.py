@@ -1,0 +1,99 @@
+"""What is found out about a job before a cluster is asked: no Ray here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.orchestrator import Experiment
+from headway.orchestrator.cli import main
+from headway.orchestrator.jobs import _copy_of_headway, arguments_of, environment
+from headway.trainer.errors import ConfigError
+from tests.heads import free_ports
+from tests.tiny import TinyConfig, TinyTrainer
+
+TARGET = "tests.tiny:TinyTrainer"
+
+
+def experiment(storage: str) -> Experiment:
+    return Experiment(name="x", trainer=TinyTrainer, config=TinyConfig(max_steps=1), storage=storage)
+
+
+def test_variables_are_taken_from_here_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "a=b")
+    monkeypatch.delenv("NOT_HERE", raising=False)
+    assert environment(["HERE", "OTHER=x=y", "EMPTY="]) == {"HERE": "a=b", "OTHER": "x=y", "EMPTY": ""}
+    with pytest.raises(ConfigError, match="--env NOT_HERE: there is no such variable here"):
+        environment(["NOT_HERE"])
+
+
+def test_the_driver_gets_what_was_resolved_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/line.py").touch()
+    overrides = ["config.x=[1, 2]", "storage=s3://bucket/old", "storage=s3://bucket/runs/"]
+    arguments = arguments_of(
+        f"{tmp_path}/a/line.py:Line", experiment("s3://bucket/runs"), overrides=overrides, options=["--resume", "never"]
+    )
+    assert arguments == ["fit", "--resume", "never", "a/line.py:Line", "config.x=[1, 2]", "storage=s3://bucket/runs"]
+    assert arguments_of(TARGET, experiment("s3://b"), overrides=[])[1] == TARGET
+    with pytest.raises(ConfigError, match="the cluster gets a copy of the current directory"):
+        arguments_of("../line.py", experiment("s3://b"), overrides=[])
+
+
+@pytest.mark.parametrize(
+    ("storage", "overrides", "is_fine"),
+    [
+        ("runs", [], False),
+        ("runs", ["storage=runs"], False),
+        ("runs", ["storage=/tmp", "storage=./runs"], False),
+        ("../runs", [], True),
+        ("/elsewhere/runs", [], True),
+        ("s3://bucket/runs", [], True),
+        # A folder of everybody, in which this project lies: said as such.
+        ("runs", ["storage=/said/here"], True),
+    ],
+)
+def test_a_storage_that_would_go_with_the_copy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, overrides: list[str], is_fine: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if is_fine:
+        arguments_of(TARGET, experiment(storage), overrides=overrides)
+        return
+    with pytest.raises(ConfigError, match=r"a copy that it throws away later: .* storage=s3://bucket/runs"):
+        arguments_of(TARGET, experiment(storage), overrides=overrides)
+
+
+def test_headway_is_packed_as_it_is_imported(tmp_path: Path) -> None:
+    with _copy_of_headway() as folder:
+        files = {file.relative_to(folder).as_posix() for file in Path(folder).rglob("*") if file.is_file()}
+    assert Path(folder).name == "headway"
+    assert {"trainer/trainer.py", "trainer/callbacks/base.py", "datasets/plan.py", "orchestrator/jobs.py"} <= files
+    assert "datasets/__init__.py" not in files
+    assert not [file for file in files if "__pycache__" in file]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["submit", TARGET, "config.widht=3"], "did you mean config.width?"),
+        (["submit", TARGET, "config.max_steps=1"], "lies in the current directory"),
+        (["submit", TARGET, "config.max_steps=1", "storage=/r", "--env", "NOT_HERE"], "there is no such variable here"),
+        (["submit", TARGET, "config.max_steps=1", "storage=/r"], "no cluster answers at http://127.0.0.1:"),
+        (["jobs", "ls"], "no cluster answers at http://127.0.0.1:"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2_I5(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    # What the environment says of another cluster does not count.
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    (port,) = free_ports(1)
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--address", f"http://127.0.0.1:{port}"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1

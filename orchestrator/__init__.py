@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .planning import Plan, plan
     from .result import RunResult
     from .runs import Run, find_run, list_runs
-    from .schedulers import ASHA, PBT, HyperBand, MedianStopping
+    from .schedulers import ASHA, PBT, MedianStopping
     from .search import Search
     from .space import Choice, LogUniform, RandInt, Uniform, When
     from .sweep_result import SweepResult, TrialResult
@@ -23,7 +23,6 @@ __all__ = [
     "ASHA",
     "Choice",
     "Experiment",
-    "HyperBand",
     "LogUniform",
     "MedianStopping",
     "PBT",
@@ -53,7 +52,6 @@ _HOME = {
     "ASHA": "schedulers",
     "Choice": "space",
     "Experiment": "experiment",
-    "HyperBand": "schedulers",
     "LogUniform": "space",
     "MedianStopping": "schedulers",
     "PBT": "schedulers",

@@ -31,31 +31,8 @@ class ASHA:
 
     def __post_init__(self) -> None:
         _whole(self, "grace", "max_evaluations")
-        _check_reduction(self.reduction)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HyperBand:
-    """Trains brackets of trials in rounds, and only the better ones of each go on to the next.
-
-    Hyperband (Li et al. 2018, arXiv 1603.06560). Trials wait for each other, with a checkpoint.
-
-    Attributes:
-        max_evaluations: as many as a trial has in the end.
-        reduction: of so many trials one goes on.
-
-    Example:
-        >>> HyperBand(max_evaluations=9).reduction
-        3
-    """
-
-    max_evaluations: int = 27
-    reduction: float = 3
-    pauses: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _whole(self, "max_evaluations")
-        _check_reduction(self.reduction)
+        if not self.reduction > 1:
+            raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +88,7 @@ class PBT:
             raise ConfigError(f"resample is a probability, not {self.resample!r}")
 
 
-Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
+Scheduler: TypeAlias = ASHA | MedianStopping | PBT
 
 
 def _whole(scheduler: Scheduler, *names: str) -> None:
@@ -119,8 +96,3 @@ def _whole(scheduler: Scheduler, *names: str) -> None:
         value = getattr(scheduler, name)
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
-
-
-def _check_reduction(reduction: float) -> None:
-    if not reduction > 1:
-        raise ConfigError(f"reduction is above 1, not {reduction!r}")

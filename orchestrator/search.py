@@ -35,7 +35,7 @@ class Search:
         trials: how many; None: the whole grid, or 10.
         concurrent: how many train at once; None: as many as there are machines for.
         algorithm: "random", or "grid": every combination of choices.
-        scheduler: what ends trials early, or changes them: `ASHA`, `HyperBand`, `MedianStopping`, `PBT`.
+        scheduler: what ends trials early, or changes them: `ASHA`, `MedianStopping`, `PBT`.
         seed: of the suggestions: the n-th one is always the same.
         keep_best_trials: the checkpoints of so many of the best finished trials stay, those of others are deleted; None
             deletes none.

@@ -13,8 +13,10 @@ from headway.trainer.callbacks.progress_bar import human_duration
 
 from .events import Event, read_events
 from .ledger import Ledger, ledger
-from .runs import Record, Run, find_run, list_runs
-from .storage import absolute
+from .runs import SWEEP, Record, Run, find_run, list_runs
+from .storage import Folder, absolute, join
+from .sweep_result import SweepResult
+from .sweeps import list_sweeps
 from .watchdog import last_heard
 
 _SHOWN_EVENTS = {
@@ -34,7 +36,14 @@ _SHOWN_EVENTS = {
 def print_runs(storage: str, console: Console | None = None) -> None:
     """Prints a table of the runs in a storage."""
     console = console or Console(highlight=False)
-    runs = list_runs(storage)
+    runs, sweeps = list_runs(storage), list_sweeps(storage)
+    for sweep in sweeps:
+        ended = sum(trial.has_ended for trial in sweep.trials())
+        name = sweep.record.name
+        told = f"{name}: a sweep, {sweep.status}, {ended} of {sweep.record.trials} trials; `headway runs show {name}`"
+        console.print(told, markup=False)
+    if sweeps and not runs:
+        return
     if not runs:
         console.print(f"no runs in {absolute(storage)}", markup=False)
         return
@@ -54,8 +63,11 @@ def print_runs(storage: str, console: Console | None = None) -> None:
 
 
 def print_run(name: str, storage: str, console: Console | None = None) -> None:
-    """Prints all that is known of one run."""
+    """Prints all that is known of one run, or the trials of a sweep."""
     console = console or Console(highlight=False, soft_wrap=True)
+    if Folder(join(absolute(storage), name)).exists(SWEEP):
+        _print_sweep(SweepResult.read(join(absolute(storage), name)), console)
+        return
     run = find_run(name, storage)
     record = run.record
     events = read_events(run.folder)
@@ -95,6 +107,15 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
                 if key not in ("time", "event", "workers", "hopeless", "seconds", "spent") and value is not None
             )
             console.print(f"  {at}  {event['event'].replace('_', ' ')}: {details}", markup=False)
+
+
+def _print_sweep(result: SweepResult, console: Console) -> None:
+    console.print(
+        f"{result.sweep_dir}: {result.status}" + (f" ({result.reason})" if result.reason else ""), markup=False
+    )
+    if (best := result.best) is not None:
+        console.print(f"best: {best.name}  {result.metric} {best.metric:.4g}  {best.checkpoint}", markup=False)
+    console.print(f"\n{result.table.text()}" if result.trials else "no trials yet", markup=False)
 
 
 def _print_ledger(account: Ledger, console: Console) -> None:

@@ -18,7 +18,6 @@ from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
-    HyperBandScheduler,
     MedianStoppingRule,
     PopulationBasedTraining,
     TrialScheduler,
@@ -26,7 +25,7 @@ from ray.tune.schedulers import (
 from ray.tune.search import Searcher
 
 from .asking import Stop, ask_to_stop
-from .schedulers import ASHA, PBT, HyperBand, MedianStopping
+from .schedulers import ASHA, PBT, MedianStopping
 from .search import Search, Values
 from .space import Axis, Choice, LogUniform, RandInt, Uniform
 from .storage import Folder
@@ -290,8 +289,6 @@ def _scheduler(search: Search) -> TrialScheduler:
             return AsyncHyperBandScheduler(
                 **common, grace_period=grace, reduction_factor=reduction, max_t=most, stop_last_trials=False
             )
-        case HyperBand(max_evaluations=most, reduction=reduction):
-            return HyperBandScheduler(**common, max_t=most, reduction_factor=reduction)
         case MedianStopping(grace=grace, trials=trials):
             return MedianStoppingRule(**common, grace_period=grace, min_samples_required=trials)
         case PBT() as pbt:

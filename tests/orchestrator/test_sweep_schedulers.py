@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.orchestrator import ASHA, PBT, Choice, Experiment, LogUniform, Run, Search, sweep
+from headway.orchestrator import ASHA, PBT, Choice, Experiment, LogUniform, MedianStopping, Run, Search, sweep
 from headway.orchestrator.events import read_events
 from headway.orchestrator.storage import Folder
 from headway.trainer import Callback, CheckpointConfig, load_weights
@@ -46,13 +46,14 @@ class Watched(TinyTrainer):
         return [WriteDown()]
 
 
-def test_asha_ends_bad_trials_early_and_each_of_them_has_a_checkpoint(tmp_path: Path) -> None:
-    experiment = Experiment(name="asha", trainer=TinyTrainer, config=TinyConfig(max_epochs=4), storage=str(tmp_path))
+@pytest.mark.parametrize("scheduler", [ASHA(reduction=2, max_evaluations=4), MedianStopping(trials=1)])
+def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(tmp_path: Path, scheduler: Any) -> None:
+    experiment = Experiment(name="early", trainer=TinyTrainer, config=TinyConfig(max_epochs=4), storage=str(tmp_path))
     search = Search(
         space={"config.learning_rate": Choice([1e-2, 1e-5, 1e-6, 1e-7])},
         algorithm="grid",
         concurrent=1,
-        scheduler=ASHA(reduction=2, max_evaluations=4),
+        scheduler=scheduler,
     )
     results = sweep(experiment, search)
     stopped = [trial for trial in results.trials if trial.status == "stopped"]
@@ -60,7 +61,7 @@ def test_asha_ends_bad_trials_early_and_each_of_them_has_a_checkpoint(tmp_path: 
     assert results.best is not None
     for trial in stopped:
         run = Run(trial.run_dir)
-        assert run.reason.startswith("the scheduler (AsyncHyperBandScheduler)")
+        assert run.reason.startswith("the scheduler (")
         assert run.is_finished or trial.trial.has_ended
         assert 0 < run.record.steps < 48
         # With its last state, and an evaluation of it.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .manifest import CheckpointWarning
@@ -50,11 +51,12 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of Python's, NumPy's, torch's and, where there is one, the CUDA device's generator."""
+        version, numbers, half_a_pair = random.getstate()
         kind, keys, position, has_gauss, gauss = np.random.get_state()
         state: dict[str, Any] = {
-            "python": random.getstate(),
-            # As plain numbers: arrays pickle by module paths that NumPy has moved between versions.
-            "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
+            # As bytes: plain numbers are pickled one by one, arrays by module paths that NumPy has moved.
+            "python bytes": (version, _as_bytes(numbers), half_a_pair),
+            "numpy bytes": (kind, _as_bytes(np.asarray(keys)), position, has_gauss, gauss),
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -63,9 +65,11 @@ class RngState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the generators. One whose state is missing keeps what it has, with a warning."""
+        # An earlier version saved plain numbers, as "python" and "numpy".
+        state = {name.removesuffix(" bytes"): saved for name, saved in state.items()}
         setters: dict[str, Callable[[Any], object]] = {
-            "python": random.setstate,
-            "numpy": lambda saved: np.random.set_state((saved[0], np.array(saved[1], dtype=np.uint32), *saved[2:])),
+            "python": lambda saved: random.setstate((saved[0], tuple(_from(saved[1]).tolist()), *saved[2:])),
+            "numpy": lambda saved: np.random.set_state((saved[0], _from(saved[1]), *saved[2:])),
             "torch": lambda saved: torch.set_rng_state(saved.cpu()),
         }
         if torch.cuda.is_available():
@@ -76,3 +80,11 @@ class RngState:
         if missing := [name for name in setters if name not in state]:
             what = f"the checkpoint has no random state of {', '.join(missing)}, which will not go on where it was"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
+
+
+def _as_bytes(words: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
+    return np.array(words, dtype="<u4").tobytes()
+
+
+def _from(words: bytes | Sequence[int]) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(words, "<u4") if isinstance(words, bytes) else np.array(words, dtype=np.uint32)

@@ -148,6 +148,18 @@ def show_run(context: typer.Context, name: Annotated[str, typer.Argument(help="N
     print_run(name, context.obj)
 
 
+@runs_app.command("compare")
+def compare(
+    context: typer.Context,
+    first: Annotated[str, typer.Argument(help="Name of a run.")],
+    second: Annotated[str, typer.Argument(help="Name of another one.")],
+) -> None:
+    """Shows what two runs differ in: config, data, code, versions, machine and result."""
+    from .show import print_comparison
+
+    print_comparison(first, second, context.obj)
+
+
 @runs_app.command("stop")
 def stop_run(
     context: typer.Context,

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headway.trainer.callbacks.progress_bar import human_duration
 
+from .compare import compare_runs
 from .events import Event, read_events
 from .ledger import Ledger, ledger
 from .runs import SWEEP, Record, Run, find_run, list_runs
@@ -116,6 +118,22 @@ def _print_sweep(result: SweepResult, console: Console) -> None:
     if (best := result.best) is not None:
         console.print(f"best: {best.name}  {result.metric} {best.metric:.4g}  {best.checkpoint}", markup=False)
     console.print(f"\n{result.table.text()}" if result.trials else "no trials yet", markup=False)
+
+
+def print_comparison(first: str, second: str, storage: str, console: Console | None = None) -> None:
+    """Prints what two runs differ in."""
+    # Wider than any row: what is piped into another program must not be cut.
+    console = console or Console(highlight=False, width=240)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("OF", "FIELD", first, second):
+        table.add_column(heading, no_wrap=True)
+    found = compare_runs(first, second, storage)
+    if not found:
+        console.print(f"{first} and {second} differ in nothing that is recorded", markup=False)
+        return
+    for row in found:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def _print_ledger(account: Ledger, console: Console) -> None:

@@ -186,3 +186,27 @@ def test_they_work_while_the_run_is_going_on_without_ray(tmp_path: Path) -> None
     assert len(listed.splitlines()) == 3
     assert pruned == ""
     assert there(tmp_path) == [2, 6]
+
+
+def test_two_runs_are_compared_by_what_they_left_behind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without the code of the trainer, a GPU or Ray."""
+    for name, width in (("one", 9), ("two", 5)):
+        config = TinyConfig(width=width, max_steps=2, evaluate_every="1 steps")  # type: ignore[arg-type]
+        experiment = Experiment(name=name, trainer=TinyTrainer, config=config, storage=str(tmp_path))
+        run = open_run(experiment).run
+        result = TinyTrainer(config, world=ALONE, run_dir=run.run_dir).fit()
+        run.update(status=result.status, steps=result.steps, metrics={"validation/loss": float(width)})
+
+    def compare(*names: str) -> list[str]:
+        with pytest.raises(SystemExit):
+            main(["runs", "--storage", str(tmp_path), "compare", *names])
+        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    heading, *rows = compare("one", "two")
+    assert heading == "OF FIELD one two"
+    assert [row for row in rows if not row.startswith("result weights ")] == [
+        "config config.width 9 5",
+        "result validation/loss 9 5",
+    ]
+    assert len(rows) == 3
+    assert compare("one", "one") == ["one and one differ in nothing that is recorded"]

@@ -264,11 +264,9 @@ def submit(
 @jobs_app.command("ls")
 def list_jobs(address: _Address = _DASHBOARD) -> None:
     """Lists the jobs of a cluster, the last one first."""
-    from rich.console import Console
+    from .jobs import table_of
 
-    from .jobs import print_jobs
-
-    print_jobs(_jobs(address).all(), Console(highlight=False, soft_wrap=True))
+    print(table_of(_jobs(address).all()))
 
 
 @jobs_app.command("logs")
@@ -315,7 +313,8 @@ def check_cluster(
         file = rest.pop(0)
     experiment = _resolved(rest[0], rest[1:]) if rest else None
     cluster = load_cluster(file)
-    explain(cluster, experiment, Console(highlight=False, soft_wrap=True))
+    # Where the output is no terminal, rich takes 80 columns and cuts what does not fit.
+    explain(cluster, experiment, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160))
     faults = faults_of(cluster, experiment) if experiment is not None else []
     for fault in faults:
         print(f"headway: {fault}", file=sys.stderr)

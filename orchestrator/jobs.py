@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray.exceptions import AuthenticationError
-from rich.console import Console
-from rich.table import Table
 
 import headway.datasets
 import headway.trainer
@@ -211,21 +209,22 @@ class Jobs:
             raise ConfigError(f"the cluster at {self.address} refuses: {error}") from error
 
 
-def print_jobs(jobs: Sequence[JobDetails], console: Console) -> None:
-    """Prints a table of jobs."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("JOB", "RUN", "STATUS", "EXIT CODE", "STARTED", "TOOK"):
-        table.add_column(heading, no_wrap=True)
+def table_of(jobs: Sequence[JobDetails]) -> str:
+    """Returns a table of jobs, as wide as it must be: names are there to be copied."""
+    rows = [("JOB", "RUN", "STATUS", "EXIT CODE", "STARTED", "TOOK")]
     for job in jobs:
         began_s = (job.start_time or 0) / 1000
         ended_s = job.end_time / 1000 if job.end_time else time.time()
-        table.add_row(
+        rows.append((
             str(job.submission_id), (job.metadata or {}).get(_RUN, ""), job.status.value.lower(),
             "" if job.driver_exit_code is None else str(job.driver_exit_code),
             datetime.fromtimestamp(began_s).strftime("%Y-%m-%d %H:%M:%S") if began_s else "",
             human_duration(ended_s - began_s) if began_s else "",
-        )  # fmt: skip
-    console.print(table)
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def arguments_of(

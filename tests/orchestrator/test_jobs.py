@@ -8,7 +8,7 @@ import pytest
 
 from headway.orchestrator import Experiment
 from headway.orchestrator.cli import main
-from headway.orchestrator.jobs import _copy_of_headway, arguments_of, environment
+from headway.orchestrator.jobs import _copy_of_headway, arguments_of, environment, table_of
 from headway.trainer.errors import ConfigError
 from tests.heads import free_ports
 from tests.tiny import TinyConfig, TinyTrainer
@@ -73,6 +73,23 @@ def test_headway_is_packed_as_it_is_imported(tmp_path: Path) -> None:
     assert {"trainer/trainer.py", "trainer/callbacks/base.py", "datasets/plan.py", "orchestrator/jobs.py"} <= files
     assert "datasets/__init__.py" not in files
     assert not [file for file in files if "__pycache__" in file]
+
+
+def test_jobs_are_a_table_that_cuts_nothing() -> None:
+    from ray.job_submission import JobDetails, JobStatus, JobType
+
+    name = "a-long-name-" * 6 + "1a2b3c4d"
+    ended = JobDetails(
+        type=JobType.SUBMISSION, submission_id=name, status=JobStatus.FAILED, entrypoint="x", driver_exit_code=3,
+        metadata={"headway_run": "digits"}, start_time=1_700_000_000_000, end_time=1_700_000_090_000,
+    )  # fmt: skip
+    fresh = JobDetails(type=JobType.SUBMISSION, submission_id="raysubmit_x", status=JobStatus.PENDING, entrypoint="x")
+    heading, *rows = table_of([ended, fresh]).splitlines()
+    assert heading.split() == ["JOB", "RUN", "STATUS", "EXIT", "CODE", "STARTED", "TOOK"]
+    assert rows[0].split()[:4] == [name, "digits", "failed", "3"]
+    assert rows[0].endswith("1m30s")
+    assert rows[1].split() == ["raysubmit_x", "pending"]
+    assert table_of([]) == "JOB  RUN  STATUS  EXIT CODE  STARTED  TOOK"
 
 
 @pytest.mark.parametrize(

@@ -347,8 +347,8 @@ def _jobs(address: str) -> Jobs:
     from .jobs import Jobs
 
     jobs = Jobs(address)
-    # What Ray says of packages and uploads; it sets the level itself when it is imported.
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    # What Ray says of packages and uploads, through loggers to which it gives levels of its own.
+    logging.disable(logging.WARNING)
     return jobs
 
 

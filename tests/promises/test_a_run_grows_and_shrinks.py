@@ -1,0 +1,134 @@
+"""A real cluster of several nodes: a run takes the machine that comes, and goes on without the one that dies (I4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from headway.orchestrator import Run
+from headway.orchestrator.events import Event, read_events
+from headway.orchestrator.storage import Folder
+from headway.trainer import Duration
+from headway.trainer.trackers.jsonl import read_records
+from tests.on_ray import OnRay, OnRayConfig, write_rows
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROWS, BATCH = 96, 16
+IN_EPOCH = ROWS // BATCH
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head that holds no worker, and one node that holds one."""
+    # Or whoever calls ray.init() on this machine would find this cluster. Short: sockets lie in it.
+    rays_files = tempfile.mkdtemp(prefix="hw-")
+    monkeypatch.setenv("RAY_TMPDIR", rays_files)
+    # For the machine may be busy.
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    yield made
+    made.shutdown()
+    shutil.rmtree(rays_files, ignore_errors=True)
+
+
+def _wait(until: Callable[[], Any], driver: subprocess.Popen[str], *, timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        if driver.poll() is not None or time.monotonic() > deadline:
+            driver.kill()
+            raise AssertionError(f"the driver has ended, or is late: {driver.communicate()[0]}")
+        time.sleep(0.05)
+
+
+def _rows(run_dir: Path) -> dict[int, set[int]]:
+    """The rows of every update over all ranks; what an attempt had done in vain counts as its successor saw it."""
+    seen: dict[int, dict[int, set[int]]] = {}
+    for file in run_dir.glob("rows-*.jsonl"):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            seen.setdefault(record["step"], {}).setdefault(record["attempt"], set()).update(record["ids"])
+    return {step: attempts[max(attempts)] for step, attempts in sorted(seen.items())}
+
+
+def _records(run_dir: Path) -> dict[int, tuple[float, float]]:
+    records = read_records(str(run_dir / "metrics.jsonl"))
+    assert len({record["step"] for record in records}) == len(records)
+    return {record["step"]: (record["train/loss"], record["lr"]) for record in records}
+
+
+def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir, data = tmp_path / "runs/run", write_rows(tmp_path / "data", ROWS)
+    settings = [
+        "name=run", f"storage={tmp_path}/runs", f"config.data={data}", "config.engine=threads", "config.pause_s=0.2",
+        f"config.global_batch_size={BATCH}", "config.max_epochs=1000", "config.evaluate_every=null",
+        "config.log_every=1 steps", "config.checkpoint.every=20 steps", "scaling.workers=1..2",
+        "scaling.grow_after=5s", "retries.max_failures=1", "retries.max_errors=0",
+    ]  # fmt: skip
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "headway.orchestrator", "fit", "tests.on_ray:OnRay", *settings],
+        env={**os.environ, "RAY_ADDRESS": cluster.address}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+    def events(kind: str) -> list[Event]:
+        return [each for each in read_events(Folder(str(run_dir))) if each["event"] == kind]
+
+    try:
+        _wait(lambda: events("training"), driver)
+        node = cluster.add_node(num_cpus=1)
+        _wait(lambda: len(events("training")) == 2, driver)
+        at = events("training")[1]["step"]
+        _wait(lambda: events("checkpoint_saved")[-1]["step"] > at, driver)
+        cluster.remove_node(node, allow_graceful=False)
+        _wait(lambda: len(events("training")) == 3, driver)
+        # What the dead group had made in vain has been made again, and more.
+        furthest = max(_rows(run_dir)) + IN_EPOCH
+        _wait(lambda: max(_records(run_dir)) > furthest, driver)
+        driver.terminate()
+        shown, _ = driver.communicate(timeout=120)
+    finally:
+        driver.kill()
+    assert driver.returncode == 128 + signal.SIGTERM
+
+    # One attempt more for each change, and only the death of the node was a failure.
+    assert [each["world_size"] for each in events("attempt_started")] == [1, 2, 1]
+    assert [each["attempt"] for each in events("group_failed")] == [2]
+    left, end = events("attempt_ended")
+    assert (left["attempt"], left["status"]) == (1, "resizing")
+    grown, shrunk = ({name: each[name] for name in ("from", "to", "step")} for each in events("resized"))
+    # To grow costs no update: the second group goes on where the first has left.
+    assert grown == {"from": 1, "to": 2, "step": left["step"]}
+    assert (shrunk["from"], shrunk["to"]) == (2, 1)
+    assert shrunk["step"] in [each["step"] for each in events("checkpoint_saved")]
+    assert f"2 workers now (1 before): going on from step {grown['step']}\n" in shown
+    assert f"1 worker now (2 before): going on from step {shrunk['step']}\n" in shown
+    record = Run(str(run_dir)).record
+    assert (record.status, record.attempts, record.workers, record.steps) == ("interrupted", 3, 1, end["step"])
+    assert (record.min_workers, record.max_workers) == (1, 2)
+
+    # The same rows in the same updates, the same rates and the same losses as in one process that nothing befell.
+    config = OnRayConfig(
+        data=data, global_batch_size=BATCH, max_steps=end["step"], evaluate_every=None, log_every=Duration(1, "steps")
+    )
+    OnRay(config, run_dir=str(tmp_path / "alone")).fit()
+    rows, records = _rows(run_dir), _records(run_dir)
+    assert rows == _rows(tmp_path / "alone")
+    for first in range(0, end["step"] - IN_EPOCH, IN_EPOCH):
+        assert sorted(row for step in range(first, first + IN_EPOCH) for row in rows[step]) == list(range(ROWS))
+    undisturbed = _records(tmp_path / "alone")
+    assert list(records) == list(range(1, end["step"] + 1))
+    for step, numbers in undisturbed.items():
+        assert records[step] == pytest.approx(numbers, abs=1e-3)

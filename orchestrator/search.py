@@ -72,6 +72,8 @@ class Search:
         if self.scheduler is not None and not isinstance(self.scheduler, get_args(Scheduler)):
             kinds = ", ".join(each.__name__ for each in get_args(Scheduler))
             raise ConfigError(f"scheduler is one of {kinds}, not {self.scheduler!r}")
+        if self.keep_best_trials is not None and isinstance(self.scheduler, PBT):
+            raise ConfigError("keep_best_trials deletes what a trial of PBT may be about to go on from: leave it out")
         self._check_space()
 
     @property
@@ -139,6 +141,12 @@ class Search:
                     override(experiment, {path: value})
                 except ConfigError as error:
                     raise ConfigError(f"space: {error}") from error
+        if experiment.scaling.max_workers > 1:
+            raise ConfigError(
+                f"trials have one worker each for now, not {experiment.scaling.in_words}: scaling.workers=1"
+            )
+        if any(path.split(".")[0] == "scaling" for path in self.space):
+            raise ConfigError("all trials reserve the same: a space has no paths below scaling")
         if self.metric.startswith("train/") and self.scheduler is not None and self.scheduler.pauses:
             raise ConfigError(f"{type(self.scheduler).__name__} goes by evaluations: give a metric of the validation")
 

@@ -23,6 +23,7 @@ from .search import Search, Values
 from .storage import Folder
 from .sweep_display import SweepDisplay, shown
 from .sweep_result import SweepResult
+from .sweep_retention import delete_checkpoints, surplus
 from .sweeps import Sweep, Trial, open_sweep
 from .training import check_training, one_line
 
@@ -102,6 +103,7 @@ class _Lead:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._training: set[str] = set()
+        self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
         self._stop: Stop | None = None
 
     def run(self, at_once: int, told: str) -> tuple[Any, str]:
@@ -230,6 +232,20 @@ class _Lead:
             metric=trial.metric, steps=trial.steps,
         )  # fmt: skip
         self._display.ended(trial)
+        if self._search.keep_best_trials is not None:
+            self._make_room(self._search.keep_best_trials)
+
+    def _make_room(self, keep: int) -> None:
+        """Deletes the checkpoints of finished trials that are not among the best so far."""
+        for trial in surplus(self._trials.values(), mode=self._search.mode, keep=keep):
+            if trial.name not in self._emptied:
+                self._emptied.add(trial.name)
+                try:
+                    deleted = delete_checkpoints(trial)
+                except OSError as error:
+                    self._display.line(f"the checkpoints of {trial.name} are not deleted: {error}", "yellow")
+                    continue
+                self._sweep.note("checkpoints_deleted", trial=trial.name, checkpoints=deleted)
 
     def _exploited(self, name: str, checkpoint: str, values: Values) -> Values:
         """Writes down that a trial goes on from another one's checkpoint with other values; returns all it is told."""

@@ -89,6 +89,7 @@ class Trial:
         run_dir: where its run lies.
         best_checkpoint, last_checkpoint: paths in it.
         resume: the checkpoint of another trial that it is to go on from, or "auto".
+        has_no_checkpoints: whether the sweep has deleted them, to make room.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Trial:
     best_checkpoint: str | None = None
     last_checkpoint: str | None = None
     resume: str = "auto"
+    has_no_checkpoints: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -166,6 +168,7 @@ class Sweep:
         found: dict[str, Trial] = {}
         changed: dict[str, Event] = {}
         ended: dict[str, Event] = {}
+        emptied: set[str] = set()
         for event in read_events(self.folder):
             match event["event"]:
                 case "trial_suggested":
@@ -177,7 +180,10 @@ class Sweep:
                     changed[event["trial"]] = event
                 case "trial_ended":
                     ended[event["trial"]] = event
-        return [self._as_it_is(trial, changed.get(name), ended.get(name)) for name, trial in found.items()]
+                case "checkpoints_deleted":
+                    emptied.add(event["trial"])
+        trials = [self._as_it_is(trial, changed.get(name), ended.get(name)) for name, trial in found.items()]
+        return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
 
     def trial_as_it_is(self, trial: Trial) -> Trial:
         """Returns a trial as the files of its run say now."""
@@ -249,6 +255,16 @@ def list_sweeps(storage: str) -> list[Sweep]:
         except (ConfigError, StorageError):
             continue
     return sorted(sweeps, key=lambda sweep: sweep.record.started, reverse=True)
+
+
+def _without_checkpoints(trial: Trial) -> Trial:
+    there = [path if path and is_committed(path) else None for path in (trial.best_checkpoint, trial.last_checkpoint)]
+    return replace(trial, best_checkpoint=there[0], last_checkpoint=there[1], has_no_checkpoints=True)
+
+
+def is_committed(path: str) -> bool:
+    """Whether a checkpoint is there: one that was pinned stays."""
+    return Folder(path).exists("manifest.json")
 
 
 def _with_run(trial: Trial, run: Run, metric: str) -> Trial:

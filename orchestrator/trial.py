@@ -93,7 +93,8 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     display = Display(Console(quiet=True))
     try:
         result = Supervision(
-            experiment, run, Signals(), display, verbose=False, spares=False, train=train_here,
+            experiment, run, Signals(), display, verbose=False, spares=False,
+            train=train_here,
             resumption=Resumption(resume=resume, accept_changes=task.may_change),
         ).run()  # fmt: skip
     except Exception as error:
@@ -126,6 +127,12 @@ def _train_here(
             return run_attempt(task, callbacks)
         except Exception as error:
             watch.after_exception(None, {0: error})
+
+
+def report_of(task: SweepTask, value: float, evaluations: int, step: int) -> dict[str, Any]:
+    """Returns what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
+    worst = _WORST if task.mode == "min" else -_WORST
+    return {task.metric: value if math.isfinite(value) else worst, "evaluations": evaluations, "step": step}
 
 
 class Reporter(Callback):
@@ -173,12 +180,7 @@ class Reporter(Callback):
             return
         value, self._value = self._value, None
         assert value is not None
-        worst = _WORST if self._task.mode == "min" else -_WORST
-        report = {
-            self._task.metric: value if math.isfinite(value) else worst,
-            "evaluations": evaluations,
-            "step": trainer.global_step,
-        }
+        report = report_of(self._task, value, evaluations, trainer.global_step)
         try:
             if checkpoint is None:
                 tune.report(report)
@@ -249,8 +251,8 @@ def _resume_from(run: Run, resume: str) -> str:
 
 
 def resources_of(scaling: Scaling) -> Any:
-    """Returns what the process of a trial reserves: as its only worker, or nothing beside workers of its own."""
-    return tune.PlacementGroupFactory([scaling.per_worker if scaling.workers == 1 else {"CPU": 0.0}])
+    """Returns what the process of a trial reserves, which is its only worker."""
+    return tune.PlacementGroupFactory([scaling.per_worker])
 
 
 def pointer_in(checkpoint: Any) -> dict[str, str]:

@@ -22,8 +22,9 @@ from headway.orchestrator import (
 from headway.orchestrator.runs import open_run
 from headway.orchestrator.search import resolve_search
 from headway.orchestrator.sweep_result import SweepResult
+from headway.orchestrator.sweep_retention import delete_checkpoints, surplus
 from headway.orchestrator.sweeping import what_fits
-from headway.orchestrator.sweeps import open_sweep
+from headway.orchestrator.sweeps import Trial, open_sweep
 from headway.orchestrator.trial import _with_values
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
@@ -201,3 +202,36 @@ def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
         resolve_search(str(file), ["search.trial=5"])
     with pytest.raises(ConfigError, match="there is no 'other'"):
         resolve_search(str(file), [], name="other")
+
+
+def test_only_the_best_finished_trials_keep_their_checkpoints(tmp_path: Path) -> None:
+    opened = open_sweep(experiment(tmp_path), search(trials=5, keep_best_trials=2))
+    trained = TinyTrainer(TinyConfig(max_steps=4), run_dir=str(tmp_path / "tiny/trial-001")).fit()
+    assert trained.last_checkpoint is not None
+    trials = []
+    for index, (status, metric) in enumerate(
+        [
+            ("completed", 0.1),
+            ("stopped", 0.4),
+            ("completed", 0.2),
+            ("failed", None),
+            ("completed", None),
+            ("running", 9),
+        ]
+    ):
+        name = f"trial-00{index}"
+        opened.note("trial_suggested", trial=name, index=index, values={})
+        trials.append(
+            Trial(
+                name=name, index=index, values={}, status=status, metric=metric, run_dir=str(tmp_path / "tiny" / name)
+            )  # type: ignore[arg-type]
+        )
+    found = surplus(trials, mode="min", keep=2)
+    assert [trial.name for trial in found] == ["trial-001", "trial-004"]
+    assert [trial.name for trial in surplus(trials, mode="max", keep=1)] == ["trial-000", "trial-002", "trial-004"]
+    assert delete_checkpoints(found[0]) >= 1
+    assert delete_checkpoints(found[1]) == 0
+    assert not Path(trained.last_checkpoint).exists()
+    opened.note("checkpoints_deleted", trial="trial-001", checkpoints=1)
+    assert opened.trials()[1].has_no_checkpoints
+    assert opened.trials()[1].last_checkpoint is None

@@ -138,9 +138,10 @@ def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "rank 0 process 4321 on here" in lines
     assert f"driver process {os.getpid()} on {socket.gethostname()}" in lines
-    assert any(line.startswith("compute 67.") and line.endswith(" 68.0 s") for line in lines)
-    assert any(re.fullmatch(r"goodput 67\.\d % of the time went into updates that counted", line) for line in lines)
-    assert any(line.startswith("fix first data wait is 31 % of the time: more loader workers") for line in lines)
+    # The shares shrink while this test takes its time.
+    assert any(re.fullmatch(r"compute [56]\d\.\d % 68\.0 s", line) for line in lines)
+    assert any(re.fullmatch(r"goodput [56]\d\.\d % of the time went into updates that counted", line) for line in lines)
+    assert any(re.match(r"fix first data wait is [23]\d % of the time: more loader workers", line) for line in lines)
 
 
 @pytest.mark.parametrize(

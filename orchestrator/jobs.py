@@ -196,6 +196,8 @@ class Jobs:
         try:
             yield
         except OSError as error:
+            if getattr(error, "response", None) is not None:  # an answer, of requests
+                raise ConfigError(f"the cluster at {self.address} is not ready: {error}") from error
             raise ConfigError(
                 f"no cluster answers at {self.address}: start one (`ray start --head --dashboard-host=127.0.0.1`), "
                 "open the way to one (`ray dashboard cluster.yaml`), or give another --address"

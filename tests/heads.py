@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +18,15 @@ from pathlib import Path
 # What the tests set for their own Ray, and what would lead to another one.
 _NOT_THERE = ("PYTHONPATH", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER")
 
+TOKEN = "0123456789abcdef" * 4
+
 
 def environment() -> dict[str, str]:
     """That of a machine on which nobody has set anything for Headway, with the token that opens the cluster."""
     binaries = str(Path(sys.executable).parent)
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
     there = {name: value for name, value in os.environ.items() if name not in _NOT_THERE}
-    return {**there, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    return {**there, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
 
 
 @contextlib.contextmanager
@@ -96,18 +97,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for_answer(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until a head answers."""
+    """Waits until a head answers, to one who has the token."""
     deadline = time.monotonic() + 240
     # No proxy has to do with this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
     while time.monotonic() < deadline and process.poll() is None:
-        try:
-            opener.open(url, timeout=10).close()
-        except urllib.error.HTTPError:
-            # It asks for the token: so it is there.
+        with contextlib.suppress(OSError):
+            opener.open(asked, timeout=10).close()
             return
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
+        time.sleep(0.2)
     raise AssertionError(f"the head did not come up:\n{log.read_text()}")

@@ -141,9 +141,10 @@ class Search:
                     override(experiment, {path: value})
                 except ConfigError as error:
                     raise ConfigError(f"space: {error}") from error
-        if experiment.scaling.max_workers > 1:
+        if experiment.scaling.max_workers > 1 and (isinstance(self.scheduler, PBT) or self.metric.startswith("train/")):
             raise ConfigError(
-                f"trials have one worker each for now, not {experiment.scaling.in_words}: scaling.workers=1"
+                "trials of several workers report their evaluations, without a checkpoint: PBT and a metric of the "
+                f"training want scaling.workers=1, not {experiment.scaling.in_words}"
             )
         if any(path.split(".")[0] == "scaling" for path in self.space):
             raise ConfigError("all trials reserve the same: a space has no paths below scaling")

@@ -26,9 +26,10 @@ from headway.trainer.trainer import Trainer
 
 from .asking import asked_to_stop
 from .display import Display
+from .events import Event
 from .experiment import Experiment, Scaling
 from .failures import FailureWatch
-from .group import task_of
+from .group import task_of, train_group
 from .resumption import Resumption
 from .runs import Driver, Run, now
 from .storage import Folder
@@ -90,11 +91,12 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     ) -> dict[str, Any]:
         return _train_here(experiment, run, (reporter, *adopted), since=since, resumption=resumption, verbose=verbose)
 
-    display = Display(Console(quiet=True))
+    is_alone = experiment.scaling.max_workers == 1
+    display = Display(Console(quiet=True)) if is_alone else Relay(task)
     try:
         result = Supervision(
             experiment, run, Signals(), display, verbose=False, spares=False,
-            train=train_here,
+            train=train_here if is_alone else train_group,
             resumption=Resumption(resume=resume, accept_changes=task.may_change),
         ).run()  # fmt: skip
     except Exception as error:
@@ -127,6 +129,29 @@ def _train_here(
             return run_attempt(task, callbacks)
         except Exception as error:
             watch.after_exception(None, {0: error})
+
+
+class Relay(Display):
+    """Tells Ray Tune of the evaluations of a run of several workers, from their events. Shows nothing.
+
+    The workers do not wait for it; what the scheduler says they hear as any wish to stop.
+
+    Args:
+        task: of the sweep.
+    """
+
+    def __init__(self, task: SweepTask) -> None:
+        super().__init__(Console(quiet=True))
+        self._sweep_task, self._evaluations = task, 0
+
+    def event(self, event: Event) -> None:
+        """Reports an evaluation."""
+        if event["event"] != "evaluated" or self._sweep_task.metric not in event["metrics"]:
+            return
+        self._evaluations += 1
+        tune.report(
+            report_of(self._sweep_task, event["metrics"][self._sweep_task.metric], self._evaluations, event["step"])
+        )
 
 
 def report_of(task: SweepTask, value: float, evaluations: int, step: int) -> dict[str, Any]:
@@ -251,8 +276,9 @@ def _resume_from(run: Run, resume: str) -> str:
 
 
 def resources_of(scaling: Scaling) -> Any:
-    """Returns what the process of a trial reserves, which is its only worker."""
-    return tune.PlacementGroupFactory([scaling.per_worker])
+    """Returns what the process of a trial reserves: as the only worker, or next to nothing beside workers."""
+    # Ray Tune refuses nothing at all, and any part of a CPU would be missing for the workers.
+    return tune.PlacementGroupFactory([scaling.per_worker if scaling.max_workers == 1 else {"memory": 1}])
 
 
 def pointer_in(checkpoint: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.orchestrator import Choice, Experiment, Run, Search, sweep
+from headway.orchestrator import ASHA, Choice, Experiment, Run, Scaling, Search, sweep
 from headway.orchestrator.events import read_events
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -85,3 +85,27 @@ def test_a_grid_of_runs_one_of_which_fails(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     torch.testing.assert_close(float(done.stdout), results.best.metric, rtol=1e-5, atol=1e-6)
+
+
+def test_trials_of_several_workers(tmp_path: Path) -> None:
+    """J6: two trials of two workers each fill the four CPUs, and the checkpoints of the worse one make room."""
+    experiment = Experiment(
+        name="wide",
+        trainer=TinyTrainer,
+        config=TinyConfig(max_epochs=2),
+        scaling=Scaling(workers=2),
+        storage=str(tmp_path),
+    )
+    search = Search(
+        space={"config.learning_rate": Choice([1e-2, 1e-6])}, algorithm="grid", scheduler=ASHA(), keep_best_trials=1
+    )
+    results = sweep(experiment, search)
+    assert [trial.status for trial in results.trials] in (["completed", "completed"], ["completed", "stopped"])
+    for trial in results.trials:
+        (attempt,) = [each for each in read_events(Run(trial.run_dir).folder) if each["event"] == "attempt_started"]
+        assert attempt["world_size"] == 2
+    assert results.best is not None
+    assert Path(results.best.checkpoint or "", "manifest.json").exists()
+    (worse,) = [trial for trial in results.trials if trial != results.best]
+    assert worse.checkpoint is None
+    assert list(Path(worse.run_dir, "checkpoints").glob("step-*")) == []

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_se
 
 TARGET = """
 import time
+from pathlib import Path
 
 from headway.orchestrator import Experiment, LogUniform, Search
 from headway.trainer import CheckpointConfig
@@ -34,8 +35,11 @@ from tests.tiny import TinyConfig, TinyTrainer
 class Slow(TinyTrainer):
     def training_step(self, batch, batch_idx):
         if self.training and self.run_dir:
-            # The first one ends soon.
-            time.sleep(0.005 if self.run_dir.endswith("000") else 0.05)
+            # The first one ends soon; the others wait on their way for the death of the driver.
+            is_first = self.run_dir.endswith("000")
+            time.sleep(0.005 if is_first else 0.05)
+            while not is_first and self.global_step == 30 and not Path(self.run_dir).with_name("go-on").exists():
+                time.sleep(0.05)
         return super().training_step(batch, batch_idx)
 
 
@@ -74,6 +78,7 @@ def test_a_sweep_is_killed_and_so_is_a_trial_J3_J4(tmp_path: Path, monkeypatch: 
     finally:
         first.kill()
         first.communicate()
+    (sweep_dir / "go-on").touch()
     ended = {event["trial"] for event in events(sweep_dir, "trial_ended")}
     before = {name: (sweep_dir / name / "run.json").read_text() for name in ended}
     suggested = {event["trial"]: event["values"] for event in events(sweep_dir, "trial_suggested")}

@@ -37,6 +37,9 @@ class _Sums:
 
     def add(self, value: float, weight: float) -> None:
         product = weight * value
+        if not math.isfinite(weight):
+            self.not_finite = math.nan
+            return
         self.weight += _units(weight)
         if math.isfinite(product):
             self.weighted += _units(product)
@@ -50,9 +53,13 @@ class _Sums:
         self.is_total |= other.is_total
 
     def value(self) -> float:
-        # Division of whole numbers is rounded once, to the nearest float.
-        by = _units(1.0) if self.is_total else self.weight
-        return self.weighted / by if self.not_finite == 0.0 else self.not_finite
+        if self.not_finite != 0.0:
+            return self.not_finite
+        try:
+            # Division of whole numbers is rounded once, to the nearest float.
+            return self.weighted / (_units(1.0) if self.is_total else self.weight)
+        except OverflowError:
+            return math.inf if self.weighted > 0 else -math.inf
 
 
 class ExactMeans(MeanMetrics):
@@ -126,7 +133,7 @@ class ExactMeans(MeanMetrics):
         for name, each in sums.items():
             if each.is_total:
                 self.reduced.check(name, "sum")
-        values = {name: each.value() for name, each in sums.items() if each.weight}
+        values = {name: each.value() for name, each in sums.items() if each.weight or each.not_finite}
         means = [name for name in values if not sums[name].is_total]
         return dict(sorted((values | self.reduced.meet([reduced for _, reduced in per_rank], means)).items()))
 

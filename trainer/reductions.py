@@ -68,7 +68,7 @@ class Reductions:
         """Returns what all ranks have together, of what they have taken; equal on every rank.
 
         Raises:
-            StepError: a name is reduced in two ways; raised on every rank.
+            StepError: a name is reduced in two ways; raised on every rank that has logged it, then or before.
         """
         together = Reductions()
         # The first rank's last: that is its value then.

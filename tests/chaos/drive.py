@@ -62,6 +62,24 @@ class Outcome:
         return not self.complaints and bool(self.struck)
 
 
+def judged(outcome: Outcome, place: Path, run: Callable[[], None]) -> Outcome:
+    """Runs what complains into an outcome; never raises for what it does. Keeps the files of what failed."""
+    began_s = time.monotonic()
+    try:
+        run()
+    except Unexpected as unexpected:
+        outcome.complaints.append(str(unexpected))
+    except Exception as error:
+        # The other schedules are run all the same.
+        outcome.complaints.append(f"{type(error).__name__}: {error}")
+    outcome.seconds = time.monotonic() - began_s
+    if outcome.held:
+        shutil.rmtree(place)
+    else:
+        outcome.log.append(f"files: {place}")
+    return outcome
+
+
 @dataclass
 class Undisturbed:
     """What a training leaves that nothing befalls."""
@@ -102,21 +120,8 @@ class Drive:
 
     def run(self, schedule: Schedule) -> Outcome:
         """Runs a schedule to its end, and judges it. Never raises for what the run does."""
-        outcome, began_s = Outcome(schedule), time.monotonic()
-        run_dir = Path(tempfile.mkdtemp(prefix=f"seed-{schedule.seed}-", dir=self._folder))
-        try:
-            self._run(schedule, run_dir, outcome)
-        except Unexpected as unexpected:
-            outcome.complaints.append(str(unexpected))
-        except Exception as error:
-            # The other schedules are run all the same.
-            outcome.complaints.append(f"{type(error).__name__}: {error}")
-        outcome.seconds = time.monotonic() - began_s
-        if outcome.held:
-            shutil.rmtree(run_dir)
-        else:
-            outcome.log.append(f"files: {run_dir}")
-        return outcome
+        outcome, run_dir = Outcome(schedule), Path(tempfile.mkdtemp(prefix=f"seed-{schedule.seed}-", dir=self._folder))
+        return judged(outcome, run_dir, lambda: self._run(schedule, run_dir, outcome))
 
     def _run_undisturbed(self, training: Training) -> Undisturbed:
         run_dir = Path(tempfile.mkdtemp(prefix="undisturbed-", dir=self._folder))

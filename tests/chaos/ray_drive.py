@@ -20,7 +20,7 @@ from headway.orchestrator.storage import Folder
 from headway.trainer import CheckpointConfig, Duration, ParallelConfig, World
 from headway.trainer.trackers.jsonl import read_records
 from tests.chaos.damage import checkpoints, damage
-from tests.chaos.drive import Outcome, Unexpected, other_records, records
+from tests.chaos.drive import Outcome, Unexpected, judged, other_records, records
 from tests.chaos.ledger import complaints
 from tests.chaos.ray_schedule import BATCH, EPOCHS, ROWS, RayFault, RayLife, RaySchedule
 from tests.distributed import run_on_ranks
@@ -73,21 +73,9 @@ class RayDrive:
 
     def run(self, schedule: RaySchedule) -> Outcome:
         """Runs a schedule to its end, and judges it. Never raises for what the run does."""
-        outcome, began_s = Outcome(schedule), time.monotonic()
+        outcome = Outcome(schedule)
         storage = Path(tempfile.mkdtemp(prefix=f"ray-seed-{schedule.seed}-", dir=self._folder))
-        try:
-            self._run(schedule, storage, outcome)
-        except Unexpected as unexpected:
-            outcome.complaints.append(str(unexpected))
-        except Exception as error:
-            # The other schedules are run all the same.
-            outcome.complaints.append(f"{type(error).__name__}: {error}")
-        outcome.seconds = time.monotonic() - began_s
-        if outcome.held:
-            shutil.rmtree(storage)
-        else:
-            outcome.log.append(f"files: {storage}")
-        return outcome
+        return judged(outcome, storage, lambda: self._run(schedule, storage, outcome))
 
     def _run(self, schedule: RaySchedule, storage: Path, outcome: Outcome) -> None:
         undisturbed = self._run_undisturbed(schedule.strategy)

@@ -49,11 +49,11 @@ search = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=4
 """
 
 
-def wait_for(condition: Callable[[], bool], is_alive: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool], alive: Callable[[], bool], told: Callable[[], str]) -> None:
     deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline
-        assert is_alive()
+        assert time.monotonic() < deadline, told()
+        assert alive(), told()
         time.sleep(0.05)
 
 
@@ -64,20 +64,26 @@ def events(folder: Path, kind: str) -> list[Event]:
 def test_a_sweep_is_killed_and_so_is_a_trial_J3_J4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text(TARGET)
     sweep_dir = tmp_path / "runs/sweep"
-    first = subprocess.Popen(
-        [sys.executable, "-m", "headway.orchestrator", "sweep", "slow.py"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-    )  # fmt: skip
+    printed = tmp_path / "printed.txt"
+    with printed.open("w") as file:
+        first = subprocess.Popen(
+            [sys.executable, "-m", "headway.orchestrator", "sweep", "slow.py"],
+            cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={
+                **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+            },
+        )  # fmt: skip
     try:
         # One has ended, and another one has saved something.
         wait_for(
             lambda: bool(events(sweep_dir, "trial_ended") and events(sweep_dir / "trial-001", "checkpoint_saved")),
             lambda: first.poll() is None,
+            printed.read_text,
         )
     finally:
         first.kill()
-        first.communicate()
+        first.wait()
     (sweep_dir / "go-on").touch()
     ended = {event["trial"] for event in events(sweep_dir, "trial_ended")}
     before = {name: (sweep_dir / name / "run.json").read_text() for name in ended}
@@ -89,7 +95,7 @@ def test_a_sweep_is_killed_and_so_is_a_trial_J3_J4(tmp_path: Path, monkeypatch: 
 
     def kill_a_trial() -> None:
         run_dir = sweep_dir / "trial-003"
-        wait_for(lambda: bool(events(run_dir, "checkpoint_saved")), lambda: True)
+        wait_for(lambda: bool(events(run_dir, "checkpoint_saved")), lambda: True, lambda: "trial-003 saved nothing")
         killed.append(json.loads((run_dir / "run.json").read_text())["driver"]["pid"])
         os.kill(killed[0], signal.SIGKILL)
 

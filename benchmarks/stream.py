@@ -67,7 +67,7 @@ def feed() -> Any:
     """One rank of one, on the CPU."""
     return SimpleNamespace(
         rank=0, world_size=1, global_batch_size=BATCH, micro_batch_size=None, accumulation=1, seed=0,
-        device=torch.device("cpu"), training=True,
+        device=torch.device("cpu"), training=True, by_shard=False,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from headway.trainer.result import Status, read_history
 from headway.trainer.streams import Guarantee
 from headway.trainer.table import Table
 
+from .account import ledger_of
 from .runs import Run
 
 
@@ -50,6 +51,14 @@ class RunResult:
     resumed_from: str | None = None
     data_guarantee: Guarantee = "none"
     signal: int | None = None
+
+    @property
+    def goodput(self) -> float:
+        """The share of its time, over all attempts, that went into updates that counted, from 0 to 1.
+
+        As `headway runs show` has it: docs/measuring.md says where the rest can go. Reads the files of the run.
+        """
+        return ledger_of(Run(self.run_dir)).goodput
 
     @classmethod
     def recorded(cls, run: Run, *, status: Status, reason: str, signal: int | None = None) -> RunResult:

@@ -12,14 +12,14 @@ from rich.table import Table
 
 from headway.trainer.callbacks.progress_bar import human_duration
 
+from .account import ledger_of
 from .compare import compare_runs
 from .events import Event, read_events
-from .ledger import Ledger, ledger
+from .ledger import Ledger
 from .runs import SWEEP, Record, Run, find_run, list_runs
 from .storage import Folder, absolute, join
 from .sweep_result import SweepResult
 from .sweeps import list_sweeps
-from .watchdog import last_heard
 
 _SHOWN_EVENTS = {
     "attempt_started",
@@ -93,8 +93,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
     for label, fact in facts.items():
         if fact:
             console.print(f"{label:<11}{fact}", markup=False)
-    heard = [] if (beat := last_heard(run.folder)) is None else [beat]
-    _print_ledger(ledger([*events, *heard], until=time.time() if run.status == "running" else None), console)
+    _print_ledger(ledger_of(run), console)
     console.print("\nconfig", markup=False)
     console.print(
         "".join(f"  {line}\n" for line in (run.folder.read("config.yaml") or "").splitlines()), markup=False, end=""

@@ -135,7 +135,7 @@ def runs(context: typer.Context, storage: _Storage = "runs") -> None:
     """Lists the runs, the last started first."""
     context.obj = storage
     if context.invoked_subcommand is None:
-        from .show import print_runs
+        from .listing import print_runs
 
         print_runs(storage)
 

@@ -28,6 +28,7 @@ from headway.trainer.errors import ConfigError, HeadwayError
 
 from .errors import StorageError
 from .experiment import Experiment
+from .listing import aligned
 from .runs import Run
 from .stopping import stop_run
 
@@ -212,7 +213,7 @@ class Jobs:
 
 
 def table_of(jobs: Sequence[JobDetails]) -> str:
-    """Returns a table of jobs, as wide as it must be: names are there to be copied."""
+    """Returns a table of jobs."""
     rows = [("JOB", "RUN", "STATUS", "EXIT CODE", "STARTED", "TOOK")]
     for job in jobs:
         began_s = (job.start_time or 0) / 1000
@@ -223,10 +224,7 @@ def table_of(jobs: Sequence[JobDetails]) -> str:
             datetime.fromtimestamp(began_s).strftime("%Y-%m-%d %H:%M:%S") if began_s else "",
             human_duration(ended_s - began_s) if began_s else "",
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned(rows)
 
 
 def arguments_of(

@@ -13,33 +13,26 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
-import uuid
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from headway.trainer.config import MAY_CHANGE
 from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
-from headway.trainer.streams import Guarantee
 
-from .asking import asked_to_stop, withdraw_stop
-from .config import Difference, differences, from_yaml, to_plain, to_yaml
-from .convert import parse_yaml
-from .errors import RunConflictError, StorageError
-from .experiment import Experiment
+from .asking import asked_to_stop
+from .errors import StorageError
 from .lease import RECORD, lease
-from .provenance import git_state, hardware, versions
 from .storage import Folder, absolute, join
+
+if TYPE_CHECKING:
+    from headway.trainer.streams import Guarantee
+
+    from .experiment import Experiment
 
 RunStatus = Literal["running"] | Status
 
-# How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
-_FREE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
-_LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples", "config.max_tokens")
 # A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
 HEARTBEAT_S = 20.0
 _SILENT_S = 90.0
@@ -206,6 +199,9 @@ class Run:
 
     def experiment(self) -> Experiment:
         """Returns the experiment that was recorded, to start the same run again."""
+        # Late, for it imports torch: runs are listed without.
+        from .config import from_yaml
+
         return from_yaml(self.folder.read("config.yaml") or "")
 
     def update(self, **changes: Any) -> None:
@@ -220,76 +216,11 @@ class Run:
             self.update()
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A run that is about to be trained, or need not be.
-
-    Attributes:
-        run: the run.
-        verdict: "new", "goes on", or "finished": there is nothing to do.
-        changes: fields that differ from the last start.
-    """
-
-    run: Run
-    verdict: Literal["new", "goes on", "finished"]
-    changes: tuple[Difference, ...] = ()
-
-
-def open_run(experiment: Experiment, *, accept_changes: bool = False, take_over: bool = False) -> Opened:
-    """Claims the run of an experiment for this process, or says that it is finished. Checks that it can be written.
-
-    Args:
-        experiment: all that was asked for.
-        accept_changes: goes on although what is trained has changed.
-        take_over: also takes it from who trains it right now: from a process of a sweep whose driver is gone.
-
-    Raises:
-        RunConflictError: the run was begun with another config, or somebody trains it right now.
-        StorageError: the storage cannot be written.
-    """
-    folder = Folder(experiment.run_dir)
-    text = to_yaml(experiment)
-    if folder.exists(SWEEP):
-        raise RunConflictError(f"{experiment.name} is a sweep in {experiment.storage}: give the run another name")
-    if folder.read(RECORD) is None:
-        folder.prepare()
-        return Opened(_begin(folder, experiment, text), "new")
-    run = Run(experiment.run_dir)
-    if run.status == "running" and run.record.driver.pid != os.getpid() and not take_over:
-        driver = run.record.driver
-        raise RunConflictError(
-            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}; "
-            f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
-        )
-    changes = tuple(differences(_plain(run.folder.read("config.yaml") or ""), _plain(text)))
-    refused = [change for change in changes if not may_change(change.path)]
-    if refused and not accept_changes:
-        raise RunConflictError(_conflict(experiment, refused))
-    if run.is_finished and not any(_extends(change) for change in changes):
-        return Opened(run, "finished", changes)
-    folder.prepare()
-    folder.write("config.yaml", text)
-    # Before the run can be seen to live: what is asked from then on is asked of this life of it.
-    withdraw_stop(folder)
-    scaling = experiment.scaling
-    run.update(
-        status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(), command=sys.argv,
-        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
-        versions=versions(), git=git_state(), hardware=hardware(),
-    )  # fmt: skip
-    return Opened(run, "goes on", changes)
-
-
 def list_runs(storage: str) -> list[Run]:
     """Returns the runs of a storage, the last started first; folders that are no runs are passed over."""
-    place = absolute(storage)
-    runs = []
-    for name in Folder(place).folders():
-        try:
-            runs.append(Run(join(place, name)))
-        except (ConfigError, StorageError):
-            continue
-    return sorted(runs, key=lambda run: run.record.started, reverse=True)
+    folder = Folder(absolute(storage))
+    found = folder.map(_run_in, [folder.path(name) for name in folder.folders()])
+    return sorted((run for run in found if run is not None), key=lambda run: run.record.started, reverse=True)
 
 
 def find_run(name: str, storage: str) -> Run:
@@ -313,41 +244,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _begin(folder: Folder, experiment: Experiment, text: str) -> Run:
-    folder.write("config.yaml", text)
-    scaling = experiment.scaling
-    record = Record(
-        id=uuid.uuid4().hex[:12], name=experiment.name, status="running", trainer=to_plain(experiment.trainer),
-        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers, created=now(),
-        started=now(), driver=Driver.this(), versions=versions(), git=git_state(), hardware=hardware(),
-        command=sys.argv,
-    )  # fmt: skip
-    folder.write(RECORD, record.to_json())
-    return Run(folder.place)
-
-
-def _plain(text: str) -> Mapping[str, Any]:
-    """A config as text throughout, so that 1 and 1.0 in files of two versions are compared as they were written."""
-    plain: Mapping[str, Any] = parse_yaml(text) or {}
-    # The class is the same one when its file has moved.
-    return {**plain, "trainer": str(plain.get("trainer", "")).rpartition(":")[2]}
-
-
-def may_change(path: str) -> bool:
-    """Whether a run may go on with another value there."""
-    return any(path == free or path.startswith(f"{free}.") for free in _FREE)
-
-
-def _extends(change: Difference) -> bool:
-    if change.path not in _LIMITS or change.before == "null":
-        return False
-    return bool(change.after == "null" or float(change.after) > float(change.before))
-
-
-def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
-    lines = "\n".join(f"  {change.path}: {change.before} -> {change.after}" for change in refused)
-    return (
-        f"the run {experiment.name} was begun with another config:\n{lines}\n"
-        "Give this one another name (name=...), take the changes back, or go on with them by --accept-changes. "
-        f"The run lies in {experiment.run_dir}"
-    )
+def _run_in(place: str) -> Run | None:
+    try:
+        return Run(place)
+    except (ConfigError, StorageError):
+        return None

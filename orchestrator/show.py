@@ -1,8 +1,7 @@
-"""Runs as tables and pages for the terminal. Reads the files of the runs, and nothing else."""
+"""Runs as pages for the terminal. Reads the files of the runs, and nothing else."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
@@ -16,10 +15,10 @@ from .account import ledger_of
 from .compare import compare_runs
 from .events import Event, read_events
 from .ledger import Ledger
-from .runs import SWEEP, Record, Run, find_run, list_runs
+from .listing import local_time, took
+from .runs import SWEEP, Record, Run, find_run
 from .storage import Folder, absolute, join
 from .sweep_result import SweepResult
-from .sweeps import list_sweeps
 
 _SHOWN_EVENTS = {
     "attempt_started",
@@ -33,35 +32,6 @@ _SHOWN_EVENTS = {
     "stop_requested",
     "attempt_ended",
 }
-
-
-def print_runs(storage: str, console: Console | None = None) -> None:
-    """Prints a table of the runs in a storage."""
-    console = console or Console(highlight=False)
-    runs, sweeps = list_runs(storage), list_sweeps(storage)
-    for sweep in sweeps:
-        ended = sum(trial.has_ended for trial in sweep.trials())
-        name = sweep.record.name
-        told = f"{name}: a sweep, {sweep.status}, {ended} of {sweep.record.trials} trials; `headway runs show {name}`"
-        console.print(told, markup=False)
-    if sweeps and not runs:
-        return
-    if not runs:
-        console.print(f"no runs in {absolute(storage)}", markup=False)
-        return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("NAME", "STATUS", "STEPS", "LOSS", "ATTEMPTS", "STARTED", "TOOK"):
-        table.add_column(
-            heading, justify="right" if heading in ("STEPS", "LOSS", "ATTEMPTS", "TOOK") else "left", no_wrap=True
-        )
-    for run in runs:
-        record = run.record
-        loss = record.metrics.get("validation/loss", record.metrics.get("train/loss"))
-        table.add_row(
-            record.name, run.status, f"{record.steps:,}", "" if loss is None else f"{loss:.4g}", str(record.attempts),
-            _local(record.started), _took(run),
-        )  # fmt: skip
-    console.print(table)
 
 
 def print_run(name: str, storage: str, console: Console | None = None) -> None:
@@ -79,7 +49,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
         "error": record.error,
         "steps": f"{record.steps:,} in {record.epochs:,} epochs and {_count(record.attempts, 'attempt')}",
         "metrics": "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items()),
-        "started": f"{_local(record.started)}, took {_took(run)}",
+        "started": f"{local_time(record.started)}, took {took(run)}",
         **dict(_processes(run, events)),
         "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}{_of(record)}",
         "files": run.run_dir,
@@ -164,15 +134,3 @@ def _of(record: Record) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _local(iso: str) -> str:
-    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _took(run: Run) -> str:
-    started = datetime.fromisoformat(run.record.started).timestamp()
-    if run.record.ended:
-        return human_duration(datetime.fromisoformat(run.record.ended).timestamp() - started)
-    until = time.time() if run.status == "running" else run.record.driver.heartbeat
-    return human_duration(until - started)

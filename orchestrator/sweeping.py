@@ -14,17 +14,18 @@ from typing import Any
 from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_stop, asked_to_stop
+from .claiming import open_run, open_sweep
 from .config import to_plain, to_yaml
 from .errors import TrainingFailedError
 from .experiment import Experiment
 from .quiet import quiet_environment
-from .runs import Run, now, open_run
+from .runs import Run, now
 from .search import Search, Values
 from .storage import Folder
 from .sweep_display import SweepDisplay, shown
 from .sweep_result import SweepResult
 from .sweep_retention import delete_checkpoints, surplus
-from .sweeps import Sweep, Trial, open_sweep
+from .sweeps import Sweep, Trial
 from .training import check_training, one_line
 
 

@@ -10,30 +10,25 @@ from __future__ import annotations
 
 import json
 import math
-import uuid
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
-from .asking import asked_to_stop, withdraw_stop
-from .config import differences, to_plain
-from .errors import RunConflictError, StorageError
+from .asking import asked_to_stop
+from .errors import StorageError
 from .events import Event, EventLog, read_events
-from .experiment import Experiment
-from .lease import RECORD
-from .runs import HEARTBEAT_S, SWEEP, Driver, Run, may_change, now
-from .search import Search, Values
-from .storage import Folder, absolute, join
+from .runs import HEARTBEAT_S, SWEEP, Driver, Run
+from .storage import Folder, absolute
+
+if TYPE_CHECKING:
+    from .search import Values
 
 PRUNED = "the scheduler "
 """What the reason of a run begins with that a scheduler has stopped."""
 
 TrialStatus = Literal["pending", "running"] | Status
-# Of a search, what may be another thing when the sweep goes on.
-_FREE = {"trials", "concurrent", "keep_best_trials"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +177,9 @@ class Sweep:
                     ended[event["trial"]] = event
                 case "checkpoints_deleted":
                     emptied.add(event["trial"])
-        trials = [self._as_it_is(trial, changed.get(name), ended.get(name)) for name, trial in found.items()]
+        trials = self.folder.map(
+            lambda trial: self._as_it_is(trial, changed.get(trial.name), ended.get(trial.name)), found.values()
+        )
         return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
 
     def trial_as_it_is(self, trial: Trial) -> Trial:
@@ -209,52 +206,18 @@ class Sweep:
         return trial
 
 
-def open_sweep(experiment: Experiment, search: Search) -> Sweep:
-    """Claims the sweep of an experiment's name for this process. Checks that it can be written.
-
-    Raises:
-        RunConflictError: the name is that of a run, or of a sweep of something else, or somebody leads it right now.
-        StorageError: the storage cannot be written.
-    """
-    folder = Folder(experiment.run_dir)
-    if folder.read(RECORD) is not None:
-        raise RunConflictError(f"{experiment.name} is a run in {experiment.storage}: give the sweep another name")
-    asked = {
-        "search": {**{each.name: _plain(getattr(search, each.name)) for each in fields(search)}},
-        "experiment": to_plain(experiment),
-        "trials": search.num_trials,
-    }
-    if folder.read(SWEEP) is None:
-        folder.prepare()
-        record = SweepRecord(
-            id=uuid.uuid4().hex[:12], name=experiment.name, created=now(), started=now(), driver=Driver.this(), **asked
-        )
-        folder.write(SWEEP, json.dumps(asdict(record), indent=2) + "\n")
-        return Sweep(folder.place)
-    sweep = Sweep(folder.place)
-    driver = sweep.record.driver
-    if sweep.status == "running" and driver != replace(Driver.this(), heartbeat=driver.heartbeat):
-        raise RunConflictError(
-            f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}; wait for it, or "
-            "choose another name"
-        )
-    _refuse_another(sweep.record, asked, experiment)
-    folder.prepare()
-    withdraw_stop(folder)
-    sweep.update(**asked, status="running", reason="", started=now(), ended=None, driver=Driver.this())
-    return sweep
-
-
 def list_sweeps(storage: str) -> list[Sweep]:
     """Returns the sweeps of a storage, the last started first; other folders are passed over."""
-    place = absolute(storage)
-    sweeps = []
-    for name in Folder(place).folders():
-        try:
-            sweeps.append(Sweep(join(place, name)))
-        except (ConfigError, StorageError):
-            continue
-    return sorted(sweeps, key=lambda sweep: sweep.record.started, reverse=True)
+    folder = Folder(absolute(storage))
+    found = folder.map(_sweep_in, [folder.path(name) for name in folder.folders()])
+    return sorted((each for each in found if each is not None), key=lambda each: each.record.started, reverse=True)
+
+
+def _sweep_in(place: str) -> Sweep | None:
+    try:
+        return Sweep(place)
+    except (ConfigError, StorageError):
+        return None
 
 
 def _without_checkpoints(trial: Trial) -> Trial:
@@ -287,30 +250,3 @@ def _is_unfinished(run: Run) -> bool:
     """Whether a run was stopped from outside, and not by a scheduler."""
     stop = asked_to_stop(run.folder)
     return run.record.status == "stopped" and stop is not None and not stop.reason.startswith(PRUNED)
-
-
-def _refuse_another(record: SweepRecord, asked: Mapping[str, Any], experiment: Experiment) -> None:
-    before = {"search": record.search, **record.experiment}
-    after = json.loads(json.dumps({"search": asked["search"], **asked["experiment"]}))
-    refused = [
-        change
-        for change in differences(before, after)
-        if not (may_change(change.path) or change.path.removeprefix("search.") in _FREE)
-    ]
-    if refused:
-        lines = "\n".join(f"  {change}" for change in refused)
-        raise RunConflictError(
-            f"the sweep {experiment.name} was begun with other settings:\n{lines}\n"
-            f"Give this one another name (name=...), or take the changes back. The sweep lies in {experiment.run_dir}"
-        )
-
-
-def _plain(value: Any) -> Any:
-    """A part of a search as plain values; what a value is an instance of goes with it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if type(value).__module__.startswith(__package__ or "headway") and hasattr(value, "__dataclass_fields__"):
-        return {
-            type(value).__name__: {each.name: _plain(getattr(value, each.name)) for each in fields(value)},
-        }
-    return to_plain(value)

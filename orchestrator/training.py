@@ -13,13 +13,14 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.state import COMPONENTS
 from headway.trainer.world import World
 
+from .claiming import Opened, open_run
 from .display import Display
 from .events import EventLog
 from .experiment import Experiment
 from .quiet import quiet_environment
 from .result import RunResult
 from .resumption import Resumption
-from .runs import Opened, Run, now, open_run
+from .runs import Run, now
 from .watchdog import last_heard
 
 

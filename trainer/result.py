@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from .reductions import Reduce, combine
-from .streams import Guarantee
 from .table import Table
 from .trackers.jsonl import read_records
+
+if TYPE_CHECKING:
+    from .reductions import Reduce
+    from .streams import Guarantee
 
 Status = Literal["completed", "stopped", "time_limit", "interrupted", "failed"]
 
@@ -103,6 +105,9 @@ class History:
             samples: how much its means count.
             kinds: how those are reduced that are no means.
         """
+        # Late, for it imports torch: results are read without.
+        from .reductions import combine
+
         self.latest.update(record)
         for name, value in record.items():
             if not name.startswith("train/") or not math.isfinite(value):

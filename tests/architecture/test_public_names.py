@@ -48,3 +48,12 @@ def test_every_public_name_says_what_it_is(package: str) -> None:
     objects = {name: getattr(module, name) for name in module.__all__}
     described = {name: value for name, value in objects.items() if inspect.isclass(value) or inspect.isfunction(value)}
     assert [name for name, value in described.items() if not (value.__doc__ or "").strip()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_public_name_is_that_of_a_file_that_hides_it(package: str) -> None:
+    """A name that is imported on first use is the file of that name as soon as anybody has imported that."""
+    folder = ROOT / package.replace(".", "/")
+    files = {file.stem for file in folder.glob("*.py")} | {file.name for file in folder.iterdir() if file.is_dir()}
+    modules = {"optimizers", "schedules"} if package == "trainer" else set()
+    assert files & set(importlib.import_module(f"headway.{package}").__all__) == modules

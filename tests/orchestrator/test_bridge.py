@@ -18,10 +18,11 @@ import ray.train
 from headway.orchestrator import preemption
 from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.bridge import Bridge
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.events import Event, EventLog, read_events
 from headway.orchestrator.failures import Failure, was_preempted
 from headway.orchestrator.preemption import endings, leaves_time
-from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.runs import Run
 from headway.orchestrator.storage import Folder
 from headway.trainer import CheckpointConfig, World
 from tests.orchestrator.test_runs import experiment

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from headway.orchestrator import Experiment
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.cli import main
-from headway.orchestrator.runs import open_run
 from headway.trainer import Callback, CheckpointConfig, CheckpointStore, Trainer, World, load_weights
 from tests.tiny import TinyConfig, TinyTrainer
 

@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headway.orchestrator import Experiment, RunResult
+from headway.orchestrator import Choice, Experiment, RunResult, Search
+from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.cli import _exit_code, main
-from headway.orchestrator.runs import open_run
 from headway.orchestrator.watchdog import heartbeat_of, watch_folder
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -160,14 +161,25 @@ def test_exit_codes(status: Any, signal: int | None, code: int) -> None:
     assert _exit_code(RunResult(status=status, reason="", run_dir="x", signal=signal)) == code
 
 
-def test_help_waits_for_neither_torch_nor_ray() -> None:
+def test_who_asks_for_help_or_for_the_runs_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
+    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
+    open_run(experiment).run.update(status="completed")
+    open_sweep(replace(experiment, name="many"), Search(space={"config.width": Choice([4, 8])}, metric="train/loss"))
     program = (
         "import sys, headway.orchestrator.cli as cli\n"
-        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'ray', 'pydantic', 'pyarrow') if name in sys.modules])"
+        "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'ray', 'pyarrow', 'yaml') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+
+    def printed(*arguments: str) -> list[str]:
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert printed("--help")[-1] == "[]"
+    sweep, _, run, imported = printed("runs", "--storage", str(tmp_path))
+    assert sweep.startswith("many: a sweep, ")
+    assert run.startswith("one")
+    assert imported == "[]"
 
 
 def test_data_is_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from headway.orchestrator import (
     fit,
 )
 from headway.orchestrator.asking import Stop, ask_to_stop
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.cli import _explain
 from headway.orchestrator.display import Display
 from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.resumption import Resumption
-from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.runs import Run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.training import check_training
 from headway.orchestrator.worker import _past

@@ -14,13 +14,14 @@ from rich.console import Console
 from headway.datasets.stream import ParquetStream
 from headway.orchestrator import Experiment, Scaling, plan, resolve
 from headway.orchestrator.asking import ask_to_grow, asked_to_grow
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.config import from_yaml, to_yaml
 from headway.orchestrator.display import Display
 from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.failures import has_left_to_resize
 from headway.orchestrator.local_ray import check_resources
 from headway.orchestrator.resizing import RAY_LEARNS_S, Growth, holding, room
-from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.runs import Run
 from headway.orchestrator.show import print_run
 from headway.orchestrator.storage import Folder
 from headway.trainer import ConfigError, ParallelConfig

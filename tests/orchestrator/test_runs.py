@@ -8,15 +8,20 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from headway.orchestrator import Experiment, RunConflictError, Scaling, StorageError, find_run, list_runs, resolve
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.errors import TrainingFailedError
 from headway.orchestrator.events import EventLog, Follower, read_events
-from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.runs import Run
 from headway.orchestrator.storage import Folder, absolute
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
@@ -227,3 +232,25 @@ def test_errors_survive_pickling() -> None:
 def test_a_scaling_says_what_it_takes_in_total() -> None:
     scaling = Scaling(workers=3, cpus_per_worker=2, gpus_per_worker=1, resources_per_worker={"memory": 10})
     assert scaling.in_total == {"CPU": 6, "GPU": 3, "memory": 30}
+
+
+def test_runs_that_lie_far_away_are_read_many_at_a_time(tmp_path: Path) -> None:
+    """As those of an object store, where each answer has to be waited for."""
+    record = open_run(experiment(tmp_path)).run.record
+    together = threading.Barrier(4)
+
+    class Far(MemoryFileSystem):
+        protocol = "far"
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+        def cat_file(self, *args: Any, **options: Any) -> Any:
+            # An error, unless as many come here as wait.
+            together.wait(60)
+            return super().cat_file(*args, **options)
+
+    fsspec.register_implementation("far", Far)
+    for number in range(4):
+        started = f"2026-01-01T00:00:0{number}+00:00"
+        Folder(f"far://runs/{number}").write("run.json", replace(record, name=str(number), started=started).to_json())
+    assert [run.record.name for run in list_runs("far://runs")] == ["3", "2", "1", "0"]

@@ -19,12 +19,12 @@ from headway.orchestrator import (
     Uniform,
     When,
 )
-from headway.orchestrator.runs import open_run
+from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.search import resolve_search
 from headway.orchestrator.sweep_result import SweepResult
 from headway.orchestrator.sweep_retention import delete_checkpoints, surplus
 from headway.orchestrator.sweeping import what_fits
-from headway.orchestrator.sweeps import Trial, open_sweep
+from headway.orchestrator.sweeps import Trial
 from headway.orchestrator.trial import _with_values
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer

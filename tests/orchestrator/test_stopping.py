@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator.asking import Stop, ask_to_stop, asked_to_stop, withdraw_stop
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.cli import main
 from headway.orchestrator.display import Display
 from headway.orchestrator.lease import is_lost
 from headway.orchestrator.resumption import Resumption
-from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.runs import Run
 from headway.orchestrator.stopping import stop_run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.supervision import Signals, Supervision

@@ -1,0 +1,194 @@
+"""Claims the folder of a run or of a sweep for this process: a new one, one that goes on, or one that is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from headway.trainer.config import MAY_CHANGE
+
+from .asking import withdraw_stop
+from .config import Difference, differences, to_plain, to_yaml
+from .convert import parse_yaml
+from .errors import RunConflictError
+from .experiment import Experiment
+from .lease import RECORD
+from .provenance import git_state, hardware, versions
+from .runs import SWEEP, Driver, Record, Run, now
+from .search import Search
+from .storage import Folder
+from .sweeps import Sweep, SweepRecord
+
+# How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
+_FREE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
+_LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples", "config.max_tokens")
+# Of a search, what may be another thing when the sweep goes on.
+_FREE_IN_SEARCH = {"trials", "concurrent", "keep_best_trials"}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run that is about to be trained, or need not be.
+
+    Attributes:
+        run: the run.
+        verdict: "new", "goes on", or "finished": there is nothing to do.
+        changes: fields that differ from the last start.
+    """
+
+    run: Run
+    verdict: Literal["new", "goes on", "finished"]
+    changes: tuple[Difference, ...] = ()
+
+
+def open_run(experiment: Experiment, *, accept_changes: bool = False, take_over: bool = False) -> Opened:
+    """Claims the run of an experiment for this process, or says that it is finished. Checks that it can be written.
+
+    Args:
+        experiment: all that was asked for.
+        accept_changes: goes on although what is trained has changed.
+        take_over: also takes it from who trains it right now: from a process of a sweep whose driver is gone.
+
+    Raises:
+        RunConflictError: the run was begun with another config, or somebody trains it right now.
+        StorageError: the storage cannot be written.
+    """
+    folder = Folder(experiment.run_dir)
+    text = to_yaml(experiment)
+    if folder.exists(SWEEP):
+        raise RunConflictError(f"{experiment.name} is a sweep in {experiment.storage}: give the run another name")
+    if folder.read(RECORD) is None:
+        folder.prepare()
+        return Opened(_begin(folder, experiment, text), "new")
+    run = Run(experiment.run_dir)
+    if run.status == "running" and run.record.driver.pid != os.getpid() and not take_over:
+        driver = run.record.driver
+        raise RunConflictError(
+            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}; "
+            f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
+        )
+    changes = tuple(differences(_comparable(run.folder.read("config.yaml") or ""), _comparable(text)))
+    refused = [change for change in changes if not may_change(change.path)]
+    if refused and not accept_changes:
+        raise RunConflictError(_conflict(experiment, refused))
+    if run.is_finished and not any(_extends(change) for change in changes):
+        return Opened(run, "finished", changes)
+    folder.prepare()
+    folder.write("config.yaml", text)
+    # Before the run can be seen to live: what is asked from then on is asked of this life of it.
+    withdraw_stop(folder)
+    scaling = experiment.scaling
+    run.update(
+        status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(), command=sys.argv,
+        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
+        versions=versions(), git=git_state(), hardware=hardware(),
+    )  # fmt: skip
+    return Opened(run, "goes on", changes)
+
+
+def open_sweep(experiment: Experiment, search: Search) -> Sweep:
+    """Claims the sweep of an experiment's name for this process. Checks that it can be written.
+
+    Raises:
+        RunConflictError: the name is that of a run, or of a sweep of something else, or somebody leads it right now.
+        StorageError: the storage cannot be written.
+    """
+    folder = Folder(experiment.run_dir)
+    if folder.read(RECORD) is not None:
+        raise RunConflictError(f"{experiment.name} is a run in {experiment.storage}: give the sweep another name")
+    asked = {
+        "search": {**{each.name: _plain(getattr(search, each.name)) for each in fields(search)}},
+        "experiment": to_plain(experiment),
+        "trials": search.num_trials,
+    }
+    if folder.read(SWEEP) is None:
+        folder.prepare()
+        record = SweepRecord(
+            id=uuid.uuid4().hex[:12], name=experiment.name, created=now(), started=now(), driver=Driver.this(), **asked
+        )
+        folder.write(SWEEP, json.dumps(asdict(record), indent=2) + "\n")
+        return Sweep(folder.place)
+    sweep = Sweep(folder.place)
+    driver = sweep.record.driver
+    if sweep.status == "running" and driver != replace(Driver.this(), heartbeat=driver.heartbeat):
+        raise RunConflictError(
+            f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}; wait for it, or "
+            "choose another name"
+        )
+    _refuse_another(sweep.record, asked, experiment)
+    folder.prepare()
+    withdraw_stop(folder)
+    sweep.update(**asked, status="running", reason="", started=now(), ended=None, driver=Driver.this())
+    return sweep
+
+
+def _begin(folder: Folder, experiment: Experiment, text: str) -> Run:
+    folder.write("config.yaml", text)
+    scaling = experiment.scaling
+    record = Record(
+        id=uuid.uuid4().hex[:12], name=experiment.name, status="running", trainer=to_plain(experiment.trainer),
+        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers, created=now(),
+        started=now(), driver=Driver.this(), versions=versions(), git=git_state(), hardware=hardware(),
+        command=sys.argv,
+    )  # fmt: skip
+    folder.write(RECORD, record.to_json())
+    return Run(folder.place)
+
+
+def _comparable(text: str) -> Mapping[str, Any]:
+    """A config as text throughout, so that 1 and 1.0 in files of two versions are compared as they were written."""
+    plain: Mapping[str, Any] = parse_yaml(text) or {}
+    # The class is the same one when its file has moved.
+    return {**plain, "trainer": str(plain.get("trainer", "")).rpartition(":")[2]}
+
+
+def may_change(path: str) -> bool:
+    """Whether a run may go on with another value there."""
+    return any(path == free or path.startswith(f"{free}.") for free in _FREE)
+
+
+def _extends(change: Difference) -> bool:
+    if change.path not in _LIMITS or change.before == "null":
+        return False
+    return bool(change.after == "null" or float(change.after) > float(change.before))
+
+
+def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
+    lines = "\n".join(f"  {change.path}: {change.before} -> {change.after}" for change in refused)
+    return (
+        f"the run {experiment.name} was begun with another config:\n{lines}\n"
+        "Give this one another name (name=...), take the changes back, or go on with them by --accept-changes. "
+        f"The run lies in {experiment.run_dir}"
+    )
+
+
+def _refuse_another(record: SweepRecord, asked: Mapping[str, Any], experiment: Experiment) -> None:
+    before = {"search": record.search, **record.experiment}
+    after = json.loads(json.dumps({"search": asked["search"], **asked["experiment"]}))
+    refused = [
+        change
+        for change in differences(before, after)
+        if not (may_change(change.path) or change.path.removeprefix("search.") in _FREE_IN_SEARCH)
+    ]
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        raise RunConflictError(
+            f"the sweep {experiment.name} was begun with other settings:\n{lines}\n"
+            f"Give this one another name (name=...), or take the changes back. The sweep lies in {experiment.run_dir}"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A part of a search as plain values; what a value is an instance of goes with it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if type(value).__module__.startswith(__package__ or "headway") and hasattr(value, "__dataclass_fields__"):
+        return {
+            type(value).__name__: {each.name: _plain(getattr(value, each.name)) for each in fields(value)},
+        }
+    return to_plain(value)

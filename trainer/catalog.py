@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointError
-from .manifest import MANIFEST, Checkpoint, FileSum, parse_manifest
+from .manifest import MANIFEST, Checkpoint, parse_manifest
 from .storage import Storage, open_storage
+from .summing import FileSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def fault(storage: Storage, name: str, file: str, expected: FileSum) -> str | No
         if (size := storage.size_bytes(name, file)) != expected.size_bytes:
             return f"{file} has {size} of {expected.size_bytes} bytes"
         with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
-            found = FileSum.of(storage.fetch(name, file, Path(scratch)))
+            found = FileSum.of(storage.fetch(name, file, Path(scratch)), algorithm=expected.algorithm)
         if found != expected:
             return f"{file} is not what was written: its checksum differs"
     except FileNotFoundError:

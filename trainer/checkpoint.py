@@ -31,7 +31,7 @@ from .best import Mode
 from .catalog import Entry, fault, locate, read_checkpoint, scan
 from .digests import TensorSum, add_up, digest_of
 from .errors import CheckpointError
-from .manifest import MANIFEST, Checkpoint, CheckpointWarning, FileSum, parse_manifest, write_manifest
+from .manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
 from .pins import is_pinned
 from .progress import Duration
 from .retention import Retention
@@ -40,6 +40,7 @@ from .snapshot import TENSOR_SUMS, Reading, Snapshot
 from .staging import Staging
 from .storage import Storage, open_storage
 from .streams import Stateful
+from .summing import FileSum
 from .tensor_files import TensorFiles
 from .world import World
 
@@ -193,9 +194,7 @@ class CheckpointStore:
         sequence, name, token = self._on_main(doing, lambda: self._plan(said.step))
         staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
-            written, sums = self._together(
-                doing, lambda: self._tensor_files.write(snapshot.tensors, staged, self.world)
-            )
+            written, sums = self._together(doing, lambda: self._write_tensors(snapshot, staged))
             tensors = add_up(self.world.gather(sums))
             rest = self._together(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
             files = {file: each for rank_sums in self.world.gather(written | rest) for file, each in rank_sums.items()}
@@ -373,6 +372,13 @@ class CheckpointStore:
                     "write to one place. Stop one of them, or give each a run_dir of its own"
                 )
         return self._known
+
+    def _write_tensors(self, snapshot: Snapshot, staged: Path) -> tuple[dict[str, FileSum], dict[str, TensorSum]]:
+        """Writes this rank's tensors, and returns its files and sums of what is in them."""
+        written = self._tensor_files.write(snapshot.tensors, staged, self.world)
+        # The sums are taken meanwhile.
+        self._storage.flush(staged, written.file)
+        return {written.file: written.file_sum.result()}, written.tensor_sums()
 
     def _publish(
         self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str], tensors: Mapping[str, TensorSum]

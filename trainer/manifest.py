@@ -7,13 +7,14 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
+from .summing import FileSum
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, FORMAT)  # in 1 the checksums are CRC-32, as numbers
 
 
 class CheckpointWarning(UserWarning):
@@ -48,29 +49,6 @@ class Checkpoint:
     writer: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FileSum:
-    """Size and CRC-32 of one file. The checksum finds rot and torn writes, not a forger."""
-
-    size_bytes: int
-    crc32: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileSum:
-        """Reads a file once.
-
-        zlib's CRC-32 is the fastest checksum of the standard library that finds every error of up to 32 bits in a row.
-        On one core: 2.2 GB/s, SHA-256 with the processor's own instructions 1.5 GB/s, BLAKE2b 0.8 GB/s.
-        """
-        size, crc = 0, 0
-        buffer = memoryview(bytearray(4 << 20))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                crc = zlib.crc32(buffer[:count], crc)
-                size += count
-        return cls(size, crc)
-
-
 def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileSum]) -> bytes:
     """Returns the text of a manifest, itself protected by a checksum.
 
@@ -88,7 +66,7 @@ def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileSum]) -> byte
             "writer": checkpoint.writer,
             "metrics": {name: _encode(float(value)) for name, value in checkpoint.metrics.items()},
             "meta": _encode(checkpoint.meta),
-            "files": {name: [each.size_bytes, each.crc32] for name, each in sorted(files.items())},
+            "files": {name: [each.size_bytes, each.checksum] for name, each in sorted(files.items())},
         }
         text = json.dumps(body | {"crc32": _body_sum(body)}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -104,9 +82,9 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileSu
     """
     try:
         body = json.loads(text)
-        if body["format"] != FORMAT:
+        if body["format"] not in _READABLE:
             raise CheckpointError(
-                f"{path}/{MANIFEST} has format {body['format']}; this version of Headway reads {FORMAT}"
+                f"{path}/{MANIFEST} has format {body['format']}; this version of Headway reads up to {FORMAT}"
             )
         if body.pop("crc32") != _body_sum(body):
             raise CheckpointError(f"{path}/{MANIFEST} is not what was written: its checksum differs")
@@ -121,7 +99,10 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileSu
             time_s=body["time_s"],
             writer=body.get("writer", ""),
         )
-        return checkpoint, {name: FileSum(*each) for name, each in body["files"].items()}
+        files: dict[str, list[Any]] = body["files"]
+        if body["format"] == 1:
+            files = {name: [size, f"crc32:{crc:08x}"] for name, (size, crc) in files.items()}
+        return checkpoint, {name: FileSum(*each) for name, each in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}/{MANIFEST} is torn or altered ({type(error).__name__}: {error})") from error
 

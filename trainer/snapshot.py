@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from .digests import TensorSum, digest_of
 from .errors import CheckpointError
-from .manifest import FileSum
 from .payload import PlacesTensors, named_tensors, put_together, take_apart, target
 from .storage import Storage
 from .streams import Stateful, Summable
+from .summing import FileSum
 from .tensor_files import METADATA
 from .world import World
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import ConfigError
-from .manifest import MANIFEST, FileSum
+from .manifest import MANIFEST
+from .summing import FileSum
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
 
@@ -65,6 +66,10 @@ class Storage(Protocol):
 
     def check(self) -> None:
         """Writes a file and deletes it again; OSError if that does not work."""
+        ...
+
+    def flush(self, staged: Path, file: str) -> None:
+        """Brings one staged file as far on its way as it can go before all are written. Any rank may call it."""
         ...
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
@@ -145,6 +150,9 @@ class _Local:
         staged = self.stage(f"check-{uuid.uuid4().hex[:8]}")
         (staged / "empty").touch()
         shutil.rmtree(staged)
+
+    def flush(self, staged: Path, file: str) -> None:
+        _sync(staged / file)
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         for file in files:
@@ -239,6 +247,9 @@ class _Remote:
         self.fs.makedirs(name, exist_ok=True)
         self.fs.pipe_file(f"{name}/empty", b"-")
         self.fs.rm(name, recursive=True)
+
+    def flush(self, staged: Path, file: str) -> None:
+        return  # what is uploaded is so under its last name, with all others
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from .digests import TensorSum, add_up, has_sum, sum_of_part
-from .manifest import FileSum
 from .parallel import local
-from .summing import SummedFile
+from .summing import FileSum, SummedFile
 from .world import World
 
 METADATA = ".metadata"
@@ -40,10 +39,8 @@ class TensorFiles:
         self._frames = _Frames()
         self._layout: _Layout | None = None
 
-    def write(
-        self, tensors: Mapping[str, torch.Tensor], folder: Path, world: World
-    ) -> tuple[dict[str, FileSum], dict[str, TensorSum]]:
-        """Writes this rank's share; returns its files and sums of tensors. Every rank must call this.
+    def write(self, tensors: Mapping[str, torch.Tensor], folder: Path, world: World) -> Written:
+        """Writes this rank's share, and begins to sum it. Every rank must call this.
 
         Of equal copies on several ranks, one is written: the sums are of that one.
         """
@@ -67,7 +64,26 @@ class TensorFiles:
                 (folder / METADATA).write_bytes(layout.metadata)
         if file.is_framed:
             self._layout = layout
-        return {file.path.name: file.sum}, file.tensor_sums
+        return Written(file.path.name, file.sum, file.part_sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A rank's tensors in their file, whose sums may still be under way.
+
+    Attributes:
+        file: its name.
+        file_sum: of the file.
+        part_sums: of the parts of tensors that are in it, by the tensors' names.
+    """
+
+    file: str
+    file_sum: Future[FileSum]
+    part_sums: Sequence[tuple[str, Future[TensorSum]]]
+
+    def tensor_sums(self) -> dict[str, TensorSum]:
+        """Waits for the sums of the parts, and adds up those of one tensor."""
+        return add_up([{name: each.result()} for name, each in self.part_sums])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,45 +108,57 @@ class _RankFile:
 
     Attributes:
         path: of the file.
-        sum: of the file, once it is written.
-        tensor_sums: of the parts of tensors that are in it.
+        sum: of the file; there once it is written.
+        part_sums: of the parts of tensors that are in it.
         is_framed: whether all of it lies where it would for any other numbers.
     """
 
+    sum: Future[FileSum]
+
     def __init__(self, path: Path, frames: _Frames) -> None:
         self.path, self._frames = path, frames
-        self.sum = FileSum(0, 0)
-        self.tensor_sums: dict[str, TensorSum] = {}
+        self.part_sums: list[tuple[str, Future[TensorSum]]] = []
         self.is_framed = True
 
     def write(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> list[WriteResult]:
-        """Writes these tensors, and sums them meanwhile."""
-        results, sums = [], []
-        # Buffered, because a system writes at most 2 GB at a time; what is large passes the buffer by.
-        with self.path.open("wb") as stream, ThreadPoolExecutor(1, "headway-sum") as helper:
-            file = SummedFile(stream, helper)
-            for item in items:
-                tensor, begin = resolve(item).detach(), file.tell()
-                for piece in self._pieces(tensor):
-                    file.write(piece)
-                if has_sum(tensor) and (about := item.tensor_data) is not None:
-                    offsets, size = about.chunk.offsets, about.size
-                    sums.append((item.index.fqn, helper.submit(sum_of_part, tensor, offsets=offsets, size=size)))
-                length = file.tell() - begin
-                results.append(WriteResult(item.index, length, _StorageInfo(self.path.name, begin, length)))
-            self.sum = file.sum
-            self.tensor_sums = add_up([{name: each.result()} for name, each in sums])
+        """Writes these tensors; a thread of its own sums them, and may go on when all is written."""
+        results = []
+        helper = ThreadPoolExecutor(1, "headway-sum")
+        try:
+            # Buffered, because a system writes at most 2 GB at a time; what is large passes the buffer by.
+            with self.path.open("wb") as stream:
+                file = SummedFile(stream, helper)
+                for item in items:
+                    begin = file.tell()
+                    self._write(item, resolve(item).detach(), file, helper)
+                    length = file.tell() - begin
+                    results.append(WriteResult(item.index, length, _StorageInfo(self.path.name, begin, length)))
+            self.sum = file.sum()
+        finally:
+            helper.shutdown(wait=False)
         return results
 
-    def _pieces(self, tensor: torch.Tensor) -> Sequence[Any]:
+    def _write(self, item: WriteItem, tensor: torch.Tensor, file: SummedFile, helper: ThreadPoolExecutor) -> None:
+        assert item.tensor_data is not None
+        name, offsets, size = item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.size
         is_plain = has_sum(tensor) and not tensor.is_conj() and not tensor.is_neg()
         if not is_plain or (frame := self._frames.around(tensor)) is None:
             self.is_framed = False
             stream = io.BytesIO()
             torch.save(tensor.cpu().clone(), stream)  # of a view it would write all that lies around it
-            return [stream.getbuffer()]
-        flat = tensor.cpu().contiguous().view(-1)
-        return [frame[0], flat.view(torch.uint8).numpy().data, frame[1]]
+            file.write(stream.getbuffer())
+            if has_sum(tensor):
+                self.part_sums.append((name, helper.submit(sum_of_part, tensor, offsets=offsets, size=size)))
+            return
+        here = tensor.cpu().contiguous()
+
+        def read(first_look: Callable[[Any], None]) -> TensorSum:
+            return sum_of_part(here, offsets=offsets, size=size, first_look=lambda values: first_look(values.numpy()))
+
+        file.write(frame[0])
+        numbers = here.view(-1).view(torch.uint8).numpy().data
+        self.part_sums.append((name, file.write_and_read(numbers, read)))
+        file.write(frame[1])
 
 
 class _Frames:

@@ -17,7 +17,7 @@ FOLDERS = ("trainer", "datasets", "orchestrator")
 STDLIB = set(sys.stdlib_module_names) | {"__future__"}
 
 ALLOWED = {
-    "trainer": {"torch", "numpy"},
+    "trainer": {"torch", "numpy", "xxhash"},
     "datasets": {"ray.data", "ray.exceptions", "ray.get", "ray.is_initialized", "pyarrow", "numpy", "torch", "fsspec"},
     "orchestrator": {
         *("headway.trainer", "headway.datasets"),

@@ -19,9 +19,10 @@ from headway.datasets.stream import ParquetStream
 from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World
 from headway.trainer.checkpoint import CheckpointWarning, read_checkpoint
 from headway.trainer.loaders import LoaderStream
-from headway.trainer.manifest import MANIFEST, FileSum, parse_manifest, write_manifest
+from headway.trainer.manifest import MANIFEST, parse_manifest, write_manifest
 from headway.trainer.model_state import OptimizerState
 from headway.trainer.progress import Progress
+from headway.trainer.summing import FileSum
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
 

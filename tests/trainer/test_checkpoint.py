@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import uuid
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
+from headway.trainer.manifest import MANIFEST
 from headway.trainer.pins import pin, unpin
 from headway.trainer.rng import RngState, seed_everything
 from headway.trainer.storage import open_storage
@@ -159,6 +161,47 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_B2(tmp_path: P
     assert bad.path in again.passed_over[0]
     with pytest.raises(CheckpointError, match=re.escape(name)):
         load(again, bad)
+
+
+def test_a_bit_that_flips_anywhere_in_any_file_is_found(tmp_path: Path) -> None:
+    store, dice = CheckpointStore(str(tmp_path), world=ALONE), random.Random(7)
+    good = save(store, 1)
+    # Tensors of several pieces of a sum, and of less than one.
+    bad = save(store, 2, big=torch.randn(700_001), wide=torch.randn(1300, 257).bfloat16(), small=torch.arange(3))
+    files = sorted(file for file in Path(bad.path).iterdir())
+    assert len(files) == 6
+    assert CheckpointStore(str(tmp_path), world=ALONE).newest_good() == bad
+    for file in files:
+        whole = file.read_bytes()
+        for at in {0, len(whole) - 1, *(dice.randrange(len(whole)) for _ in range(10))}:
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << dice.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.warns(CheckpointWarning, match=re.escape(file.name)):
+                assert CheckpointStore(str(tmp_path), world=ALONE).newest_good() == good, (file, at)
+        file.write_bytes(whole)
+    assert CheckpointStore(str(tmp_path), world=ALONE).newest_good() == bad
+
+
+def test_a_checkpoint_of_the_first_format_is_read_and_verified(tmp_path: Path) -> None:
+    """Its checksums are CRC-32, as numbers."""
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    checkpoint = save(store, 1)
+    manifest = Path(checkpoint.path) / MANIFEST
+    body = json.loads(manifest.read_bytes())
+    del body["crc32"]
+    body["format"] = 1
+    body["files"] = {
+        name: [size, zlib.crc32((manifest.parent / name).read_bytes())] for name, (size, _) in body["files"].items()
+    }
+    body["crc32"] = zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    manifest.write_text(json.dumps(body))
+    again = CheckpointStore(str(tmp_path), world=ALONE)
+    assert again.newest_good() == checkpoint
+    assert torch.equal(load(again, checkpoint)[0], torch.full((64,), 1.0))
+    damage(checkpoint, "*.distcp", "flip")
+    with pytest.raises(CheckpointError, match="its checksum differs"):
+        CheckpointStore(str(tmp_path), world=ALONE).newest_good()
 
 
 @pytest.mark.parametrize("file", ["*.distcp", "manifest.json"])

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from headway.trainer import World
-from headway.trainer.digests import add_up, digest_of, sum_of_part, sums_of
+from headway.trainer.digests import TensorSum, add_up, digest_of, sum_of_part, sums_of
 from tests.distributed import run_on_ranks
 
 ALONE = World.alone("cpu")
@@ -47,6 +47,27 @@ def test_longer_than_a_chunk_and_without_dimensions() -> None:
     assert add_up(halves) == sums_of({"it": long}, ALONE)
     assert _sum(torch.tensor(3.0)) != _sum(torch.tensor(4.0))
     assert _sum(torch.empty(0)) == "float32 " + "0" * 32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.int32, -1), (torch.int32, 2**31 - 1), (torch.int32, -(2**31)), (torch.int16, -(2**15)), (torch.uint8, 255)],
+)
+def test_numbers_as_large_as_they_come_are_summed_exactly(dtype: torch.dtype, value: int) -> None:
+    count = 2**25 + 2**10 + 3  # more than is summed in 32 bits at once
+    tensor = torch.full((count,), value, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    expected = TensorSum(name, count * value % 2**64, count * (count - 1) // 2 * value % 2**64)
+    assert sums_of({"it": tensor}, ALONE) == {"it": expected}
+
+
+def test_the_sums_are_what_they_are_said_to_be_and_all_numbers_are_looked_at_once() -> None:
+    tensor, seen = _some(300_007), list[torch.Tensor]()
+    found = sum_of_part(tensor, offsets=(0,), size=tensor.shape, first_look=lambda piece: seen.append(piece.clone()))
+    bits = tensor.view(torch.int32).tolist()
+    assert found == ("float32", sum(bits) % 2**64, sum(place * each for place, each in enumerate(bits)) % 2**64)
+    assert len(seen) > 2
+    assert torch.equal(torch.cat(seen), tensor.view(torch.int32))
 
 
 def test_a_conjugate_that_is_not_worked_out_yet_has_the_sum_of_its_numbers() -> None:

@@ -11,7 +11,7 @@ from .errors import ConfigError
 Mode = Literal["min", "max"]
 
 _ROUNDING = 1e-12
-"""Means over the same rows differ by so little: a constant 0.9 comes out as 0.9000000000000001."""
+"""Means over the same rows differ by so little where these were cut into other batches, or spread over other ranks."""
 
 
 @dataclass(slots=True)

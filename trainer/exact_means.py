@@ -19,14 +19,20 @@ from .world import World
 _SMALLEST = 1074
 """Every finite float64 is a multiple of 2**-1074."""
 
+_ONE = 1 << _SMALLEST
+"""1 in these units."""
+
 _STACK_AT = 1024
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums of weight * value and of weight, in units of 2**-1074; and of the products that are not finite.
+    """Sums that are exact.
 
     Attributes:
+        weighted: of weight * value, in units of 2**-2148.
+        weight: of weight, in units of 2**-1074.
+        not_finite: of the products with a value that is not finite.
         is_total: whether it is the sum that counts, and not the mean.
     """
 
@@ -36,15 +42,15 @@ class _Sums:
     is_total: bool = False
 
     def add(self, value: float, weight: float) -> None:
-        product = weight * value
         if not math.isfinite(weight):
             self.not_finite = math.nan
             return
-        self.weight += _units(weight)
-        if math.isfinite(product):
-            self.weighted += _units(product)
+        units = _units(weight)
+        self.weight += units
+        if math.isfinite(value):
+            self.weighted += units * _units(value)
         else:
-            self.not_finite += product
+            self.not_finite += weight * value
 
     def add_all(self, other: _Sums) -> None:
         self.weighted += other.weighted
@@ -57,16 +63,16 @@ class _Sums:
             return self.not_finite
         try:
             # Division of whole numbers is rounded once, to the nearest float.
-            return self.weighted / (_units(1.0) if self.is_total else self.weight)
+            return self.weighted / ((_ONE if self.is_total else self.weight) * _ONE)
         except OverflowError:
             return math.inf if self.weighted > 0 else -math.inf
 
 
 class ExactMeans(MeanMetrics):
-    """`MeanMetrics` for exact mode: each product is rounded once, as ever, and sums are not rounded at all.
+    """`MeanMetrics` for exact mode: a mean is rounded once, in the end.
 
-    So a mean is that of the micro-batches, in the bits, however these were shared out. Costs a little more on the host,
-    and keeps every number that lies on a device until it is read.
+    So it is that of the micro-batches, in the bits, however these were shared out. Costs a little more on the host, and
+    keeps every number that lies on a device until it is read.
 
     Example:
         >>> means = ExactMeans()
@@ -154,14 +160,13 @@ class ExactMeans(MeanMetrics):
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank has added since the last read; "sums" is for a run that goes on without exact mode."""
         self._exact = sums = self._taken()
-        one = _units(1.0)
         return {
             "sums": {
-                name: [each.not_finite + each.weighted / one, each.weight / one]
+                name: [each.not_finite + each.weighted / _ONE**2, each.weight / _ONE]
                 for name, each in sums.items()
                 if not each.is_total
             },
-            "exact": {
+            "exact products": {
                 name: [hex(each.weighted), hex(each.weight), each.not_finite, each.is_total]
                 for name, each in sums.items()
             },
@@ -173,13 +178,13 @@ class ExactMeans(MeanMetrics):
         self.forget()
         if "reduced" in state_dict:
             self.reduced.load_state_dict(state_dict["reduced"])
-        if "exact" in state_dict:
-            for name, (weighted, weight, not_finite, is_total) in state_dict["exact"].items():
+        if "exact products" in state_dict:
+            for name, (weighted, weight, not_finite, is_total) in state_dict["exact products"].items():
                 self._exact[name] = _Sums(int(weighted, 16), int(weight, 16), not_finite, is_total)
             return
-        for name, (mean_times_weight, weight) in state_dict["sums"].items():
+        for name, (mean_times_weight, weight, *_) in state_dict["sums"].items():
             if math.isfinite(mean_times_weight):
-                self._exact[name] = _Sums(_units(mean_times_weight), _units(weight))
+                self._exact[name] = _Sums(_units(mean_times_weight) * _ONE, _units(weight))
             else:
                 self._exact[name] = _Sums(0, _units(weight), mean_times_weight)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import numbers
 from collections import defaultdict
 from collections.abc import Mapping
@@ -23,7 +25,8 @@ class MeanMetrics:
 
     `add` never waits for a device: a tensor that lies on one is kept there. `read` is the one place that waits, for the
     device and for the other ranks. A mean is `sum(weight * value) / sum(weight)`, summed in float64 (float32 on devices
-    that have no float64). A name may be missing on some ranks or in some micro-batches: its mean is over the others.
+    that have no float64), and never outside of its values: that of a constant is the constant. A name may be missing on
+    some ranks or in some micro-batches: its mean is over the others.
 
     Attributes:
         reduced: what is logged and is no mean; `read` returns it besides.
@@ -37,7 +40,8 @@ class MeanMetrics:
     """
 
     def __init__(self) -> None:
-        self._sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        # Of weight * value and of weight; the least and the greatest value.
+        self._sums: defaultdict[str, list[float]] = defaultdict(_nothing)
         self._on_device: defaultdict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
         self._folded: list[tuple[str, Tensor]] = []
         self._agreed: list[str] = []
@@ -48,8 +52,8 @@ class MeanMetrics:
 
         Args:
             outputs: numbers and tensors of one element, in nested mappings. Tensors are detached, and may lie anywhere.
-            weight: how much they count: samples, tokens, or a tensor of one element. What has weight 0 is ignored,
-                even if it is NaN.
+            weight: how much they count, from 0: samples, tokens, or a tensor of one element. What has weight 0 is
+                ignored, even if it is NaN.
             prefix: goes before every name.
 
         Raises:
@@ -75,9 +79,13 @@ class MeanMetrics:
             if isinstance(weight, Tensor):
                 self._keep(name, torch.tensor(float(value)).to(weight.device, non_blocking=True), weight)
             elif weight:
-                sums = self._sums[name]
-                sums[0] += weight * float(value)
+                value, sums = float(value), self._sums[name]
+                sums[0] += weight * value
                 sums[1] += weight
+                if value < sums[2]:
+                    sums[2] = value
+                if value > sums[3]:
+                    sums[3] = value
 
     def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
         """Takes one number: for its mean, by weight, or for something else.
@@ -108,7 +116,9 @@ class MeanMetrics:
                 self._agreed = sorted({name for names in world.gather([*self._agreed, *sums]) for name in names})
                 total, _, _ = self._over_ranks(sums, world)
         means = {
-            name: weighted / weight for name, (weighted, weight) in zip(self._agreed, total, strict=True) if weight
+            name: within(weighted / weight, least, greatest)
+            for name, (weighted, weight, least, greatest) in zip(self._agreed, total, strict=True)
+            if weight
         }
         if not others and not self.reduced.kinds:
             return means
@@ -116,9 +126,8 @@ class MeanMetrics:
 
     def take_over(self, other: MeanMetrics) -> None:
         """Adds all that another one has; never waits for a device."""
-        for name, (weighted, weight) in other._sums.items():
-            self._sums[name][0] += weighted
-            self._sums[name][1] += weight
+        for name, sums in other._sums.items():
+            self._sums[name] = _joined(self._sums[name], sums)
         for name, kept in other._on_device.items():
             self._on_device[name] += kept
             if len(self._on_device[name]) >= _FOLD_AT:
@@ -139,13 +148,14 @@ class MeanMetrics:
         sums = self._take()
         # They stay, as one sum: reading them later adds what comes then.
         self._sums.update(sums)
-        return {"sums": {name: list(pair) for name, pair in sums.items()}, "reduced": self.reduced.state_dict()}
+        return {"sums": {name: list(each) for name, each in sums.items()}, "reduced": self.reduced.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Goes on from what `state_dict` returned, and from nothing that has been added since."""
         self.forget()
-        for name, pair in state_dict["sums"].items():
-            self._sums[name] = list(pair)
+        for name, sums in state_dict["sums"].items():
+            # An earlier version, and exact mode, save the two sums alone.
+            self._sums[name] = list(sums) if len(sums) == 4 else [*sums, -math.inf, math.inf]
         if "reduced" in state_dict:
             self.reduced.load_state_dict(state_dict["reduced"])
 
@@ -166,7 +176,7 @@ class MeanMetrics:
             self._fold(name)
 
     def _fold(self, name: str) -> None:
-        """Replaces the kept values of a name by their weighted sum and the sum of the weights."""
+        """Replaces the kept values of a name by their sums and extremes."""
         kept = self._on_device.pop(name)
         device = kept[0][0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -176,8 +186,11 @@ class MeanMetrics:
             weight_N = torch.stack(weights)
         else:
             weight_N = torch.tensor([weight for _, weight in kept]).to(device, dtype, non_blocking=True)
-        weighted_N = torch.where(weight_N == 0, 0, value_N * weight_N)
-        self._folded.append((name, torch.stack([weighted_N.sum(), weight_N.sum()])))
+        ignored_N = weight_N == 0
+        weighted_N = torch.where(ignored_N, 0, value_N * weight_N)
+        least = torch.where(ignored_N, math.inf, value_N).amin()
+        greatest = torch.where(ignored_N, -math.inf, value_N).amax()
+        self._folded.append((name, torch.stack([weighted_N.sum(), weight_N.sum(), least, greatest])))
 
     def _take(self) -> dict[str, list[float]]:
         """Brings all sums of this rank to the host, in one transfer, and forgets them."""
@@ -187,22 +200,36 @@ class MeanMetrics:
         folded, self._folded = self._folded, []
         if folded:
             device = folded[0][1].device
-            rows = torch.stack([pair.to(device) for _, pair in folded]).tolist()
-            for (name, _), (weighted, weight) in zip(folded, rows, strict=True):
-                sums[name][0] += weighted
-                sums[name][1] += weight
+            rows = torch.stack([each.to(device) for _, each in folded]).tolist()
+            for (name, _), each in zip(folded, rows, strict=True):
+                sums[name] = _joined(sums[name], each)
         return sums
 
     def _over_ranks(
         self, sums: Mapping[str, list[float]], world: World, *, others: int = 0
     ) -> tuple[list[list[float]], int, int]:
-        """Sums all agreed names over all ranks by one collective, with the counts of names not agreed and of others."""
-        rows = [sums.get(name, [0.0, 0.0]) for name in self._agreed]
+        """Joins the agreed names over all ranks by one collective; counts names that are not agreed, and others."""
+        rows = [sums.get(name) or _nothing() for name in self._agreed]
         strangers = len(sums.keys() - set(self._agreed))
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
-        packed = torch.tensor([*rows, [strangers, others]], dtype=dtype, device=world.device)
-        *total, last = world.sum(packed).tolist()
+        packed = torch.tensor([*rows, [strangers, others, 0, 0]], dtype=dtype, device=world.device)
+        per_rank = world.join(packed.flatten()).view(world.size, *packed.shape).tolist()
+        # In the order of the ranks, so that the result is equal on all of them.
+        *total, last = (functools.reduce(_joined, each) for each in zip(*per_rank, strict=True))
         return total, int(last[0]), int(last[1])
+
+
+def within(mean: float, least: float, greatest: float) -> float:
+    """Returns a mean, or the nearest of its values where rounding has carried it beyond all of them; NaN stays."""
+    return min(max(mean, least), greatest)
+
+
+def _nothing() -> list[float]:
+    return [0.0, 0.0, math.inf, -math.inf]
+
+
+def _joined(one: list[float], other: list[float]) -> list[float]:
+    return [one[0] + other[0], one[1] + other[1], min(one[2], other[2]), max(one[3], other[3])]
 
 
 def not_a_number(name: str, value: Any) -> StepError:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .metrics import within
+
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -> Any:
     """Applies a function to every tensor of a nested batch and returns a new one of the same kinds.
@@ -92,8 +94,11 @@ def average_records(
             continue
         numbers = [(float(value), weight) for value, weight in each]
         counted = [(value, weight) for value, weight in numbers if weight and not (exclude_nan and math.isnan(value))]
-        total = sum(weight for _, weight in counted)
-        means[name] = sum(value * weight for value, weight in counted) / total if total else math.nan
+        if total := sum(weight for _, weight in counted):
+            values = [value for value, _ in counted]
+            means[name] = within(sum(value * weight for value, weight in counted) / total, min(values), max(values))
+        else:
+            means[name] = math.nan
     return means
 
 

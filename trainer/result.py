@@ -116,9 +116,8 @@ class History:
                 before = self._reduced.get(name)
                 self._reduced[name] = value if before is None else combine(kinds[name], before, value)
             else:
-                total = self._sums.setdefault(name, [0.0, 0.0])
-                total[0] += value * samples
-                total[1] += samples
+                total = self._sums.setdefault(name, [0.0, 0.0, value, value])
+                total[:] = total[0] + value * samples, total[1] + samples, min(total[2], value), max(total[3], value)
 
     def add_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Takes in the result of an evaluation."""
@@ -139,7 +138,13 @@ class History:
 
     def so_far(self) -> dict[str, float]:
         """Returns the means over the part of the epoch that has been, without closing it."""
-        means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+        from .metrics import within
+
+        means = {
+            name: within(total / weight, least, greatest)
+            for name, (total, weight, least, greatest) in self._sums.items()
+            if weight
+        }
         return means | self._reduced | self._evaluation
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,5 +160,9 @@ class History:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes it over."""
         self.epochs, self.latest = list(state["epochs"]), dict(state["latest"])
-        self._sums, self._evaluation = dict(state["sums"]), dict(state["evaluation"])
+        # An earlier version saved the two sums alone.
+        self._sums = {
+            name: list(sums) if len(sums) == 4 else [*sums, -math.inf, math.inf] for name, sums in state["sums"].items()
+        }
+        self._evaluation = dict(state["evaluation"])
         self._reduced = dict(state.get("reduced", {}))

@@ -38,3 +38,23 @@ def test_a_sum_beyond_all_numbers_is_infinite(kind: type[MeanMetrics], sign: flo
     for _ in range(2):
         means.log("total", sign * 1.5e308, 1, "sum")
     assert means.read(World.alone("cpu"))["total"] == sign * math.inf
+
+
+def test_a_mean_is_rounded_once() -> None:
+    """So that of a constant is the constant, also where a run has gone on in between."""
+    means, resumed = ExactMeans(), ExactMeans()
+    for weight in (3, 3):
+        means.add({"loss": 0.7}, weight)
+    resumed.load_state_dict(means.state_dict())
+    for each in (means, resumed):
+        each.add({"loss": 0.7}, 3)
+        assert each.read(World.alone("cpu")) == {"loss": 0.7}
+
+
+def test_exact_means_go_on_from_others_and_others_from_exact_ones() -> None:
+    for kinds in ((MeanMetrics, ExactMeans), (ExactMeans, MeanMetrics)):
+        before, after = (kind() for kind in kinds)
+        before.add({"loss": 1.0}, 3)
+        after.load_state_dict(before.state_dict())
+        after.add({"loss": 5.0}, 1)
+        assert after.read(World.alone("cpu")) == {"loss": 2.0}

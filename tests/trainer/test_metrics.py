@@ -84,6 +84,32 @@ def test_without_any_weight_there_is_no_metric_E5() -> None:
     assert mean_of(({"a": 1.0}, torch.tensor(0))) == {}
 
 
+@pytest.mark.parametrize("constant", [0.9, -0.1, 1 / 3, 1e308, 5e-324])
+def test_the_mean_of_a_constant_is_that_constant(constant: float) -> None:
+    """Wherever it lies, whatever its weights, and through a resume in between."""
+    metrics, resumed = MeanMetrics(), MeanMetrics()
+    sums = [0.0, 0.0]
+    for weight in (3, 7.5, 0.1, 1, 1, 1, 11, 0.3):
+        value = torch.tensor(constant, dtype=torch.float64)
+        metrics.add({"a": constant, "nested": {"tensor": value}}, weight)
+        metrics._keep("on device", value, weight)
+        metrics._keep("weighed there", value, torch.tensor(weight))
+        sums = [sums[0] + weight * constant, sums[1] + weight]
+    metrics._keep("on device", torch.tensor(7.0), 0)
+    resumed.load_state_dict(copy.deepcopy(metrics.state_dict()))
+    resumed.take_over(metrics)
+    assert resumed.read(ALONE) == dict.fromkeys(("a", "nested/tensor", "on device", "weighed there"), constant)
+    if constant == 0.9:
+        assert sums[0] / sums[1] != constant  # which is what it is about
+
+
+def test_sums_that_an_earlier_version_saved_are_read() -> None:
+    metrics = MeanMetrics()
+    metrics.load_state_dict({"sums": {"loss": [3.0, 4.0]}})
+    metrics.add({"loss": 2.0}, 1)
+    assert metrics.read(ALONE) == {"loss": 1.0}
+
+
 def test_nan_that_counts_is_seen() -> None:
     assert math.isnan(mean_of(({"loss": torch.tensor(float("nan"))}, 1), ({"loss": 1.0}, 1))["loss"])
 
@@ -225,9 +251,9 @@ def count_collectives(world: World) -> list[int]:
     class Counting:
         device, size, calls = world.device, world.size, 0
 
-        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        def join(self, tensor: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return world.sum(tensor)
+            return world.join(tensor)
 
         def gather(self, value: Any) -> list[Any]:
             self.calls += 1
@@ -242,13 +268,22 @@ def count_collectives(world: World) -> list[int]:
     return counts
 
 
-def on_rank(world: World) -> tuple[list[dict[str, float]], list[int]]:
-    return read_on_rank(world), count_collectives(world)
+def read_constant(world: World) -> dict[str, float]:
+    metrics = MeanMetrics()
+    for weight in range(world.rank, 7):
+        metrics.add({"a": 0.9, "fraction": -0.9}, weight)
+        metrics.log("fraction", -0.9, weight / 10, "mean")
+    return metrics.read(world)
+
+
+def on_rank(world: World) -> tuple[list[dict[str, float]], list[int], dict[str, float]]:
+    return read_on_rank(world), count_collectives(world), read_constant(world)
 
 
 def test_ranks_meet_in_one_mean_by_one_collective_and_names_may_differ_F1_E7() -> None:
     ranks = run_on_ranks(on_rank, 3)
-    reads, counts = ranks[0]
+    reads, counts, constant = ranks[0]
+    assert constant == {"a": 0.9, "fraction": -0.9}
     expected = sum(value * (value + 1) for value in range(10)) / sum(value + 1 for value in range(10))
     names = {f"rank/{rank}": 1.0 for rank in range(3)}
     assert reads == [{"loss": pytest.approx(expected, rel=1e-14), **names}, {"only": 7.0}, {"loss": 0.0}, {}]

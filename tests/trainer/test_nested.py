@@ -113,6 +113,7 @@ def test_records_are_averaged_by_weight_nested_and_with_keys_missing() -> None:
     assert average_records(records, weights=[2, 1, 7]) == {"loss": 2.0, "top": {"1": 1.0, "5": 1.0}, "only": 3.0}
     assert average_records(records)["loss"] == 2.5
     assert average_records([]) == {}
+    assert average_records([{"a": 0.9}] * 3, weights=[0.1, 7, 2]) == {"a": 0.9}
     assert records[0]["name"] == "cat"
 
 

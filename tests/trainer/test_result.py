@@ -46,6 +46,22 @@ def test_history_is_rows_and_columns_and_is_found_again_in_the_files(tmp_path: P
     assert read_history(tmp_path / "nothing.jsonl") == []
 
 
+class Constant(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {**super().training_step(batch, batch_idx), "constant": 0.9}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_constant_is_that_constant_in_every_record(tmp_path: Path, exact: bool) -> None:
+    config = TinyConfig(num_rows=44, max_epochs=2, log_every="3 steps", exact=exact, global_batch_size=8)  # type: ignore[arg-type]
+    result = Constant(config, run_dir=tmp_path, world=World.alone("cpu")).fit()
+    for name in ("train/constant", "validation/constant"):
+        records = [record[name] for record in read_records(tmp_path / "metrics.jsonl") if name in record]
+        assert set(records) == {0.9}
+        assert len(records) >= 2
+        assert result.history.columns()[name] == [0.9, 0.9]
+
+
 def test_history_in_the_files_is_that_of_all_attempts_F6(tmp_path: Path) -> None:
     stopped = trainer(tmp_path, StopAt(7)).fit()
     assert (stopped.status, stopped.reason, stopped.steps, stopped.epochs) == ("interrupted", "step 7", 7, 1)

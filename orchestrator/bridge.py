@@ -92,6 +92,10 @@ class Bridge(Callback):
             seconds = {phase: round(seconds, 3) for phase, seconds in trainer.setup_times.items()}
             self._tell("set_up", step=self.began_at, seconds=seconds)
 
+    def on_out_of_memory(self, trainer: Trainer[Any], reason: str) -> None:
+        """Writes how the run goes on."""
+        self._tell("out_of_memory", step=trainer.global_step, reason=reason)
+
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Writes the metrics."""
         self._tell("evaluated", step=trainer.global_step, metrics=dict(metrics))

@@ -29,6 +29,7 @@ _SHOWN_EVENTS = {
     "resized",
     "checkpoint_saved",
     "checkpoint_failed",
+    "out_of_memory",
     "stop_requested",
     "attempt_ended",
 }

@@ -19,7 +19,7 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 MAY_CHANGE = (
     "max_epochs", "max_steps", "max_samples", "max_tokens", "log_every", "grad_norm_groups", "evaluate_every",
     "evaluate_at_start", "evaluate_batches", "sanity_batches", "checkpoint", "parallel", "micro_batch_size",
-    "changed_data",
+    "halve_on_out_of_memory", "changed_data",
 )  # fmt: skip
 """Fields of a `TrainerConfig` that do not change what is learned: a run may go on with others."""
 
@@ -187,6 +187,9 @@ class TrainerConfig:
         seed: of everything random; every rank derives its own stream, the order of the data is common.
         global_batch_size: samples of one update over all ranks. Stays what it is when the number of ranks changes.
         micro_batch_size: at most this many samples in one forward pass of one rank; accumulation follows.
+        halve_on_out_of_memory: begins an update again in micro-batches of half the size where a rank has run out of
+            memory, down to one sample, and stays with that. Costs a copy of random states and buffers per update, and
+            on several ranks gradients meet after the backward pass; refused where models are sharded.
         gradient_accumulation_steps: micro-batches of one update and rank, for loaders that bring their own batches.
         precision: "bf16" and "fp16" run forward passes under autocast, "fp16" with a loss scaler; the weights stay
             float32. "bf16-true" keeps the weights themselves in bfloat16.
@@ -240,6 +243,7 @@ class TrainerConfig:
     seed: int = 0
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
+    halve_on_out_of_memory: bool = False
     gradient_accumulation_steps: int = 1
     precision: Precision = "fp32"
     float8: bool = False

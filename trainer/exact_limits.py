@@ -32,6 +32,8 @@ def check_exact_config(config: TrainerConfig) -> None:
         )
     if config.float8:
         _refuse("products in float8 are made for compiled models, which it cannot keep: leave float8 out")
+    if config.halve_on_out_of_memory:
+        _refuse("where a batch is cut would depend on the memory of a device: leave halve_on_out_of_memory out")
     if config.global_batch_size is None:
         _refuse("the samples of an update must not depend on the ranks: set global_batch_size")
 

@@ -18,6 +18,7 @@ from .errors import CheckpointError, ConfigError, DataError, LossSpikeError
 from .evaluation import Evaluation, evaluating
 from .exact import ExactUpdate
 from .exact_means import ExactMeans
+from .halving import HalvingUpdate
 from .loaders import LoadedBatch
 from .metrics import MeanMetrics
 from .parallel import check_unbroken
@@ -70,7 +71,7 @@ class Loop:
             self.update = ExactUpdate(trainer, self.metrics, ExactMeans(), data)
         else:
             self.metrics = MeanMetrics()
-            self.update = Update(trainer, self.metrics)
+            self.update = (HalvingUpdate if config.halve_on_out_of_memory else Update)(trainer, self.metrics)
         self.recorder = Recorder(trainer, self.metrics, self.update)
         self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
         self._state = RunState(trainer, self.recorder, self.metrics, self.update, self._spikes, data)

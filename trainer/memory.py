@@ -93,6 +93,9 @@ def _advice(trainer: Trainer[Any]) -> str:
         "micro_batch_size"
     )
     knobs = [smaller]
+    is_sharded = trainer.world.size > 1 and parallel.strategy in ("fsdp", "hsdp")
+    if not (config.halve_on_out_of_memory or config.exact or is_sharded):
+        knobs.append("halve_on_out_of_memory=True, which finds a micro-batch that fits")
     if config.precision == "fp32":
         knobs.append("precision='bf16'")
     if parallel.activation_checkpointing == "none":

@@ -70,6 +70,7 @@ class Trainer(OwnHooks, Generic[C]):
         │  ├─ for each global batch                                (update.py)        on_step_start
         │  │  ├─ for each micro-batch of this rank                                    on_batch_start
         │  │  │     training_step, backward; gradients meet at the last one           on_batch_end
+        │  │  │     or again, in smaller ones (halving.py)                             on_out_of_memory
         │  │  ├─ measure the norm, guard                                              on_gradients_ready
         │  │  ├─ clip, step, schedule                                                 on_step_end
         │  │  └─ what is due or was asked for:

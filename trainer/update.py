@@ -111,16 +111,16 @@ class Update:
                 bounds have it so.
         """
         try:
+            self.logged.forget()
+            self._trainer.callbacks.on_step_start(self._trainer)
             return self._make(batch)
         except BaseException:
             # Whoever goes on after an error must not begin with half a gradient, or with one that is not finite.
-            _zero_gradients(self._optimizers)
+            zero_gradients(self._optimizers)
             raise
 
     def _make(self, batch: GlobalBatch) -> str | None:
         trainer, guard = self._trainer, self._guard
-        self.logged.forget()
-        trainer.callbacks.on_step_start(trainer)
         micro_batches = batch.micro_batches
         if self._moves:
             micro_batches = [move(micro_batch, trainer.device) for micro_batch in micro_batches]
@@ -240,7 +240,7 @@ class Update:
             self._step(self._optimizers)
         else:
             # Nor does an update begin with what the loss of one model has left in another: a generator's in its critic.
-            _zero_gradients(self._optimizers)
+            zero_gradients(self._optimizers)
         return taken
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
@@ -329,7 +329,7 @@ class Update:
                     optimizer.step()
         if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
             return self._refuse(optimizers, norm, value)
-        _zero_gradients(optimizers)
+        zero_gradients(optimizers)
         for scheduler in self._schedulers:
             if scheduler.optimizer in optimizers:
                 scheduler.step()
@@ -346,7 +346,7 @@ class Update:
         else:
             self._guard.tolerate(self._trainer.progress.step + 1, value, self._suspects())
             self._refusal = f"the norm of the gradient is {value}"
-        _zero_gradients(optimizers)
+        zero_gradients(optimizers)
         return norm
 
     def _clip(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor, measured: float | torch.Tensor) -> None:
@@ -396,7 +396,8 @@ def _with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
     ]
 
 
-def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
+def zero_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """Lets go of the gradients of all that these optimizers hold."""
     for optimizer in optimizers:
         if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(set_to_none=True)

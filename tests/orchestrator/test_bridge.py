@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray.train
+import torch
 
 from headway.orchestrator import preemption
 from headway.orchestrator.asking import Stop, ask_to_stop
@@ -74,6 +75,22 @@ def test_the_events_say_how_long_getting_ready_took(tmp_path: Path) -> None:
     (told,) = (event for event in read_events(run.folder) if event["event"] == "set_up")
     assert told["step"] == 0
     assert {"configure", "restore", "first_batch", "first_update"} <= set(told["seconds"])
+
+
+class Cramped(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.training and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    config = TinyConfig(max_steps=2, halve_on_out_of_memory=True)
+    Cramped(config, world=World.alone("cpu"), callbacks=[bridge(run.folder)]).fit()
+    (told,) = (event for event in read_events(run.folder) if event["event"] == "out_of_memory")
+    assert told["step"] == 0
+    assert "up to 8 samples in a forward pass: the update begins again with up to 4" in told["reason"]
 
 
 def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without_I3(tmp_path: Path) -> None:

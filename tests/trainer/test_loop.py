@@ -182,7 +182,11 @@ def _raises(hook: str, error: BaseException) -> Callback:
 
 @pytest.mark.parametrize(
     "hook",
-    [each for each in HOOKS if each not in ("on_step_skipped", "on_log_images", "on_checkpoint_failed", "on_fit_end")],
+    [
+        each
+        for each in HOOKS
+        if each not in ("on_step_skipped", "on_out_of_memory", "on_log_images", "on_checkpoint_failed", "on_fit_end")
+    ],
 )
 def test_the_end_comes_once_wherever_a_run_fails_G5_C8(tmp_path: Path, hook: str) -> None:
     """An error leaves as it was raised; all it gets are notes."""

@@ -74,6 +74,12 @@ class Callback:
     def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
         """Fires instead of `on_step_end` when an update was not applied; nothing but the data has moved."""
 
+    def on_out_of_memory(self, trainer: Trainer[Any], reason: str) -> None:
+        """Fires when an update begins again in smaller micro-batches (`config.halve_on_out_of_memory`), on every rank.
+
+        Batch hooks then fire for all micro-batches of the update; `on_step_start` does not fire again.
+        """
+
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Fires with each record for the trackers: means over the interval and over all ranks, equal on every rank."""
 

@@ -14,7 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 # Ray gives way to other processes (nice 15), a DataLoader does not: on a busy machine that would be all one measures.
-os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0", RAY_worker_niceness="0")
+# Used blocks are given back as soon as in the Ray that Headway starts.
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0",
+    RAY_worker_niceness="0",
+    RAY_free_objects_period_milliseconds="100",
+)
 
 import numpy as np
 import pyarrow as pa

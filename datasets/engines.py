@@ -28,10 +28,8 @@ from .transforms import Transform
 # Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
 # groups are put together up to this size.
 _TASK_BYTES = 16 * 2**20
-# Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several
-# executions, each started this many tasks before the last one's end.
+# Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several.
 _TASKS_PER_EXECUTION = 64
-_LEAD = 4
 _ERROR = "headway: what went wrong"
 # Where it is set, processes of this environment are kept in reserve for training; reading is not to use them up.
 _SPARES = "HEADWAY_SPARES"
@@ -78,7 +76,8 @@ def read_with_ray(
         while current or (current := _Execution.start(tasks, transforms, readers)):
             current.read_ahead(ahead)
             for pieces in current:
-                if following is None and current.left <= ahead + _LEAD:
+                # As soon as its first block fits beside what is left: sooner would take more memory.
+                if following is None and current.left <= max(1, ahead - 1):
                     following = _Execution.start(tasks, transforms, readers)
                 yield from pieces
             current, following = following, None
@@ -154,6 +153,8 @@ class _Execution:
                 for table in ray.get(list(bundle.block_refs)):
                     if _ERROR in table.column_names:
                         raise pickle.loads(table.column(_ERROR)[0].as_py())
+                    if not self._wait_for_room():
+                        break
                     # Copies, so that the shared block goes back to Ray now, and not with the last of its rows.
                     self._put([{name: column.copy() for name, column in rows.items()} for rows in chunks(table)])
                 del bundle
@@ -162,6 +163,12 @@ class _Execution:
         except BaseException as error:
             end = error
         self._put(end)
+
+    def _wait_for_room(self) -> bool:
+        with self._blocks.not_full:
+            while len(self._blocks.queue) >= self._blocks.maxsize and not self._stopped.is_set():
+                self._blocks.not_full.wait(timeout=0.5)
+        return not self._stopped.is_set()
 
     def _put(self, item: list[Rows] | BaseException | None) -> None:
         while not self._stopped.is_set():

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .errors import RunConflictError, StorageError, TrainingFailedError
     from .experiment import Experiment, Retries, Scaling
     from .planning import Plan, plan
+    from .rerunning import rerun
     from .result import RunResult
     from .runs import Run, find_run, list_runs
     from .schedulers import ASHA, PBT, MedianStopping
@@ -44,6 +45,7 @@ __all__ = [
     "fit",
     "list_runs",
     "plan",
+    "rerun",
     "resolve",
     "sweep",
 ]
@@ -73,6 +75,7 @@ _HOME = {
     "fit": "training",
     "list_runs": "runs",
     "plan": "planning",
+    "rerun": "rerunning",
     "resolve": "config",
     "sweep": "sweeping",
 }

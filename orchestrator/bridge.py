@@ -83,7 +83,13 @@ class Bridge(Callback):
         """Writes that the set-up is over."""
         self.began_at = trainer.global_step
         self._tell_size(trainer)
-        self._tell("training", step=trainer.global_step, epoch=trainer.current_epoch, total_steps=trainer.total_steps)
+        self._tell(
+            "training",
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            total_steps=trainer.total_steps,
+            data=trainer.data_identity,
+        )
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Writes, with the first record of training, how long each phase took until then."""

@@ -18,7 +18,7 @@ from .convert import parse_yaml
 from .errors import RunConflictError
 from .experiment import Experiment
 from .lease import RECORD
-from .provenance import git_state, hardware, versions
+from .provenance import code, git_state, hardware, versions
 from .runs import SWEEP, Driver, Record, Run, now
 from .search import Search
 from .storage import Folder
@@ -84,9 +84,10 @@ def open_run(experiment: Experiment, *, accept_changes: bool = False, take_over:
     withdraw_stop(folder)
     scaling = experiment.scaling
     run.update(
-        status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(), command=sys.argv,
+        status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(),
         workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
-        versions=versions(), git=git_state(), hardware=hardware(),
+        changes=[*run.record.changes, *(f"{each.path}: {each.before} -> {each.after}" for each in changes)],
+        **_origin(experiment),
     )  # fmt: skip
     return Opened(run, "goes on", changes)
 
@@ -131,13 +132,20 @@ def _begin(folder: Folder, experiment: Experiment, text: str) -> Run:
     folder.write("config.yaml", text)
     scaling = experiment.scaling
     record = Record(
-        id=uuid.uuid4().hex[:12], name=experiment.name, status="running", trainer=to_plain(experiment.trainer),
-        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers, created=now(),
-        started=now(), driver=Driver.this(), versions=versions(), git=git_state(), hardware=hardware(),
-        command=sys.argv,
+        id=uuid.uuid4().hex[:12], name=experiment.name, status="running", created=now(), started=now(),
+        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
+        driver=Driver.this(), **_origin(experiment),
     )  # fmt: skip
     folder.write(RECORD, record.to_json())
     return Run(folder.place)
+
+
+def _origin(experiment: Experiment) -> dict[str, Any]:
+    """What a record says of where a start comes from."""
+    return {
+        "trainer": to_plain(experiment.trainer), "code": code(experiment.trainer), "working_dir": os.getcwd(),
+        "command": sys.argv, "versions": versions(), "git": git_state(), "hardware": hardware(),
+    }  # fmt: skip
 
 
 def _comparable(text: str) -> Mapping[str, Any]:
@@ -170,6 +178,9 @@ def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
 def _refuse_another(record: SweepRecord, asked: Mapping[str, Any], experiment: Experiment) -> None:
     before = {"search": record.search, **record.experiment}
     after = json.loads(json.dumps({"search": asked["search"], **asked["experiment"]}))
+    for each in (before, after):
+        # The class is the same one when its file has moved.
+        each["trainer"] = str(each["trainer"]).rpartition(":")[2]
     refused = [
         change
         for change in differences(before, after)

@@ -102,6 +102,38 @@ def fit(
     raise typer.Exit(_exit_code(result))
 
 
+@app.command("rerun")
+def run_again(
+    name: Annotated[str, typer.Argument(help="Name of the run; SWEEP/TRIAL of a trial.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATH=VALUE]...", help="As those of fit; by default name=NAME-rerun."),
+    ] = None,
+    storage: _Storage = "runs",
+    target: Annotated[
+        str | None, typer.Option(help="Where its trainer is now, if not where it was: file.py:name or module:name.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse other code and other versions of packages, too.")
+    ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Train although the data has changed.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray and the workers print.")] = False,
+) -> None:
+    """Trains a run again by its record, as a new run; says what has changed since, and if the weights are equal."""
+    from .quiet import quiet_environment
+
+    quiet_environment(verbose=verbose)
+    from .rerunning import rerun
+
+    result = rerun(
+        name, storage, overrides=overrides or [], target=target, strict=strict, accept_changes=accept_changes,
+        verbose=verbose,
+    )  # fmt: skip
+    raise typer.Exit(_exit_code(result))
+
+
 @app.command()
 def sweep(
     target: Annotated[

@@ -7,17 +7,26 @@ from typing import Any
 
 from headway.trainer.errors import ConfigError
 
-from .config import differences
+from .config import differences, to_yaml
 from .convert import parse_yaml
+from .experiment import Experiment
+from .provenance import code, git_state, hardware, versions
 from .runs import find_run
 from .shelf import Shelf
 
-_MISSING = "-"
+Facts = dict[str, dict[str, Any]]
+"""By what they are of, and by field."""
+
+Row = tuple[str, str, str, str]
+
+MISSING = "-"
+"""Stands for what one side does not have."""
+
 # A run's own, however it is trained.
 _NAMES = ("name", "storage")
 
 
-def compare_runs(first: str, second: str, storage: str) -> list[tuple[str, str, str, str]]:
+def compare_runs(first: str, second: str, storage: str) -> list[Row]:
     """Returns the differences, as (of what, which field, in the first run, in the second).
 
     Args:
@@ -28,19 +37,42 @@ def compare_runs(first: str, second: str, storage: str) -> list[tuple[str, str, 
     Raises:
         ConfigError: there is no such run.
     """
-    sides = [_facts(name, storage) for name in (first, second)]
-    found: list[tuple[str, str, str, str]] = []
-    for part in sides[0]:
-        before, after = (side[part] for side in sides)
-        for field in dict.fromkeys((*before, *after)):
-            values = [str(side.get(field, _MISSING)) for side in (before, after)]
+    return list(differing(recorded(first, storage), recorded(second, storage)))
+
+
+def differing(before: Facts, after: Facts) -> Iterator[Row]:
+    """Yields what differs in the parts that both have, as `compare_runs` returns it."""
+    for part in before:
+        if part not in after:
+            continue
+        for field in dict.fromkeys((*before[part], *after[part])):
+            values = [str(side[part].get(field, MISSING)) for side in (before, after)]
             if values[0] != values[1]:
-                found.append((part, field, values[0], values[1]))
-    return found
+                yield part, field, values[0], values[1]
 
 
-def _facts(name: str, storage: str) -> dict[str, dict[str, Any]]:
-    """What is known of a run, by what it is of and by field."""
+def present(experiment: Experiment, data: Mapping[str, Any]) -> Facts:
+    """Returns what is known of a run that would be started now, in the same words as of one that was.
+
+    Args:
+        experiment: of the run.
+        data: the identity of its training data.
+    """
+    return {
+        "config": _config(parse_yaml(to_yaml(experiment))),
+        "data": dict(data),
+        "code": _code(git_state(), code(experiment.trainer)),
+        "versions": versions(),
+        "machine": hardware(),
+    }
+
+
+def recorded(name: str, storage: str) -> Facts:
+    """Returns what is known of a run, by what it is of and by field.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
     run = find_run(name, storage)
     record, plain = run.record, parse_yaml(run.folder.read("config.yaml") or "") or {}
     saved: Mapping[str, Any] = {}
@@ -54,9 +86,10 @@ def _facts(name: str, storage: str) -> dict[str, dict[str, Any]]:
         if newest is not None and newest.checkpoint is not None:
             saved, digest = newest.checkpoint.meta, {"weights": shelf.digest(newest)}
     return {
-        "config": {path: value for path, value in _leaves(plain) if path not in _NAMES},
-        "data": dict(saved.get("data", {})),
-        "code": {"git": " ".join(_git(record.git)), **saved.get("certificate", {}).get("code", {})},
+        "config": _config(plain),
+        "data": dict(record.data or saved.get("data", {})),
+        # A record of an earlier version has the code in its checkpoints only.
+        "code": _code(record.git, record.code or {"methods": saved.get("certificate", {}).get("code", {})}),
         "versions": dict(record.versions),
         "machine": dict(record.hardware),
         "result": {
@@ -67,10 +100,30 @@ def _facts(name: str, storage: str) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _leaves(plain: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _config(plain: Mapping[str, Any]) -> dict[str, Any]:
+    # Where the trainer's file lies is no matter; what is in it is one of the code.
+    target = str(plain.get("trainer", "")).replace("\\", "/").rpartition("/")[2]
+    return {**{path: value for path, value in _leaves(plain) if path not in _NAMES}, "trainer": target}
+
+
+def _code(git: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
+    file = {"file": digests["sha256"][:16]} if "sha256" in digests else {}
+    return {"git": " ".join(_git(git)), **file, **digests.get("methods", {})}
+
+
+def _leaves(plain: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The fields of a config by their dotted paths."""
     for difference in differences({}, plain):
-        yield difference.path, difference.after
+        yield difference.path, _number(difference.after)
+
+
+def _number(written: Any) -> Any:
+    """What a file has for a number, in one way for each: where a field takes any, 1 comes back as 1.0."""
+    try:
+        number = float(written)
+    except (TypeError, ValueError):
+        return written
+    return int(number) if number.is_integer() else number
 
 
 def _git(state: Mapping[str, Any]) -> Iterator[str]:

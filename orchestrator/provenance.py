@@ -6,10 +6,15 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from headway.trainer.certificate import code_of
+
+from .target import file_digest
 
 
 def versions() -> dict[str, str]:
@@ -33,6 +38,13 @@ def git_state() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return {}
+
+
+def code(trainer: type) -> dict[str, Any]:
+    """Returns the SHA-256 of the file that a trainer is in, where it has one, and digests of its methods by name."""
+    file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
+    digest = {"sha256": file_digest(file)} if file and os.path.isfile(file) else {}
+    return {**digest, "methods": code_of(trainer)}
 
 
 def process_began() -> float | None:

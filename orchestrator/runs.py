@@ -96,6 +96,10 @@ class Record:
         git: commit of the folder that it was started in, and whether that had changes.
         hardware: of the machine that it was started on.
         command: how it was started.
+        working_dir: the current directory then, from which relative paths are meant.
+        code: digests of the trainer's file ("sha256") and of its methods ("methods", by name).
+        data: what a resumed run compares the training data by: its "guarantee" and its "fingerprint".
+        changes: fields of the config that were changed between two starts, each as "path: before -> after".
     """
 
     id: str
@@ -129,6 +133,10 @@ class Record:
     git: dict[str, Any] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
+    working_dir: str = ""
+    code: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, text: str) -> Record:
@@ -197,12 +205,25 @@ class Run:
         """What tells the driver that has claimed the run from every other one."""
         return lease(asdict(self.record))
 
-    def experiment(self) -> Experiment:
-        """Returns the experiment that was recorded, to start the same run again."""
-        # Late, for it imports torch: runs are listed without.
-        from .config import from_yaml
+    def experiment(self, target: str | None = None) -> Experiment:
+        """Returns the experiment that was recorded, to start the same run again.
 
-        return from_yaml(self.folder.read("config.yaml") or "")
+        Args:
+            target: where its trainer is now, if not where it was: `file.py:name` or `module:name`.
+
+        Raises:
+            ConfigError: the trainer is not there any more, or it has another config.
+        """
+        # Late, for it imports torch: runs are listed without.
+        from .config import from_plain
+        from .convert import parse_yaml
+        from .target import find_again
+
+        plain, record = parse_yaml(self.folder.read("config.yaml") or "") or {}, self.record
+        if target is None:
+            written, sha256 = str(plain.get("trainer", "")), record.code.get("sha256")
+            target = find_again(written, working_dir=record.working_dir, sha256=sha256)
+        return from_plain({**plain, "trainer": target})
 
     def update(self, **changes: Any) -> None:
         """Changes the record, on storage too. For the driver alone."""

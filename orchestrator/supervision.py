@@ -184,6 +184,7 @@ class Supervision:
                     self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
                 case "training":
                     self._growth.begin(self._group[1])
+                    self._run.update(data=event["data"])
                 case "attempt_ended":
                     self._growth.end()
                     if event["status"] == RESIZING:

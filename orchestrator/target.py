@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -56,12 +57,46 @@ def load_named(target: str, name: str) -> Any:
 
 
 def name_of(trainer: type) -> str:
-    """Returns the target by which `load_target` finds a class again: by file if its module is one, else by module."""
+    """Returns the target by which `load_target` finds a class again: by file if its module is one, else by module.
+
+    A file below the current directory is named from there: a job's copy of that directory lies elsewhere every time.
+    """
     module = sys.modules.get(trainer.__module__)
     file = getattr(module, "__file__", None)
     if file and (trainer.__module__ == "__main__" or trainer.__module__.startswith(_PREFIX)):
-        return f"{os.path.abspath(file)}:{trainer.__qualname__}"
+        path, here = Path(file).resolve(), Path.cwd().resolve()
+        return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{trainer.__qualname__}"
     return f"{trainer.__module__}:{trainer.__qualname__}"
+
+
+def find_again(target: str, *, working_dir: str, sha256: str | None) -> str:
+    """Returns the target by which a class that was recorded is found now.
+
+    A file is looked for below the current directory and below the one that it was recorded in; the one whose content is
+    that of the record comes first.
+
+    Args:
+        target: what `name_of` said then.
+        working_dir: the current directory then, perhaps of another machine.
+        sha256: of the file then.
+
+    Raises:
+        ConfigError: the file is in neither place.
+    """
+    place, name = _split(target)
+    if not place.endswith(".py"):
+        return target
+    places = list(dict.fromkeys(os.path.abspath(os.path.join(folder, place)) for folder in ("", working_dir)))
+    there = [each for each in places if os.path.isfile(each)]
+    same = [each for each in there if file_digest(each) == sha256]
+    for each in same or there:
+        return f"{each}:{name}"
+    raise ConfigError(f"the trainer {target} is not there any more: there is no file {' and no '.join(places)}")
+
+
+def file_digest(file: str) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal digits."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def travels_by_value(module: ModuleType | None) -> bool:

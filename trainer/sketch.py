@@ -55,12 +55,14 @@ class DataSize:
         samples, steps: over all ranks; None where the data cannot tell.
         dropped: samples that fill no global batch, and are left out of the pass.
         guarantee: what can be found again in it: see `BatchStream`.
+        fingerprint: tells it from other data; None where nobody can without reading it.
     """
 
     samples: int | None
     steps: int | None
     dropped: int
     guarantee: str
+    fingerprint: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +228,7 @@ def _data_size(stream: BatchStream) -> DataSize:
         steps=stream.steps_in_epoch(0),
         dropped=stream.dropped_in_epoch(0) if isinstance(stream, DropsTail) else 0,
         guarantee=stream.guarantee,
+        fingerprint=stream.fingerprint,
     )
 
 

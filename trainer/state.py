@@ -128,7 +128,7 @@ class RunState:
         meta = {
             "config": as_plain(trainer.config),
             "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
-            "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
+            "data": self._trainer.data_identity,
             "total_steps": trainer.total_steps,
             "versions": versions(),
         }

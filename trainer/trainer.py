@@ -318,6 +318,12 @@ class Trainer(OwnHooks, Generic[C]):
         return min((each for each in (config.max_steps, by_epochs, by_samples) if each is not None), default=None)
 
     @property
+    def data_identity(self) -> dict[str, str | None]:
+        """What a resumed run compares the training data by: "guarantee" and "fingerprint". Empty before it is open."""
+        data = self._data
+        return {} if data is None else {"guarantee": data.guarantee, "fingerprint": data.fingerprint}
+
+    @property
     def should_stop(self) -> bool:
         """Whether a limit is reached or all ranks have agreed to stop, and `loop` is to return. Equal on every rank."""
         return self._loop.why_it_ends() is not None

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator import Experiment, RunResult
-from headway.orchestrator.runs import open_run
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.show import print_run
 from headway.trainer import FitResult
 from tests.tiny import TinyConfig, TinyTrainer

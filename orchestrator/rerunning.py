@@ -1,0 +1,172 @@
+"""`rerun(name)`: a run started again from its record, with every difference named before it and at its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headway.trainer.errors import ConfigError
+
+from .compare import MISSING, Facts, Row, differing, present, recorded
+from .config import override, written_values
+from .display import Display
+from .events import read_events
+from .experiment import Experiment
+from .planning import plan
+from .quiet import quiet_environment
+from .result import RunResult
+from .runs import SWEEP, Run, find_run
+from .shelf import Shelf
+from .storage import Folder, absolute, join
+from .training import fit
+
+# What a result depends on besides the config and the data.
+_SURROUNDINGS = ("code", "versions")
+
+
+def rerun(
+    name: str,
+    storage: str = "runs",
+    *,
+    overrides: Sequence[str] = (),
+    target: str | None = None,
+    strict: bool = False,
+    accept_changes: bool = False,
+    verbose: bool = False,
+    display: Display | None = None,
+) -> RunResult:
+    """Trains a run again, from its beginning, as a new run, by what its record says.
+
+    Before it starts, every difference from the record is shown: of the config, the data, the code, the versions and the
+    machine. Other data is refused. At the end the weights of both runs are compared.
+
+    Args:
+        name: of the run; `sweep/trial-000` of a trial.
+        storage: folder or URI that holds it; the new run lies there, too.
+        overrides: as those of `resolve`; without `name=...` the new run is called NAME-rerun.
+        target: where the trainer is now, if not where it was: `file.py:name` or `module:name`.
+        strict: refuses other code and other versions of packages as well.
+        accept_changes: trains on other data, too.
+        verbose: shows what Ray and the workers print.
+        display: where to show it; by default on standard output.
+
+    Raises:
+        ConfigError: there is no such run, its trainer is not found, or what differs is refused.
+        HeadwayError: whatever `fit` raises.
+    """
+    quiet_environment(verbose=verbose)
+    display = display or Display()
+    past = _find(name, storage)
+    experiment = _again(past, name, storage, overrides, target)
+    begin = _beginning(past)
+    before = recorded(name, storage)
+    rows = list(differing(before, present(experiment, _data_now(past, experiment))))
+    display.line(f"{name} again, as {experiment.name}" + ("" if rows else ": nothing differs from its record"))
+    for row in rows:
+        display.line(f"  {_told(row)}", "dim")
+    for change in past.record.changes:
+        display.line(f"  while {name} trained, its config was changed; now from the beginning: {change}", "yellow")
+    _refuse(past, rows, before, strict=strict, accept_changes=accept_changes)
+    result = fit(experiment, resume=begin, verbose=verbose, display=display)
+    if result.status in ("completed", "stopped"):
+        display.line(_verdict(name, storage, experiment), "bold")
+    return result
+
+
+def _find(name: str, storage: str) -> Run:
+    if Folder(join(absolute(storage), name)).exists(SWEEP):
+        raise ConfigError(f"{name} is a sweep: run one of its trials again, as {name}/trial-000")
+    return find_run(name, storage)
+
+
+def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target: str | None) -> Experiment:
+    """The recorded experiment under a name of its own."""
+    try:
+        found = past.experiment(target)
+    except ConfigError as error:
+        if target is not None:
+            raise
+        commit = past.record.git.get("commit")
+        code = f", at the commit {commit}" if commit else ""
+        raise ConfigError(
+            f"{error}. {name} was started in {past.record.working_dir or 'another folder'} on "
+            f"{past.record.hardware.get('host', 'another machine')}{code}: go to the folder in which the code lies "
+            "now, or say where its trainer is, as in --target file.py:Name"
+        ) from error
+    found = replace(found, name=f"{name.replace('/', '-')}-rerun", storage=absolute(storage))
+    again: Experiment = override(found, written_values(overrides))
+    if again.run_dir == past.run_dir:
+        raise ConfigError(f"the new run would be {name} itself: give it another name, as in name={name}-2")
+    return again
+
+
+def _beginning(past: Run) -> str:
+    """What the run began with: nothing, or a checkpoint of another one."""
+    began = next((event["step"] for event in read_events(past.folder) if event["event"] == "training"), 0)
+    if began == 0:
+        return "auto"
+    first = past.record.resumed_from
+    if first is not None and not first.startswith(f"{past.run_dir}/") and Folder(first).exists("manifest.json"):
+        return first
+    raise ConfigError(
+        f"{past.record.name} began at step {began} with a checkpoint of another run, which its record does not name or "
+        "which is gone: give it to `headway fit --resume`"
+    )
+
+
+def _data_now(past: Run, experiment: Experiment) -> dict[str, str | None]:
+    """The identity of the training data as it is here and now; reads no row."""
+    try:
+        train = plan(experiment).sketch.train
+    except ConfigError as error:
+        where = past.record.working_dir
+        # It has a cause if the data has something against it.
+        if error.__cause__ is None or not where or where == os.getcwd():
+            raise
+        raise ConfigError(f"{error} (its relative paths are meant from {where}, and this is {os.getcwd()})") from error
+    return {"guarantee": train.guarantee, "fingerprint": train.fingerprint}
+
+
+def _refuse(past: Run, rows: Sequence[Row], before: Facts, *, strict: bool, accept_changes: bool) -> None:
+    data = [row for row in rows if row[0] == "data" and row[2] != MISSING]
+    if data and not accept_changes:
+        raise ConfigError(
+            f"the training data is not that of {past.record.name}: {_list(data)}. Bring it back as it was, or train on "
+            "what there is now: --accept-changes"
+        )
+    if not strict:
+        return
+    unknown = [part for part in ("data", *_SURROUNDINGS) if not any(before[part].values())]
+    if unknown:
+        raise ConfigError(f"{past.record.name} has no record of its {', '.join(unknown)}, which --strict asks for")
+    if others := [row for row in rows if row[0] in ("data", *_SURROUNDINGS)]:
+        raise ConfigError(
+            f"--strict: not all is as it was for {past.record.name}: {_list(others)}. Go back to its code and "
+            "packages, or leave --strict out"
+        )
+
+
+def _verdict(name: str, storage: str, experiment: Experiment) -> str:
+    """Whether both runs have come to the same weights, as far as their checkpoints tell."""
+    try:
+        shelves = [Shelf.of(name, storage), Shelf.of(experiment.name, experiment.storage)]
+        newest = [shelf.entries[-1] for shelf in shelves]
+        digests = [shelf.digest(entry) for shelf, entry in zip(shelves, newest, strict=True)]
+    except ConfigError as error:
+        return f"its weights cannot be compared with those of {name}: {error}"
+    steps = [entry.checkpoint.step if entry.checkpoint else None for entry in newest]
+    if steps[0] != steps[1]:
+        return f"{name} has come to step {steps[0]}, this run to step {steps[1]}: their weights cannot be compared"
+    if digests[0] == digests[1]:
+        return f"the same weights as {name} at step {steps[0]}, bit by bit: {digests[0]}"
+    return f"other weights than {name} at step {steps[0]}: {digests[1]}, there {digests[0]}"
+
+
+def _told(row: Row) -> str:
+    part, field, before, after = row
+    return f"{part} {field}: {before} -> {after}"
+
+
+def _list(rows: Sequence[Row]) -> str:
+    return "; ".join(map(_told, rows))

@@ -89,6 +89,8 @@ class CheckpointStore:
         keep_best: how many of the best.
         keep_every: steps or epochs; of the others, the first at or after each multiple of it stays for good.
         keep_every_time: seconds; of the others, the first in each such stretch of the clock stays for good.
+        retries: how often what could not be written is written again; each time with a warning.
+        retry_after_s: the pause before that.
 
     Attributes:
         passed_over: what `newest_good` found damaged the last time, and what is wrong with it.
@@ -113,8 +115,11 @@ class CheckpointStore:
         keep_best: int = 1,
         keep_every: Duration | None = None,
         keep_every_time: Duration | None = None,
+        retries: int = 0,
+        retry_after_s: float = 10.0,
     ) -> None:
         self.world = world
+        self._retries, self._retry_after_s = retries, retry_after_s
         self._retention = Retention(keep_last, monitor, mode, keep_best, keep_every, keep_every_time)
         self.passed_over: list[str] = []
         self._storage = open_storage(root)
@@ -188,9 +193,24 @@ class CheckpointStore:
         return Saving(copy.finish, lambda: self._write(said, copied), hold=copy.hold, daemon=self.world.size > 1)
 
     def _write(self, said: _Said, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
-        """Writes and commits a snapshot. Every rank must call this, in the thread that saves."""
+        """Writes and commits a snapshot, in several tries if need be. Every rank must call this, in one thread."""
         doing = f"save step {said.step} in {self._storage.path_of('')}"
         snapshot = self._together(doing, snapshot_of)
+        left = self._retries
+        while True:
+            try:
+                return self._try_to_write(doing, said, snapshot)
+            except CheckpointError as error:
+                # All ranks are here, or none is.
+                if not left:
+                    raise
+                what = f"{error}; trying again in {self._retry_after_s:g} s, up to {left} time{'s'[: left > 1]}"
+            if self.world.is_main:
+                warnings.warn(what, CheckpointWarning, stacklevel=2)
+            left -= 1
+            time.sleep(self._retry_after_s)
+
+    def _try_to_write(self, doing: str, said: _Said, snapshot: Snapshot) -> Checkpoint:
         sequence, name, token = self._on_main(doing, lambda: self._plan(said.step))
         staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:

@@ -103,6 +103,9 @@ class CheckpointConfig:
         monitor: the metric of an evaluation by which the best checkpoints are chosen.
         mode: "min" where lower is better, "max" where higher is.
         save_best: whether an evaluation that is the best so far is saved at once.
+        retries: how often a save that could not be written (a full disk, a storage that does not answer) is tried again
+            before it ends the run; each time with a warning. Training goes on meanwhile, if it is in the background.
+        retry_after: the pause before each of these.
 
     Example:
         >>> CheckpointConfig(every="10m", keep_last=5).every
@@ -119,9 +122,15 @@ class CheckpointConfig:
     monitor: str = "validation/loss"
     mode: Mode = "min"
     save_best: bool = False
+    retries: int = 0
+    retry_after: Duration = Duration(10, "seconds")
 
     def __post_init__(self) -> None:
-        _parse_durations(self, "every", "keep_every", "keep_every_time")
+        _parse_durations(self, "every", "keep_every", "keep_every_time", "retry_after")
+        if self.retry_after is None or self.retry_after.unit != "seconds":
+            raise ConfigError(f'retry_after is a time such as "10s", not {self.retry_after}')
+        if self.retries != 0:
+            _positive("retries", self.retries, optional=False)
         _one_of("mode", self.mode, Mode)
         if not isinstance(self.monitor, str) or not self.monitor.startswith("validation/"):
             raise ConfigError(

@@ -80,6 +80,8 @@ class RunState:
                 keep_best=config.keep_best,
                 keep_every=config.keep_every,
                 keep_every_time=config.keep_every_time,
+                retries=config.retries,
+                retry_after_s=config.retry_after.amount,
             )
         self._best = Best(config.mode)
         self._misses_monitor = False

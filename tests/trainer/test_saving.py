@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from headway.trainer import (
 )
 from headway.trainer.callbacks import Ema, Samples
 from headway.trainer.checkpoint import read_checkpoint
+from headway.trainer.manifest import CheckpointWarning
 from headway.trainer.model_state import ModelState, OptimizerState
 from headway.trainer.parallel import replicate, shard, whole
 from headway.trainer.rng import RngState
@@ -218,6 +221,69 @@ def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained_B10(t
 def test_ranks_hear_of_a_checkpoint_at_the_same_update(tmp_path: Path, strategy: str) -> None:
     first, second = run_on_ranks(_run_and_resume, 2, str(tmp_path), strategy)
     assert first == second
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_is_tried_again_as_often_as_that_is_asked_for_B8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    from headway.trainer import storage
+
+    commit, failures = storage._Local.commit, Counter[str]()
+
+    def full(self: Any, staged: Path, name: str, manifest: bytes, files: Any) -> None:
+        failures[name] += 1
+        if failures[name] <= {"step-00000006": 2, "step-00000009": 9}.get(name, 0):
+            raise OSError(28, "No space left on device")
+        commit(self, staged, name, manifest, files)
+
+    monkeypatch.setattr(storage._Local, "commit", full)
+    saved, checkpoint = (
+        Saved(),
+        replace(CONFIG.checkpoint, retries=2, retry_after=Duration(0.01, "seconds"), background=background),
+    )
+    config = replace(CONFIG, checkpoint=checkpoint)
+    with (
+        pytest.warns(CheckpointWarning, match="cannot save step .* trying again in 0.01 s") as warned,
+        pytest.raises(CheckpointError, match="cannot save step 9 .*No space left on device"),
+    ):
+        TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
+    assert saved.steps == [3, 6]
+    assert failures == {"step-00000003": 1, "step-00000006": 3, "step-00000009": 3}
+    assert len([each for each in warned if "trying again" in str(each.message)]) == 4
+    assert "up to 2 times" in str(warned[0].message)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def _fails_at_first(world: World, folder: str) -> list[str]:
+    """Rank 1 cannot write at its first try."""
+    from headway.trainer import storage
+
+    publish, tries = storage._Local.publish, list[int]()
+
+    def late(self: Any, *args: Any) -> None:
+        tries.append(1)
+        if world.rank == 1 and len(tries) == 1:
+            raise OSError(5, "Input/output error")
+        publish(self, *args)
+
+    storage._Local.publish = late  # type: ignore[method-assign]
+    config = replace(
+        CONFIG, max_steps=3, checkpoint=CheckpointConfig(every=None, retries=1, retry_after=Duration(0.01, "seconds"))
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = TinyTrainer(config, run_dir=folder, world=world).fit()
+    assert result.last_checkpoint is not None
+    assert read_checkpoint(result.last_checkpoint).step == 3
+    return [str(each.message) for each in warned if "trying again" in str(each.message)]
+
+
+def test_all_ranks_try_again_when_one_has_failed_B8(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_fails_at_first, 2, str(tmp_path))
+    assert len(first) == 1
+    assert "rank 1: OSError: [Errno 5] Input/output error" in first[0]
+    assert second == []  # one warns for all
 
 
 def test_a_failure_surfaces_and_what_was_saved_before_stays_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

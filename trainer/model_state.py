@@ -9,6 +9,7 @@ gradient; and `Optimizer.load_state_dict` alone casts float32 moments to a bfloa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,19 @@ from .parallel import bare, local
 _WRAPPINGS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
+class Models(dict[str, nn.Module]):
+    """Some models by the names under which they are saved, whose tensors are looked for once, for all who need them."""
+
+    @functools.cached_property
+    def values_by_key(self) -> dict[str, dict[str, Any]]:
+        """What `plain_state` says of each model, live."""
+        return {name: plain_state(model, keep_vars=True) for name, model in self.items()}
+
+    def forget(self) -> None:
+        """Lets the tensors be looked for again: the models may have others now."""
+        self.__dict__.pop("values_by_key", None)
+
+
 class ModelState:
     """The weights and buffers of some models, wrapped in whatever they train in.
 
@@ -31,12 +45,15 @@ class ModelState:
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._models = dict(models)
+        self._models = models if isinstance(models, Models) else Models(models)
         self._places: dict[tuple[str, str], torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Returns each model's state by the names of the unwrapped model; sharded tensors stay sharded."""
-        return {name: plain_state(model) for name, model in self._models.items()}
+        return {
+            name: {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+            for name, values in self._models.values_by_key.items()
+        }
 
     def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Lets a checkpoint be read straight into the live weights."""
@@ -54,12 +71,14 @@ class ModelState:
             CheckpointError: a model, a key or a shape differs from what is there.
         """
         self._places = None
+        self._models.forget()
         _compare("models", state, self._models)
         for name, model in self._models.items():
             module = bare(model)
             keys = {_plain(key): key for key in module.state_dict()}
             _compare(f"keys of {name!r}", state[name], keys)
             module.load_state_dict({keys[key]: value for key, value in state[name].items()})
+        self._models.forget()
 
 
 class OptimizerState:
@@ -75,7 +94,7 @@ class OptimizerState:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], name: str, optimizer: torch.optim.Optimizer) -> None:
-        self._models = dict(models)
+        self._models = models if isinstance(models, Models) else Models(models)
         self._name = name
         self._optimizer = optimizer
         self._places: dict[str, nn.Parameter] | None = None
@@ -132,8 +151,8 @@ class OptimizerState:
     def _names(self) -> list[str]:
         """The names of the parameters in the order of the optimizer's numbers."""
         known: dict[int, str] = {}
-        for model, module in self._models.items():
-            for key, value in named_state(module):
+        for model, values in self._models.values_by_key.items():
+            for key, value in values.items():
                 known.setdefault(id(value), f"{model}.{key}")  # the first name of a tied weight
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if strangers := [index for index, parameter in enumerate(held) if id(parameter) not in known]:
@@ -159,8 +178,9 @@ def moved_by_steps(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Callable[[torch.Tensor], bool]:
     """Returns whether a tensor of the state changes only when an optimizer steps: parameters do, buffers do not."""
+    values_by_key = (models if isinstance(models, Models) else Models(models)).values_by_key
     values: list[torch.Tensor] = [
-        value for model in models.values() for _, value in named_state(model) if isinstance(value, nn.Parameter)
+        value for each in values_by_key.values() for value in each.values() if isinstance(value, nn.Parameter)
     ]
     values += [
         value
@@ -169,8 +189,8 @@ def moved_by_steps(
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    memory = {local(value).untyped_storage().data_ptr() for value in values}
-    return lambda tensor: local(tensor).untyped_storage().data_ptr() in memory
+    memory = {local(value).data_ptr() for value in values}
+    return lambda tensor: local(tensor).data_ptr() in memory
 
 
 def _plain(key: str) -> str:

@@ -7,6 +7,7 @@ load only checkpoints of your own.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointError
 
-_LEAVES = (int, float, bool, str, bytes, type(None))
+_LEAVES = frozenset((int, float, bool, str, bytes, type(None)))
 
 
 @runtime_checkable
@@ -35,39 +36,27 @@ class PlacesTensors(Protocol):
         ...
 
 
-def take_apart(part: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """Splits a state into its pickled structure and its tensors by name: "part/key/key".
+def take_apart(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, torch.Tensor]]:
+    """Splits a state into its structure and its tensors by name: "part/key/key".
+
+    The structure is what the state is now, whatever becomes of that later. It gives its pickle when it is called: of
+    plain containers, which is what models and optimizers have, pickling can so be left to another thread.
 
     Raises:
         CheckpointError: something in it does not pickle, with the part and the keys that lead there.
     """
-    names: dict[int, str] = {}  # by id, so whatever has a name is kept alive below
-    named: list[torch.Tensor] = []
-    tensors: dict[str, torch.Tensor] = {}
-
-    def add(wanted: str, tensor: torch.Tensor) -> str:
-        name, count = wanted, 1
-        while name in tensors:
-            name, count = f"{wanted}#{count}", count + 1
-        tensors[name] = tensor.detach()
-        names[id(tensor)] = name
-        named.append(tensor)
-        return name
-
-    for path, tensor in named_tensors(state):
-        if id(tensor) not in names:
-            add("/".join((part, *path)), tensor)
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> str | None:
-            if not isinstance(obj, torch.Tensor):
-                return None
-            # Tensors inside objects have no path of keys; ranks meet them in the same order.
-            return names.get(id(obj)) or add(f"{part}/#", obj)
-
-    stream = io.BytesIO()
+    names = _Names(part)
     try:
-        Pickler(stream, protocol=5).dump(state)
+        copy = _plain_copy(state, part, names, {})
+    except _NotPlain:
+        pass
+    else:
+        return functools.cache(lambda: _pickled(copy, names)), names.tensors
+    names = _Names(part)
+    for path, tensor in named_tensors(state):
+        names.add("/".join((part, *path)), tensor)
+    try:
+        structure = _pickled(state, names)
     except Exception as error:
         path, value = _culprit(state)
         where = f"part {part!r}" + (f", key {'.'.join(path)!r}" if path else "")
@@ -75,7 +64,80 @@ def take_apart(part: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
             f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which does not pickle "
             f"({type(error).__name__}: {error}); leave it out of state_dict()"
         ) from error
-    return stream.getvalue(), tensors
+    return lambda: structure, names.tensors
+
+
+class _Names:
+    """The names of the tensors of one part."""
+
+    def __init__(self, part: str) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._part = part
+        self._names: dict[int, str] = {}  # by id, so whatever has a name is kept alive below
+        self._named: list[torch.Tensor] = []
+
+    def add(self, wanted: str, tensor: torch.Tensor) -> str:
+        """Gives a tensor this name, or the next that is free, unless it has one."""
+        if (known := self._names.get(id(tensor))) is not None:
+            return known
+        name, count = wanted, 1
+        while name in self.tensors:
+            name, count = f"{wanted}#{count}", count + 1
+        self.tensors[name] = tensor.detach()
+        self._names[id(tensor)] = name
+        self._named.append(tensor)
+        return name
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """Returns its name."""
+        # Tensors inside objects have no path of keys; ranks meet them in the same order.
+        return self.add(f"{self._part}/#", tensor)
+
+
+class _NotPlain(Exception):
+    """A state holds something that is no leaf, no tensor, and no dict, list or tuple."""
+
+
+def _plain_copy(value: Any, path: str, names: _Names, copies: dict[int, Any]) -> Any:
+    """Copies the containers of a state, one that is there twice once, and names its tensors on the way."""
+    if isinstance(value, torch.Tensor):
+        names.add(path, value)
+        return value
+    if (known := copies.get(id(value))) is not None:
+        return known
+    kind = type(value)
+    if kind is dict:
+        by_key: dict[Any, Any] = {}
+        copies[id(value)] = by_key
+        for key, each in value.items():
+            if type(key) not in _LEAVES:
+                raise _NotPlain
+            by_key[key] = each if type(each) in _LEAVES else _plain_copy(each, f"{path}/{key}", names, copies)
+        return by_key
+    if kind is list or kind is tuple:
+        each_of = [
+            each if type(each) in _LEAVES else _plain_copy(each, f"{path}/{index}", names, copies)
+            for index, each in enumerate(value)
+        ]
+        return copies.setdefault(id(value), each_of if kind is list else tuple(each_of))
+    if kind in _LEAVES:
+        return value
+    raise _NotPlain
+
+
+def _pickled(state: Any, names: _Names) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, names).dump(state)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, names: _Names) -> None:
+        super().__init__(stream, protocol=5)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.of(obj) if isinstance(obj, torch.Tensor) else None
 
 
 def put_together(structure: bytes, tensor_of: Callable[[str], torch.Tensor]) -> Any:

@@ -39,14 +39,14 @@ class Snapshot:
     """What one rank has to save. The tensors are the live ones: write it before the next update.
 
     Attributes:
-        structures: of every part that the ranks share, a pickle.
+        structures: of every part that the ranks share; gives its pickle.
         tensors: of all of these, by name; equal on all ranks unless sharded.
         rank_states: of every part that this rank keeps to itself, structure and tensors.
     """
 
-    structures: dict[str, bytes]
+    structures: dict[str, Callable[[], bytes]]
     tensors: dict[str, torch.Tensor]
-    rank_states: dict[str, tuple[bytes, dict[str, torch.Tensor]]]
+    rank_states: dict[str, tuple[Callable[[], bytes], dict[str, torch.Tensor]]]
 
     @classmethod
     def of(cls, parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful]) -> Snapshot:
@@ -55,7 +55,7 @@ class Snapshot:
         Raises:
             CheckpointError: a state does not pickle, or two parts give their tensors the same name.
         """
-        structures: dict[str, bytes] = {}
+        structures: dict[str, Callable[[], bytes]] = {}
         tensors: dict[str, torch.Tensor] = {}
         for part, owner in parts.items():
             structures[part], named = take_apart(part, owner.state_dict())
@@ -72,18 +72,20 @@ class Snapshot:
         """Returns a digest of everything that this rank keeps to itself, by part and key."""
         digests: dict[str, Any] = {}
         for part, (structure, tensors) in self.rank_states.items():
-            state = put_together(structure, tensors.__getitem__)
+            state = put_together(structure(), tensors.__getitem__)
             digests[part] = {str(key): digest_of(value) for key, value in state.items()}
         return digests
 
     def write_the_rest(self, folder: Path, world: World, sums: Mapping[str, TensorSum]) -> dict[str, FileSum]:
         """Writes what is not a tensor, after the tensors, and returns the files."""
         stream = io.BytesIO()
-        torch.save(self.rank_states, stream)
+        torch.save({part: (structure(), tensors) for part, (structure, tensors) in self.rank_states.items()}, stream)
         (folder / _rank_file(world.rank)).write_bytes(stream.getbuffer())
         files = [_rank_file(world.rank)]
         if world.is_main:
-            (folder / _STRUCTURES).write_bytes(pickle.dumps(self.structures))
+            (folder / _STRUCTURES).write_bytes(
+                pickle.dumps({part: structure() for part, structure in self.structures.items()})
+            )
             (folder / TENSOR_SUMS).write_text(json.dumps({name: str(each) for name, each in sums.items()}, indent=1))
             files += [_STRUCTURES, METADATA, TENSOR_SUMS]
         return {file: FileSum.of(folder / file) for file in files}

@@ -8,12 +8,30 @@ may change earlier, as buffers do in a forward pass, is copied at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .errors import CheckpointError
 from .parallel import local
+
+
+class _Buffer(NamedTuple):
+    """Host memory for one tensor: sharded as that is, and this rank's part of it."""
+
+    whole: torch.Tensor
+    own: torch.Tensor
+
+
+class _Later(NamedTuple):
+    """A tensor that is to be copied while training goes on."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    own: torch.Tensor
+    copy: torch.Tensor
 
 
 class Staging:
@@ -23,7 +41,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, _Buffer] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, tensors: Mapping[str, torch.Tensor], *, is_steady: Callable[[torch.Tensor], bool]) -> Copy:
@@ -33,30 +51,32 @@ class Staging:
             tensors: by name; sharded ones are copied shard by shard, and come out sharded alike.
             is_steady: whether a tensor keeps its value until the optimizer steps.
         """
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        later: dict[str, torch.Tensor] = {}
+        before, self._buffers = self._buffers, {}
+        later = []
         for name, tensor in tensors.items():
+            own, buffer = local(tensor), before.get(name)
+            if buffer is None or buffer.own.shape != own.shape or buffer.own.dtype != own.dtype:
+                buffer = _buffer(tensor, own)
+            self._buffers[name] = buffer
             if is_steady(tensor):
-                later[name] = tensor
+                later.append(_Later(name, tensor, tensor._version, own, buffer.own))
             else:
-                local(self._buffers[name]).copy_(local(tensor))
-        copy = Copy(dict(self._buffers), later)
-        if any(local(tensor).is_cuda for tensor in later.values()):
+                buffer.own.copy_(own)
+        copy = Copy({name: each.whole for name, each in self._buffers.items()}, later)
+        if any(each.own.is_cuda for each in later):
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
         return copy
 
-    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        there, own = self._buffers.get(name), local(tensor)
-        if there is not None and (local(there).shape, there.dtype) == (own.shape, own.dtype):
-            return there
-        if not own.is_cuda:
-            return torch.empty_like(tensor, device="cpu", requires_grad=False)
-        if tensor is own:
-            return torch.empty_like(own, device="cpu", pin_memory=True, requires_grad=False)
-        buffer = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        buffer._local_tensor = local(buffer).pin_memory()  # type: ignore[attr-defined]
-        return buffer
+
+def _buffer(tensor: torch.Tensor, own: torch.Tensor) -> _Buffer:
+    if own.is_cuda and tensor is own:
+        whole = torch.empty_like(own, device="cpu", pin_memory=True, requires_grad=False)
+    else:
+        whole = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        if own.is_cuda:
+            whole._local_tensor = local(whole).pin_memory()  # type: ignore[attr-defined]
+    return _Buffer(whole, local(whole))
 
 
 class Copy:
@@ -66,10 +86,9 @@ class Copy:
         tensors: the copies by name, on the host; whole once `finish` has returned.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], later: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], later: Sequence[_Later]) -> None:
         self.tensors = tensors
         self._later = later
-        self._versions = {name: tensor._version for name, tensor in later.items()}
         self._changed: str | None = None
         self._error: Exception | None = None
         self._may_change = False
@@ -99,7 +118,7 @@ class Copy:
             self._error = error
         finally:
             self._done.set()
-            self._later = {}
+            self._later = ()
 
     def check(self) -> None:
         """Makes sure that the copy is one of a single instant.
@@ -127,13 +146,13 @@ class Copy:
         """Finds out whether a tensor was changed too early; the thread that comes first knows."""
         with self._looking:
             if not self._may_change:
-                changed = (name for name, each in self._later.items() if each._version != self._versions[name])
+                changed = (each.name for each in self._later if each.tensor._version != each.version)
                 self._changed = next(changed, None)
                 self._may_change = True
 
     @torch.no_grad()
     def _copy(self) -> None:
         # In one call, so that the thread does not ask for the interpreter before every tensor.
-        copies = [local(self.tensors[name]) for name in self._later]
-        if copies:
-            torch._foreach_copy_(copies, [local(tensor) for tensor in self._later.values()], non_blocking=True)
+        if self._later:
+            copies, tensors = [each.copy for each in self._later], [each.own for each in self._later]
+            torch._foreach_copy_(copies, tensors, non_blocking=True)

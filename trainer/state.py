@@ -15,12 +15,12 @@ import torch
 
 from .best import Best
 from .certificate import Certifier
-from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
+from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, Digests, read_checkpoint
 from .config import CheckpointConfig
 from .errors import ConfigError, DataError
 from .initial_weights import BorrowedWeights, InitialWeights
 from .metrics import MeanMetrics
-from .model_state import ModelState, OptimizerState, moved_by_steps
+from .model_state import Models, ModelState, OptimizerState, moved_by_steps
 from .progress import Progress
 from .recorder import Recorder, as_plain
 from .result import FitResult, Status
@@ -110,11 +110,12 @@ class RunState:
         Raises:
             ConfigError: the trainer has no run directory.
         """
+        models = Models(self._trainer.models)
         saving = self._require_store().begin_save(
-            self._parts(),
+            self._parts(models),
             rank_parts=self._rank_parts(),
             **self._description(),
-            is_steady=moved_by_steps(self._trainer.models, self._trainer.optimizers),
+            is_steady=moved_by_steps(models, self._trainer.optimizers),
         )
         self.last_saved_step = self._trainer.progress.step
         return saving
@@ -128,17 +129,21 @@ class RunState:
         """What a checkpoint of this moment says of itself."""
         trainer, certificate = self._trainer, self._certifier.certify()
         meta = {
-            "config": as_plain(trainer.config),
             "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
             "data": self._trainer.data_identity,
             "total_steps": trainer.total_steps,
             "versions": versions(),
         }
+
+        def complete(digests: Digests) -> dict[str, Any]:
+            # A config cannot change meanwhile.
+            return {"config": as_plain(trainer.config), **meta, "certificate": certificate(digests)}
+
         return {
             "step": trainer.progress.step,
             "epoch": trainer.progress.epoch,
             "metrics": self._metrics_of_this_state(),
-            "meta": lambda digests: {**meta, "certificate": certificate(digests)},
+            "meta": complete,
         }
 
     def judge(self, metrics: Mapping[str, float]) -> bool:
@@ -363,14 +368,12 @@ class RunState:
             return latest
         return {name: value for name, value in latest.items() if not name.startswith("validation/")}
 
-    def _parts(self) -> dict[str, Stateful]:
+    def _parts(self, models: Models | None = None) -> dict[str, Stateful]:
         trainer = self._trainer
+        models = Models(trainer.models) if models is None else models
         return {
-            "models": ModelState(trainer.models),
-            **{
-                f"optimizers/{name}": OptimizerState(trainer.models, name, each)
-                for name, each in trainer.optimizers.items()
-            },
+            "models": ModelState(models),
+            **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in trainer.optimizers.items()},
             **{f"schedulers/{name}": each for name, each in trainer.schedulers.items()},
             "update": self._update,
             "progress": trainer.progress,

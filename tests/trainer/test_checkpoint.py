@@ -120,6 +120,27 @@ def test_a_tensor_inside_an_object_is_found(tmp_path: Path) -> None:
     assert [each.tensor.tolist() for each in back] == [[0, 1, 2], [0, 1, 2, 3]]
 
 
+def test_what_changes_after_a_save_has_begun_is_not_in_it(tmp_path: Path) -> None:
+    """Its structure is pickled later, by another thread."""
+    store, shared = CheckpointStore(str(tmp_path), world=ALONE), [1, {"deep": (2, [3])}]
+    plain: dict[Any, Any] = {"shared": shared, "again": shared, 7: "seven", "tensor": torch.arange(3)}
+    plain["itself"] = plain
+    parts = {"plain": Held(plain), "other": Held(collections.OrderedDict(inside=[1]))}
+    saving = store.begin_save(
+        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_steady=lambda tensor: False
+    )
+    shared[1]["deep"][1].append(4)  # type: ignore[index]
+    shared.append(5)
+    plain |= {7: "eight", "tensor": None, "new": True}
+    parts["other"].state["inside"].append(2)
+    first, other = load(store, saving.result(), "plain", "other")
+    assert first["itself"] is first
+    assert first["shared"] is first["again"]
+    assert first["shared"] == [1, {"deep": (2, [3])}]
+    assert torch.equal(first["tensor"], torch.arange(3))
+    assert (first[7], "new" in first, other) == ("seven", False, {"inside": [1]})
+
+
 def test_any_float_is_a_metric_and_the_manifest_is_json(tmp_path: Path) -> None:
     metrics = {"nan": math.nan, "inf": math.inf, "less": -math.inf, "zero": -0.0, "tiny": 5e-324, "third": -1 / 3}
     store = CheckpointStore(str(tmp_path), world=ALONE)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .errors import RunConflictError, StorageError, TrainingFailedError
     from .experiment import Experiment, Retries, Scaling
     from .planning import Plan, plan
+    from .report import write_report
     from .rerunning import rerun
     from .result import RunResult
     from .runs import Run, find_run, list_runs
@@ -48,6 +49,7 @@ __all__ = [
     "rerun",
     "resolve",
     "sweep",
+    "write_report",
 ]
 
 _HOME = {
@@ -78,6 +80,7 @@ _HOME = {
     "rerun": "rerunning",
     "resolve": "config",
     "sweep": "sweeping",
+    "write_report": "report",
 }
 
 

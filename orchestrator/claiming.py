@@ -13,7 +13,7 @@ from typing import Any, Literal
 from headway.trainer.config import MAY_CHANGE
 
 from .asking import withdraw_stop
-from .config import Difference, differences, to_plain, to_yaml
+from .config import Difference, departures, differences, to_plain, to_yaml
 from .convert import parse_yaml
 from .errors import RunConflictError
 from .experiment import Experiment
@@ -145,6 +145,7 @@ def _origin(experiment: Experiment) -> dict[str, Any]:
     return {
         "trainer": to_plain(experiment.trainer), "code": code(experiment.trainer), "working_dir": os.getcwd(),
         "command": sys.argv, "versions": versions(), "git": git_state(), "hardware": hardware(),
+        "defaults": departures(experiment),
     }  # fmt: skip
 
 

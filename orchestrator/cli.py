@@ -162,6 +162,20 @@ def sweep(
         raise typer.Exit(1)
 
 
+@app.command()
+def report(
+    name: Annotated[str, typer.Argument(help="Name of the run or the sweep; SWEEP/TRIAL of a trial.")],
+    storage: _Storage = "runs",
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="File to write; by default report.html in its folder.")
+    ] = None,
+) -> None:
+    """Writes one HTML file of a run or a sweep: curves, where the time went, configuration, events, trials."""
+    from .report import write_report
+
+    print(write_report(name, storage, output))
+
+
 @runs_app.callback()
 def runs(context: typer.Context, storage: _Storage = "runs") -> None:
     """Lists the runs, the last started first."""

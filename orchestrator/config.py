@@ -7,6 +7,7 @@ A field whose name has changed keeps its old one as `field(metadata={"deprecated
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,6 +132,24 @@ def to_yaml(experiment: Experiment) -> str:
 def from_yaml(text: str) -> Experiment:
     """Returns the experiment that `to_yaml` wrote."""
     return from_plain(parse_yaml(text))
+
+
+def departures(experiment: Experiment) -> dict[str, str | None]:
+    """Returns the defaults of the fields that have another value, by path; None for a field that has no default."""
+    found: dict[str, str | None] = {}
+    for section in ("config", "scaling", "retries"):
+        settings = getattr(experiment, section)
+        for each in _settable(type(settings)):
+            where = _at(section, each.name)
+            if each.default is MISSING and each.default_factory is MISSING:
+                found[where] = None
+                continue
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            sides = [{where: to_plain(value, where)} for value in (default, getattr(settings, each.name))]
+            for change in differences(*sides):
+                before = change.before
+                found[change.path] = before if isinstance(before, str) else json.dumps(before)
+    return found
 
 
 @dataclass(frozen=True)

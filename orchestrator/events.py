@@ -9,6 +9,8 @@ from typing import Any
 from .storage import Folder
 
 Event = dict[str, Any]
+# What is for programs, or long.
+_NOT_IN_WORDS = ("time", "event", "workers", "hopeless", "seconds", "spent", "since", "data")
 
 
 class EventLog:
@@ -43,6 +45,15 @@ def read_events(folder: Folder) -> list[Event]:
     """Returns all events of a run, the earliest first."""
     events = [event for name in folder.files("events") for event in _parsed((folder.read(name) or "").encode())[0]]
     return sorted(events, key=lambda event: event.get("time", 0.0))
+
+
+def in_words(event: Event) -> str:
+    """Returns what an event says besides its time and its kind, in one line."""
+    return ", ".join(
+        f"{key} {value}"
+        for key, value in {**event, **event.get("seconds", {})}.items()
+        if key not in _NOT_IN_WORDS and value is not None
+    )
 
 
 class Follower:

@@ -5,7 +5,8 @@ In `<storage>/<name>/` lie
 `config.yaml`: the whole experiment, enough to start the same run again;
 `events.jsonl`: what happened (events.py);
 `watch/`: what the ranks of the last attempt did when they were last heard, and the stacks of a hang (watchdog.py);
-`metrics.jsonl` and `checkpoints/`: the trainer's.
+`metrics.jsonl` and `checkpoints/`: the trainer's;
+`report.html`: the page that was made of it last (report.py).
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Record:
         working_dir: the current directory then, from which relative paths are meant.
         code: digests of the trainer's file ("sha256") and of its methods ("methods", by name).
         data: what a resumed run compares the training data by: its "guarantee" and its "fingerprint".
+        defaults: of the fields of the experiment that have another value, by path; None where there is none.
         changes: fields of the config that were changed between two starts, each as "path: before -> after".
     """
 
@@ -136,6 +138,7 @@ class Record:
     working_dir: str = ""
     code: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, str | None] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
 
     @classmethod

@@ -13,7 +13,7 @@ from headway.trainer.callbacks.progress_bar import human_duration
 
 from .account import ledger_of
 from .compare import compare_runs
-from .events import Event, read_events
+from .events import Event, in_words, read_events
 from .ledger import Ledger
 from .listing import local_time, took
 from .runs import SWEEP, Record, Run, find_run
@@ -73,12 +73,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
     for event in events:
         if event["event"] in _SHOWN_EVENTS:
             at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-            details = ", ".join(
-                f"{key} {value}"
-                for key, value in {**event, **event.get("seconds", {})}.items()
-                if key not in ("time", "event", "workers", "hopeless", "seconds", "spent") and value is not None
-            )
-            console.print(f"  {at}  {event['event'].replace('_', ' ')}: {details}", markup=False)
+            console.print(f"  {at}  {event['event'].replace('_', ' ')}: {in_words(event)}", markup=False)
 
 
 def _print_sweep(result: SweepResult, console: Console) -> None:

@@ -121,17 +121,23 @@ def possible(scaling: Scaling) -> Scaling:
 
 @contextlib.contextmanager
 def connected(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
-    """Makes sure of a Ray; one that was started for this is ended with it. Gives whether it was.
+    """Makes sure of a Ray; who connects or starts one for this leaves or ends it. Gives whether it was started.
 
     Args:
         scaling: a Ray of our own gets CPUs for these workers, and some for reading data beside them.
         verbose: shows what Ray and its workers print.
     """
-    if not will_be_own():
-        if not ray.is_initialized():
-            ray.init(address="auto", log_to_driver=verbose, logging_level=_level(verbose))
-            check_resources(scaling)
+    if ray.is_initialized():
         yield False
+        return
+    if not will_be_own():
+        ray.init(address="auto", log_to_driver=verbose, logging_level=_level(verbose))
+        try:
+            check_resources(scaling)
+            yield False
+        finally:
+            # Or a thread that waits for workers, which have been given up, would crash the process at its exit.
+            ray.shutdown()
         return
     before = {name: os.environ.get(name) for name in _OWN}
     os.environ.update(_OWN)

@@ -209,7 +209,7 @@ def compare(
 @runs_app.command("stop")
 def stop_run(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Name of the run.")],
+    name: Annotated[str, typer.Argument(help="Name of the run or the sweep, or SWEEP/TRIAL.")],
     storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
     now: Annotated[bool, typer.Option("--now", help="End without a checkpoint.")] = False,
     within: Annotated[
@@ -217,7 +217,7 @@ def stop_run(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Come back when it has ended.")] = False,
 ) -> None:
-    """Has a run that another process trains save a checkpoint and end, as "stopped"; its driver exits with 0."""
+    """Has a run or a sweep in another process save checkpoints and end, as "stopped"; its driver exits with 0."""
     from headway.trainer.progress import Duration
 
     from .stopping import stop_run

@@ -100,7 +100,7 @@ class SweepDisplay:
             self.line(f"best: {best.name}  {result.metric} {best.metric:.4g}  {shown(best.values)}")
             self.line(f"its checkpoint: {best.checkpoint}")
         self.line(f"its files: {result.sweep_dir}")
-        if result.status == "interrupted":
+        if result.status in ("interrupted", "stopped"):
             self.line("to go on, start it again as before")
 
     def close(self) -> None:

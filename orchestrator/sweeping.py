@@ -6,11 +6,13 @@ import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_stop, asked_to_stop
@@ -27,6 +29,9 @@ from .sweep_result import SweepResult
 from .sweep_retention import delete_checkpoints, surplus
 from .sweeps import Sweep, Trial
 from .training import check_training, one_line
+
+# Until Ray Tune has let go of trials that are to end at once.
+_LEAVE_S = 10.0
 
 
 def sweep(
@@ -106,6 +111,9 @@ class _Lead:
         self._training: set[str] = set()
         self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
         self._stop: Stop | None = None
+        self._stop_since_s = 0.0
+        self._signals_seen = 0
+        self._is_over = False
 
     def run(self, at_once: int, told: str) -> tuple[Any, str]:
         """Runs the trials, so many at once, and returns how that ended, and why."""
@@ -121,30 +129,41 @@ class _Lead:
             thread.join(0.2)
             self._sweep.beat()
             self._display.refresh()
-            if self._heed():
-                return "interrupted", f"{self._signals.name}, at once"
+            if (reason := self._heed()) is not None and self._stop is not None:
+                self._is_over = True
+                thread.join(_LEAVE_S)
+                return self._stop.status, reason
         if self._error is not None:
             raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error
         if self._stop is not None:
             return self._stop.status, self._stop.reason
         return "completed", "all trials have ended"
 
-    def _heed(self) -> bool:
-        """Passes a wish to end on to the trials; returns whether to leave without them."""
-        if self._signals.count > 1:
-            return True
-        if self._signals.count == 1 and self._stop is None:
-            ask_to_stop(self._sweep.folder, Stop(reason=self._signals.name, status="interrupted"))
+    def _heed(self) -> str | None:
+        """Passes a wish to end on to the trials; returns why to leave without them, or None to wait for them."""
+        if self._signals.count > self._signals_seen:
+            self._signals_seen = self._signals.count
+            abort = self._signals_seen > 1
+            ask_to_stop(self._sweep.folder, Stop(reason=self._signals.name, status="interrupted", abort=abort))
         asked = asked_to_stop(self._sweep.folder)
-        if asked is not None and asked != self._stop:
-            self._stop = asked
-            self._display.line(f"{asked.reason}: saving a checkpoint of each trial and ending")
-            with self._lock:
-                training = list(self._training)
-            for name in training:
-                # As what goes on with the sweep, whatever the sweep itself is called.
-                ask_to_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted"))
-        return False
+        if asked is None:
+            return None
+        if asked != self._stop:
+            self._stop, self._stop_since_s = asked, time.monotonic()
+            if not asked.abort:
+                self._display.line(f"{asked.reason}: saving a checkpoint of each trial and ending")
+            self._ask_trials(asked)
+        if asked.within_s is not None and time.monotonic() - self._stop_since_s > asked.within_s:
+            self._ask_trials(replace(asked, abort=True))
+            return f"{asked.reason}, without checkpoints after {human_duration(asked.within_s)}"
+        return f"{asked.reason}, at once" if asked.abort else None
+
+    def _ask_trials(self, asked: Stop) -> None:
+        with self._lock:
+            training = list(self._training)
+        for name in training:
+            # As what goes on with the sweep, whatever the sweep itself is called.
+            ask_to_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
 
     def _tune(self, at_once: int) -> None:
         from ray import cloudpickle
@@ -175,6 +194,7 @@ class _Lead:
                 ended=self._ended,
                 reported=self._display.reported,
                 exploited=self._exploited,
+                is_over=lambda: self._is_over,
                 resources=resources_of(self._experiment.scaling),
                 at_once=at_once,
                 max_failures=self._experiment.retries.max_failures,
@@ -221,7 +241,8 @@ class _Lead:
     def _ended(self, name: str, error: str | None) -> None:
         with self._lock:
             self._training.discard(name)
-        if error is not None:
+        # What was ended at once has not failed.
+        if error is not None and self._stop is None:
             with suppress(ConfigError):
                 Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
         trial = self._sweep.trial_as_it_is(self._trials[name])

@@ -53,6 +53,7 @@ def tune_trials(
     ended: Callable[[str, str | None], None],
     reported: Callable[[str, Mapping[str, Any]], None],
     exploited: Callable[[str, str, Values], Values],
+    is_over: Callable[[], bool],
     resources: Any,
     at_once: int,
     max_failures: int,
@@ -69,6 +70,7 @@ def tune_trials(
         reported: is told what a trial has reported.
         exploited: is told the name, the donor's checkpoint and the new values of a trial that goes on with them;
             returns these typed.
+        is_over: says whether to leave all trials as they are.
         resources: of one trial.
         at_once: how many trials train at a time.
         max_failures: how often the process of a trial may die.
@@ -92,6 +94,7 @@ def tune_trials(
             name=sweep.record.name,
             storage_path=place,
             callbacks=[Listener(ended, reported), _Silence()],
+            stop=AtOnce(is_over),
             failure_config=tune.FailureConfig(max_failures=max_failures),
             verbose=0,
         ),
@@ -144,6 +147,25 @@ class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
 
     def restore(self, checkpoint_path: str) -> None:
         """Restores nothing."""
+
+
+class AtOnce(_Unkept, tune.Stopper):  # type: ignore[misc]
+    """Ends all trials without a word, for who cannot wait for their checkpoints.
+
+    Args:
+        is_over: says when.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Ends no trial by itself."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Returns whether it is time."""
+        return self._is_over()
 
 
 class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from headway.orchestrator import LogUniform, Search
 from headway.orchestrator.asking import Stop, ask_to_stop, asked_to_stop, withdraw_stop
 from headway.orchestrator.claiming import open_run
 from headway.orchestrator.cli import main
@@ -21,6 +22,7 @@ from headway.orchestrator.runs import Run
 from headway.orchestrator.stopping import stop_run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.supervision import Signals, Supervision
+from headway.orchestrator.sweeps import open_sweep
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment, left_by_a_dead_driver
 
@@ -169,3 +171,15 @@ def test_the_driver_leaves_where_nothing_is_left_to_wait_for(
     assert (supervision._heed_stop() if waited_s else first) == leaves
     # The workers are told as well.
     assert (asked_to_stop(run.folder) or Stop(reason="")).abort == ("at once" in str(leaves) or waited_s > 0)
+
+
+def test_a_sweep_is_asked_in_its_folder_and_one_that_has_ended_is_left_alone(tmp_path: Path) -> None:
+    sweep = open_sweep(experiment(tmp_path), Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=3))
+    answer = stop_run("tiny", str(tmp_path), within_s=60.0)
+    assert answer == "tiny is asked to save a checkpoint of each trial and end"
+    assert asked_to_stop(sweep.folder) == Stop(reason="headway runs stop", within_s=60.0)
+    sweep.update(status="completed", reason="all trials have ended")
+    withdraw_stop(sweep.folder)
+    answer = "tiny is not running: completed with 0 of 3 trials done (all trials have ended)"
+    assert stop_run("tiny", str(tmp_path), wait=True) == answer
+    assert asked_to_stop(sweep.folder) is None

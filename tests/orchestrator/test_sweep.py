@@ -6,6 +6,9 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 
 from headway.orchestrator import ASHA, Choice, Experiment, Run, Scaling, Search, sweep
 from headway.orchestrator.events import read_events
+from headway.orchestrator.stopping import stop_run
+from headway.orchestrator.storage import Folder
 from tests.tiny import TinyConfig, TinyTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -109,3 +114,49 @@ def test_trials_of_several_workers(tmp_path: Path) -> None:
     (worse,) = [trial for trial in results.trials if trial != results.best]
     assert worse.checkpoint is None
     assert list(Path(worse.run_dir, "checkpoints").glob("step-*")) == []
+
+
+class Unhurried(TinyTrainer):
+    """Trains on until it is told otherwise."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.02 if self.training else 0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
+    experiment = Experiment(name="long", trainer=Unhurried, config=TinyConfig(max_steps=100_000), storage=str(tmp_path))
+    search = Search(space={"config.learning_rate": Choice([1e-2, 1e-3, 1e-4])}, algorithm="grid", concurrent=2)
+
+    def train_until(stop: Callable[[], str]) -> tuple[str, Any]:
+        """Has both trials train, stops the sweep, and returns what was said and what came of it."""
+        began, results = time.time(), []
+        thread = threading.Thread(target=lambda: results.append(sweep(experiment, search)))
+        thread.start()
+        for name in ("trial-000", "trial-001"):
+            folder = Folder(str(tmp_path / "long" / name))
+            while not any(each["event"] == "training" and each["time"] > began for each in read_events(folder)):
+                assert thread.is_alive()
+                time.sleep(0.05)
+        said = stop()
+        thread.join()
+        return said, results[0]
+
+    # Both save what they have and end; no other begins.
+    said, first = train_until(lambda: stop_run("long", str(tmp_path), wait=True))
+    assert said == "long has ended: stopped with 0 of 3 trials done (headway runs stop); to go on, start it again"
+    assert (first.status, [trial.status for trial in first.trials]) == ("stopped", ["interrupted"] * 2)
+    saved = [trial.trial.steps for trial in first.trials]
+    for trial in first.trials:
+        assert str(trial.checkpoint).endswith(f"step-{trial.trial.steps:08d}")
+        assert trial.trial.steps > 0
+
+    # They go on from there, and at once means without a checkpoint.
+    _, second = train_until(lambda: stop_run("long", str(tmp_path), now=True))
+    assert (second.status, second.reason) == ("stopped", "headway runs stop, at once")
+    assert [trial.status for trial in second.trials] == ["interrupted"] * 2
+    assert [trial.trial.steps for trial in second.trials] == saved
+    for trial, steps in zip(second.trials, saved, strict=True):
+        events = read_events(Run(trial.run_dir).folder)
+        assert [each["step"] for each in events if each["event"] == "training"] == [0, steps]
+    assert all(each["event"] != "trial_ended" for each in read_events(Folder(second.sweep_dir)))

@@ -10,13 +10,15 @@ from typing import Any, Literal, TypeAlias, get_args
 from headway.trainer.best import Mode
 from headway.trainer.errors import ConfigError
 
+from . import tpe
 from .config import override, resolve, written_values
 from .experiment import Experiment
 from .schedulers import PBT, Scheduler
 from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
 from .target import load_named
+from .tpe import Tried
 
-Algorithm = Literal["random", "grid"]
+Algorithm = Literal["random", "grid", "tpe"]
 Values: TypeAlias = dict[str, Any]
 """What a trial tries, by dotted path."""
 
@@ -34,9 +36,10 @@ class Search:
         mode: "min" where lower is better, "max" where higher is.
         trials: how many; None: the whole grid, or 10.
         concurrent: how many train at once; None: as many as there are machines for.
-        algorithm: "random", or "grid": every combination of choices.
+        algorithm: "random"; "grid": every combination of choices; or "tpe": by what earlier trials came to, with Optuna
+            (`pip install 'headway[optuna]'`).
         scheduler: what ends trials early, or changes them: `ASHA`, `MedianStopping`, `PBT`.
-        seed: of the suggestions: the n-th one is always the same.
+        seed: of the suggestions: the n-th one is always the same, for "tpe" if earlier trials are.
         keep_best_trials: the checkpoints of so many of the best finished trials stay, those of others are deleted; None
             deletes none.
 
@@ -74,6 +77,10 @@ class Search:
             raise ConfigError(f"scheduler is one of {kinds}, not {self.scheduler!r}")
         if self.keep_best_trials is not None and isinstance(self.scheduler, PBT):
             raise ConfigError("keep_best_trials deletes what a trial of PBT may be about to go on from: leave it out")
+        if self.algorithm == "tpe" and isinstance(self.scheduler, PBT):
+            raise ConfigError(
+                "PBT changes what trials try while they train, so that tpe has nothing to learn from them"
+            )
         self._check_space()
 
     @property
@@ -93,15 +100,20 @@ class Search:
             path: axis for path, axis in axes.items() if isinstance(axis, (Uniform, LogUniform))
         }
 
-    def suggest(self, index: int, ended: Sequence[tuple[Values, float]] = ()) -> Values:
+    def suggest(self, index: int, tried: Sequence[Tried] = ()) -> Values:
         """Returns what a trial is to try: a function of the seed and the index, and for "tpe" of what came of others.
 
         Args:
             index: of the trial, from 0.
-            ended: what others tried, and the metric that they reached.
+            tried: the trials before it, as far as they are.
+
+        Raises:
+            ConfigError: Optuna is needed and not installed.
         """
         if self.algorithm == "grid":
             return self.grid()[index]
+        if self.algorithm == "tpe":
+            return tpe.suggest(self.space, mode=self.mode, seed=self.seed, index=index, tried=tried)
         values: Values = {}
         for path, axis in self.space.items():
             if isinstance(axis, When) and not axis.holds(values):
@@ -132,6 +144,8 @@ class Search:
         Raises:
             ConfigError: names the path, the value, and the nearest valid name.
         """
+        if self.algorithm == "tpe":
+            tpe.required()
         for path, axis in self.space.items():
             if path.split(".")[0] in ("name", "trainer", "storage"):
                 raise ConfigError(f"{path} is the sweep's own: a space has paths below config, scaling and retries")

@@ -218,8 +218,7 @@ class _Lead:
                 return None
             width = len(str(max(self._search.num_trials - 1, 100)))
             name = f"trial-{index:0{width}}"
-            ended = [(each.values, each.metric) for each in self._trials.values() if each.metric is not None]
-            values = to_plain(self._search.suggest(index, ended))
+            values = to_plain(self._search.suggest(index, [each.tried for each in self._trials.values()]))
             trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
             # Before anything of it is there: whoever goes on tries the same.
             self._sweep.note("trial_suggested", trial=name, index=index, values=values)

@@ -24,6 +24,7 @@ from .storage import Folder, absolute
 
 if TYPE_CHECKING:
     from .search import Values
+    from .tpe import Tried
 
 PRUNED = "the scheduler "
 """What the reason of a run begins with that a scheduler has stopped."""
@@ -106,6 +107,18 @@ class Trial:
     def has_ended(self) -> bool:
         """Whether it is never to be trained again by its sweep."""
         return self.status not in ("pending", "running", "interrupted")
+
+    @property
+    def tried(self) -> Tried:
+        """What a search learns from it."""
+        from .tpe import Tried
+
+        state: Literal["training", "ended", "pruned", "failed"] = "ended" if self.has_ended else "training"
+        if self.status == "failed":
+            state = "failed"
+        elif self.status == "stopped" and self.reason.startswith(PRUNED):
+            state = "pruned"
+        return Tried(values=self.values, state=state, metric=self.metric, steps=self.steps)
 
 
 class Sweep:
@@ -200,7 +213,7 @@ class Sweep:
         if run is not None:
             trial = _with_run(trial, run, self.record.search["metric"])
         if end is not None:
-            return replace(trial, **{name: end[name] for name in ("status", "reason", "error", "metric")})
+            return replace(trial, **{name: end[name] for name in ("status", "reason", "error", "metric", "steps")})
         if trial.has_ended and run is not None and _is_unfinished(run):
             return replace(trial, status="interrupted")
         return trial

@@ -31,8 +31,8 @@ ALLOWED_INSIDE_FUNCTIONS = {
     # torchao is asked for by name, in the config, and need not be there.
     "trainer": {"fsspec", "pandas", "safetensors", "torchao"},
     "datasets": set(),
-    # It need not be there: who asks for a report is told how to get it.
-    "orchestrator": {"plotly"},
+    # They need not be there: who asks for a report, or for a search by Optuna, is told how to get them.
+    "orchestrator": {"optuna", "plotly"},
 }
 
 ONLY_ORCHESTRATOR = ("ray.train", "ray.tune", "ray.job_submission", "pydantic", "yaml", "typer")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .rerunning import rerun
     from .result import RunResult
     from .runs import Run, find_run, list_runs
-    from .schedulers import ASHA, PBT, MedianStopping
+    from .schedulers import ASHA, PBT, HyperBand, MedianStopping
     from .search import Search
     from .space import Choice, LogUniform, RandInt, Uniform, When
     from .sweep_result import SweepResult, TrialResult
@@ -25,6 +25,7 @@ __all__ = [
     "ASHA",
     "Choice",
     "Experiment",
+    "HyperBand",
     "LogUniform",
     "MedianStopping",
     "PBT",
@@ -56,6 +57,7 @@ _HOME = {
     "ASHA": "schedulers",
     "Choice": "space",
     "Experiment": "experiment",
+    "HyperBand": "schedulers",
     "LogUniform": "space",
     "MedianStopping": "schedulers",
     "PBT": "schedulers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -33,6 +34,67 @@ class ASHA:
         _whole(self, "grace", "max_evaluations")
         if not self.reduction > 1:
             raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperBand:
+    """Deals the trials to several `ASHA`, each of which asks for the first time later than the one before it.
+
+    Where first evaluations say little of the last ones, one `ASHA` ends good trials too early; here some trials always
+    have the time to show. Asynchronous: no trial waits for others, unlike in the first Hyperband (Li et al. 2018, arXiv
+    1603.06560); the sizes of the brackets are its own, the rule inside of one is that of Li et al. 2020 (arXiv
+    1810.05934).
+
+    Attributes:
+        grace: evaluations that every trial has.
+        reduction: of so many trials of a bracket one goes on; also the factor between two looks at them, and between
+            the first looks of two brackets.
+        max_evaluations: as many as a trial has in the end. No look comes later.
+        brackets: how many; None: all that there is time for, the last of which ends no trial early.
+
+    Example:
+        >>> scheduler = HyperBand(max_evaluations=9)
+        >>> scheduler.first_looks, [scheduler.bracket_of(index) for index in range(9)]
+        ([1, 3, 9], [0, 0, 1, 0, 2, 0, 1, 0, 0])
+    """
+
+    grace: int = 1
+    reduction: float = 3
+    max_evaluations: int = 81
+    brackets: int | None = None
+    pauses: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _whole(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
+        if not self.reduction > 1:
+            raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
+        if self.grace > self.max_evaluations:
+            raise ConfigError(f"grace={self.grace} is more than the {self.max_evaluations} evaluations of a trial")
+        if self.brackets is not None and self.brackets > self._most_brackets:
+            raise ConfigError(
+                f"brackets is at most {self._most_brackets}: {self.max_evaluations} evaluations have no room for more"
+            )
+
+    @property
+    def first_looks(self) -> list[float]:
+        """By bracket, the number of evaluations at which it ends trials for the first time."""
+        return [self.grace * self.reduction**each for each in range(self.brackets or self._most_brackets)]
+
+    def bracket_of(self, index: int) -> int:
+        """Returns the bracket of a trial, from 0: in turn, so that each has its share at any time."""
+        # Each bracket is to cost the same: s halvings, s + 1 looks, reduction**s trials for each that survives.
+        halvings = [self._most_brackets - 1 - each for each in range(len(self.first_looks))]
+        shares = [self.reduction**s / (s + 1) for s in halvings]
+        dealt = [0] * len(shares)
+        bracket = 0
+        for _ in range(index + 1):
+            bracket = min(range(len(shares)), key=lambda each: (dealt[each] + 1) / shares[each])
+            dealt[bracket] += 1
+        return bracket
+
+    @property
+    def _most_brackets(self) -> int:
+        return 1 + int(math.log(self.max_evaluations / self.grace) / math.log(self.reduction) + 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +150,7 @@ class PBT:
             raise ConfigError(f"resample is a probability, not {self.resample!r}")
 
 
-Scheduler: TypeAlias = ASHA | MedianStopping | PBT
+Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
 
 
 def _whole(scheduler: Scheduler, *names: str) -> None:

@@ -38,7 +38,7 @@ class Search:
         concurrent: how many train at once; None: as many as there are machines for.
         algorithm: "random"; "grid": every combination of choices; or "tpe": by what earlier trials came to, with Optuna
             (`pip install 'headway[optuna]'`).
-        scheduler: what ends trials early, or changes them: `ASHA`, `MedianStopping`, `PBT`.
+        scheduler: what ends trials early, or changes them: `ASHA`, `HyperBand`, `MedianStopping`, `PBT`.
         seed: of the suggestions: the n-th one is always the same, for "tpe" if earlier trials are.
         keep_best_trials: the checkpoints of so many of the best finished trials stay, those of others are deleted; None
             deletes none.

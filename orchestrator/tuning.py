@@ -6,6 +6,7 @@ Runs in a thread of the driver. What trials do is in the files of their runs; no
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from ray.tune.schedulers import (
 from ray.tune.search import Searcher
 
 from .asking import Stop, ask_to_stop
-from .schedulers import ASHA, PBT, MedianStopping
+from .schedulers import ASHA, PBT, HyperBand, MedianStopping
 from .search import Search, Values
 from .space import Axis, Choice, LogUniform, RandInt, Uniform
 from .storage import Folder
@@ -77,7 +78,8 @@ def tune_trials(
         place: where Ray Tune keeps its files.
     """
     os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
-    scheduler = Gentle(_scheduler(search), sweep, at_once=at_once, exploited=exploited)
+    kind = type(search.scheduler).__name__
+    scheduler = Gentle(_scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited)
     # It looks for files of loggers that are off.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
@@ -174,16 +176,25 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
     Args:
         inner: which decides.
         sweep: whose trials they are.
+        kind: its name, for people.
         at_once: how many may train.
         exploited: is told when a trial goes on from another one's checkpoint, with other values.
     """
 
     def __init__(
-        self, inner: TrialScheduler, sweep: Sweep, *, at_once: int, exploited: Callable[[str, str, Values], Values]
+        self,
+        inner: TrialScheduler,
+        sweep: Sweep,
+        *,
+        kind: str,
+        at_once: int,
+        exploited: Callable[[str, str, Values], Values],
     ) -> None:
         super().__init__()
+        self._kind = kind
         self._inner, self._sweep, self._at_once, self._exploited = inner, sweep, at_once, exploited
         self._is_pbt = isinstance(inner, PopulationBasedTraining)
+        self._stopped: set[str] = set()
         self._controller: Any = None
         self._supports_buffered_results = False
 
@@ -207,13 +218,16 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
 
     def on_trial_result(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
         """Lets the inner one decide; a trial that is to be stopped is asked to end, and goes on until it does."""
+        if trial.trial_id in self._stopped:
+            # Inner ones do not expect to hear of it again.
+            return str(TrialScheduler.CONTINUE)
         before = trial.config
         decision = str(self._inner.on_trial_result(controller, trial, result))
         if trial.config is not before:
             self._change(trial, before)
         if decision == TrialScheduler.STOP:
-            kind = type(self._inner).__name__
-            reason = f"{PRUNED}({kind}) after {result['evaluations']} evaluations"
+            self._stopped.add(trial.trial_id)
+            reason = f"{PRUNED}({self._kind}) after {result['evaluations']} evaluations"
             ask_to_stop(Folder(self._sweep.folder.path(_name(trial))), Stop(reason=reason))
             return str(TrialScheduler.CONTINUE)
         if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once:
@@ -311,8 +325,13 @@ def _scheduler(search: Search) -> TrialScheduler:
             return AsyncHyperBandScheduler(
                 **common, grace_period=grace, reduction_factor=reduction, max_t=most, stop_last_trials=False
             )
+        case HyperBand() as wanted:
+            return _Brackets(wanted, **common)
         case MedianStopping(grace=grace, trials=trials):
-            return MedianStoppingRule(**common, grace_period=grace, min_samples_required=trials)
+            # It would pause a trial while another one comes up, to hear of more of them first.
+            return MedianStoppingRule(
+                **common, grace_period=grace, min_samples_required=trials, min_time_slice=math.inf
+            )
         case PBT() as pbt:
             generator = random.Random(f"{search.seed} pbt")
             return PopulationBasedTraining(
@@ -322,6 +341,27 @@ def _scheduler(search: Search) -> TrialScheduler:
                 custom_explore_fn=lambda values: _within(values, search.varied),
             )  # fmt: skip
     return FIFOScheduler()
+
+
+class _Brackets(AsyncHyperBandScheduler):  # type: ignore[misc]
+    """Ray Tune's draws the bracket of a trial anew each time; here it follows from its number."""
+
+    def __init__(self, wanted: HyperBand, **common: Any) -> None:
+        super().__init__(
+            **common,
+            grace_period=wanted.grace,
+            reduction_factor=wanted.reduction,
+            # It rounds down a quotient of logarithms.
+            max_t=wanted.max_evaluations * (1 + 1e-9),
+            brackets=len(wanted.first_looks),
+            stop_last_trials=False,
+        )
+        self._wanted = wanted
+
+    def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
+        """Puts it into its bracket."""
+        index = int(_name(trial).rpartition("-")[2])
+        self._trial_info[trial.trial_id] = self._brackets[self._wanted.bracket_of(index)]
 
 
 def _mutation(axis: Axis, generator: random.Random) -> Any:

@@ -12,6 +12,7 @@ from headway.orchestrator import (
     PBT,
     Choice,
     Experiment,
+    HyperBand,
     LogUniform,
     RandInt,
     RunConflictError,
@@ -235,3 +236,18 @@ def test_only_the_best_finished_trials_keep_their_checkpoints(tmp_path: Path) ->
     opened.note("checkpoints_deleted", trial="trial-001", checkpoints=1)
     assert opened.trials()[1].has_no_checkpoints
     assert opened.trials()[1].last_checkpoint is None
+
+
+def test_brackets_of_hyperband_cost_the_same_and_a_trial_keeps_its_own() -> None:
+    scheduler = HyperBand(max_evaluations=81)
+    assert scheduler.first_looks == [1, 3, 9, 27, 81]
+    dealt = [scheduler.bracket_of(index) for index in range(200)]
+    # Li et al. 2018, table 1: 81, 34 (of 33.75), 15, 8 (of 7.5) and 5 trials, of which one survives all looks.
+    shares = [dealt.count(bracket) * 81 / dealt.count(0) for bracket in range(5)]
+    assert shares == pytest.approx([81, 33.75, 15, 7.5, 5], abs=1)
+    assert HyperBand(max_evaluations=243, brackets=2).first_looks == [1, 3]
+    # A quotient of logarithms that is 4.999...
+    assert len(HyperBand(max_evaluations=243).first_looks) == 6
+    for wrong in ({"brackets": 6}, {"grace": 82}, {"reduction": 1}, {"brackets": 0}):
+        with pytest.raises(ConfigError):
+            HyperBand(**wrong)  # type: ignore[arg-type]

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from headway.orchestrator import ASHA, PBT, Choice, Experiment, LogUniform, MedianStopping, Run, Search, sweep
+from headway.orchestrator import (
+    ASHA,
+    PBT,
+    Choice,
+    Experiment,
+    HyperBand,
+    LogUniform,
+    MedianStopping,
+    Run,
+    Search,
+    sweep,
+)
 from headway.orchestrator.events import read_events
 from headway.orchestrator.storage import Folder
 from headway.trainer import Callback, CheckpointConfig, load_weights
@@ -46,28 +57,41 @@ class Watched(TinyTrainer):
         return [WriteDown()]
 
 
-@pytest.mark.parametrize("scheduler", [ASHA(reduction=2, max_evaluations=4), MedianStopping(trials=1)])
-def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(tmp_path: Path, scheduler: Any) -> None:
+@pytest.mark.parametrize(
+    ("scheduler", "rates"),
+    [
+        (ASHA(reduction=2, max_evaluations=4), [1e-2, 1e-5, 1e-6, 1e-7]),
+        (MedianStopping(trials=2), [1e-2, 1e-2, 1e-6, 1e-7, 1e-7]),
+        # Six in the brackets that look before the end; two have all the time.
+        (HyperBand(reduction=2, max_evaluations=4), [1e-2, 1e-2, 1e-2, 1e-5, 1e-6, 1e-6, 1e-7, 1e-7]),
+    ],
+)
+def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(
+    tmp_path: Path, scheduler: Any, rates: list[float]
+) -> None:
     experiment = Experiment(name="early", trainer=TinyTrainer, config=TinyConfig(max_epochs=4), storage=str(tmp_path))
     search = Search(
-        space={"config.learning_rate": Choice([1e-2, 1e-5, 1e-6, 1e-7])},
+        space={"config.learning_rate": Choice(rates)},
         algorithm="grid",
-        concurrent=1,
+        # Fewer than there are trials: those that wait hold up nobody.
+        concurrent=2,
         scheduler=scheduler,
     )
     results = sweep(experiment, search)
     stopped = [trial for trial in results.trials if trial.status == "stopped"]
     assert len(stopped) >= 2
+    assert {trial.status for trial in results.trials} == {"completed", "stopped"}
+    assert all(trial.values["config.learning_rate"] < 1e-2 for trial in stopped)
     assert results.best is not None
     for trial in stopped:
         run = Run(trial.run_dir)
-        assert run.reason.startswith("the scheduler (")
+        assert run.reason.startswith(f"the scheduler ({type(scheduler).__name__}) after ")
         assert run.is_finished or trial.trial.has_ended
         assert 0 < run.record.steps < 48
         # With its last state, and an evaluation of it.
         assert str(run.record.last_checkpoint).endswith(f"step-{run.record.steps:08d}")
         assert trial.metric is not None
-    assert sum(trial.trial.steps for trial in results.trials) < 4 * 48
+    assert sum(trial.trial.steps for trial in results.trials) < len(rates) * 48
     again = sweep(experiment, search)
     assert [trial.trial.steps for trial in again.trials] == [trial.trial.steps for trial in results.trials]
 

@@ -18,7 +18,9 @@ from headway.trainer.errors import ConfigError
 from .asking import Stop, ask_to_stop, asked_to_stop
 from .claiming import open_run, open_sweep
 from .config import to_plain, to_yaml
+from .donors import Donors
 from .errors import TrainingFailedError
+from .events import read_events
 from .experiment import Experiment
 from .quiet import quiet_environment
 from .runs import Run, now
@@ -109,6 +111,10 @@ class _Lead:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._training: set[str] = set()
+        self._donors = Donors(
+            (event for event in read_events(sweep.folder) if event["event"] == "trial_changed"),
+            {trial.name: trial.resume for trial in self._waiting if trial.resume != "auto"},
+        )
         self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
         self._stop: Stop | None = None
         self._stop_since_s = 0.0
@@ -192,7 +198,7 @@ class _Lead:
                 ),
                 next_trial=self._next,
                 ended=self._ended,
-                reported=self._display.reported,
+                reported=self._reported,
                 exploited=self._exploited,
                 is_over=lambda: self._is_over,
                 resources=resources_of(self._experiment.scaling),
@@ -248,6 +254,7 @@ class _Lead:
         self._trials[name] = trial
         if not trial.has_ended:
             return
+        self._donors.let_go(name)
         self._sweep.note(
             "trial_ended", trial=name, status=trial.status, reason=trial.reason, error=trial.error,
             metric=trial.metric, steps=trial.steps,
@@ -268,16 +275,27 @@ class _Lead:
                     continue
                 self._sweep.note("checkpoints_deleted", trial=trial.name, checkpoints=deleted)
 
-    def _exploited(self, name: str, checkpoint: str, values: Values) -> Values:
-        """Writes down that a trial goes on from another one's checkpoint with other values; returns all it is told."""
+    def _exploited(self, name: str, checkpoint: str, values: Values) -> tuple[Values, str]:
+        """Writes down that a trial goes on from another one's checkpoint with other values.
+
+        Returns:
+            All that it is told, and the checkpoint, which is not deleted before the trial has saved one of its own.
+        """
         tried = {path: to_plain(value) for path, value in values.items() if path in self._search.space}
-        trial = replace(self._trials[name], values=tried)
-        self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint)
+        checkpoint, pinned = self._donors.hold(name, checkpoint)
+        trial = replace(self._trials[name], values=tried, resume=checkpoint)
+        self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned)
         self._trials[name] = trial
         run = Run(trial.run_dir)
         run.folder.write("config.yaml", to_yaml(self._trial_experiment(trial)))
         self._display.line(f"{name} goes on from {checkpoint} with {shown(tried)}", "dim")
-        return self._typed(trial)
+        return self._typed(trial), checkpoint
+
+    def _reported(self, name: str, report: Mapping[str, Any]) -> None:
+        self._display.reported(name, report)
+        # It also hears of the report that had the trial changed.
+        if self._donors.waits(name) and self._sweep.goes_on_by_itself(name):
+            self._donors.let_go(name)
 
 
 def what_fits(

@@ -195,16 +195,19 @@ class Sweep:
         )
         return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
 
+    def goes_on_by_itself(self, name: str) -> bool:
+        """Whether a trial has saved a checkpoint of its own since it was last told to go on from another one's."""
+        changes = (each for each in read_events(self.folder) if each["event"] == "trial_changed")
+        times = [change["time"] for change in changes if change["trial"] == name]
+        return not times or _has_saved_since(self.folder.path(name), times[-1])
+
     def trial_as_it_is(self, trial: Trial) -> Trial:
         """Returns a trial as the files of its run say now."""
         return self._as_it_is(trial, None, None)
 
     def _as_it_is(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
         if change is not None:
-            saved = any(
-                event["event"] == "checkpoint_saved" and event["time"] > change["time"]
-                for event in read_events(Folder(trial.run_dir))
-            )
+            saved = _has_saved_since(trial.run_dir, change["time"])
             trial = replace(trial, values=change["values"], resume="auto" if saved else change["checkpoint"])
         try:
             run = Run(trial.run_dir)
@@ -231,6 +234,12 @@ def _sweep_in(place: str) -> Sweep | None:
         return Sweep(place)
     except (ConfigError, StorageError):
         return None
+
+
+def _has_saved_since(run_dir: str, time_s: float) -> bool:
+    # What it was before saves once more when it is paused.
+    since = [event["event"] for event in read_events(Folder(run_dir)) if event["time"] > time_s]
+    return "attempt_started" in since and "checkpoint_saved" in since[since.index("attempt_started") :]
 
 
 def _without_checkpoints(trial: Trial) -> Trial:

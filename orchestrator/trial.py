@@ -267,12 +267,10 @@ def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _resume_from(run: Run, resume: str) -> str:
-    """Returns "auto", or the checkpoint of another trial: what the driver says, or what Ray Tune has put in force."""
+    """Returns "auto", or the checkpoint of another trial that the driver says, until this one has saved its own."""
     checkpoint = tune.get_checkpoint()
-    if checkpoint is None:
-        return resume
-    pointer = pointer_in(checkpoint)
-    return "auto" if pointer["run_dir"] == run.run_dir else str(pointer["checkpoint"])
+    has_saved = checkpoint is not None and pointer_in(checkpoint)["run_dir"] == run.run_dir
+    return "auto" if has_saved else resume
 
 
 def resources_of(scaling: Scaling) -> Any:

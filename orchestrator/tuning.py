@@ -43,6 +43,7 @@ _QUIET = {
 }
 
 Next = Callable[[], tuple[Trial, Values] | None]
+Exploited = Callable[[str, str, Values], tuple[Values, str]]
 
 
 def tune_trials(
@@ -53,7 +54,7 @@ def tune_trials(
     next_trial: Next,
     ended: Callable[[str, str | None], None],
     reported: Callable[[str, Mapping[str, Any]], None],
-    exploited: Callable[[str, str, Values], Values],
+    exploited: Exploited,
     is_over: Callable[[], bool],
     resources: Any,
     at_once: int,
@@ -70,7 +71,7 @@ def tune_trials(
         ended: is told the name of each trial that has ended, and an error that its own files do not know.
         reported: is told what a trial has reported.
         exploited: is told the name, the donor's checkpoint and the new values of a trial that goes on with them;
-            returns these typed.
+            returns these typed, and the checkpoint to go on from.
         is_over: says whether to leave all trials as they are.
         resources: of one trial.
         at_once: how many trials train at a time.
@@ -188,7 +189,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         *,
         kind: str,
         at_once: int,
-        exploited: Callable[[str, str, Values], Values],
+        exploited: Exploited,
     ) -> None:
         super().__init__()
         self._kind = kind
@@ -264,8 +265,8 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         checkpoint = trial.run_metadata.checkpoint_manager._latest_checkpoint_result.checkpoint
         name = str(before["trial"])
         values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
-        typed = self._exploited(name, pointer_in(checkpoint)["checkpoint"], values)
-        trial.set_config({**typed, "trial": name, "resume": "auto"})
+        typed, resume = self._exploited(name, pointer_in(checkpoint)["checkpoint"], values)
+        trial.set_config({**typed, "trial": name, "resume": resume})
 
 
 class _Searchless:

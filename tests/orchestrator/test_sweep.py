@@ -148,7 +148,7 @@ def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
     assert (first.status, [trial.status for trial in first.trials]) == ("stopped", ["interrupted"] * 2)
     saved = [trial.trial.steps for trial in first.trials]
     for trial in first.trials:
-        assert str(trial.checkpoint).endswith(f"step-{trial.trial.steps:08d}")
+        assert str(trial.trial.last_checkpoint).endswith(f"step-{trial.trial.steps:08d}")
         assert trial.trial.steps > 0
 
     # They go on from there, and at once means without a checkpoint.

@@ -1,4 +1,4 @@
-"""Measures all rows and prints one table; names of files choose among them: `python -m benchmarks loop stream`.
+"""Measures all rows and prints one table; names of files choose among them: `python -m benchmarks loop sweep:asha`.
 
 `goodput` takes ten minutes, or GOODPUT_MINUTES, and is measured only where it is named.
 """
@@ -10,12 +10,15 @@ import sys
 
 from .table import show
 
-PARTS = ("loop", "exact", "saving", "stream", "start", "restart")
+PARTS = ("loop", "exact", "saving", "stream", "start", "restart", "sweep")
 
 
 def main(parts: list[str]) -> int:
     """Prints the table, and returns how many targets were missed."""
-    rows = [row for part in parts or PARTS for row in importlib.import_module(f"benchmarks.{part}").rows()]
+    rows = []
+    for part in parts or PARTS:
+        file, *some = part.split(":")
+        rows += importlib.import_module(f"benchmarks.{file}").rows(*some)
     print(show(rows))
     return sum(not row.ok for row in rows)
 

@@ -16,7 +16,7 @@ from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_stop, asked_to_stop
-from .claiming import open_run, open_sweep
+from .claiming import open_run, open_sweep, origin_of
 from .config import to_plain, to_yaml
 from .donors import Donors
 from .errors import TrainingFailedError
@@ -108,6 +108,8 @@ class _Lead:
         self._signals, self._display = signals, display
         self._trials = {trial.name: trial for trial in sweep.trials()}
         self._waiting = [trial for trial in self._trials.values() if not trial.has_ended]
+        # That of all trials: it takes longer to find out than all else that a trial begins with.
+        self._origin = origin_of(experiment)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._training: set[str] = set()
@@ -229,7 +231,12 @@ class _Lead:
             # Before anything of it is there: whoever goes on tries the same.
             self._sweep.note("trial_suggested", trial=name, index=index, values=values)
             self._trials[name] = trial
-        open_run(self._trial_experiment(trial), accept_changes=bool(self._search.varied), take_over=True)
+        open_run(
+            self._trial_experiment(trial),
+            accept_changes=bool(self._search.varied),
+            take_over=True,
+            origin=self._origin,
+        )
         with self._lock:
             self._training.add(trial.name)
         self._display.started(trial)

@@ -19,6 +19,7 @@ from headway.orchestrator import ASHA, Choice, Experiment, Run, Scaling, Search,
 from headway.orchestrator.events import read_events
 from headway.orchestrator.stopping import stop_run
 from headway.orchestrator.storage import Folder
+from headway.trainer import CheckpointConfig
 from tests.tiny import TinyConfig, TinyTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -125,7 +126,9 @@ class Unhurried(TinyTrainer):
 
 
 def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
-    experiment = Experiment(name="long", trainer=Unhurried, config=TinyConfig(max_steps=100_000), storage=str(tmp_path))
+    # Saves at its end only.
+    config = TinyConfig(max_steps=100_000, checkpoint=CheckpointConfig(every=None))
+    experiment = Experiment(name="long", trainer=Unhurried, config=config, storage=str(tmp_path))
     search = Search(space={"config.learning_rate": Choice([1e-2, 1e-3, 1e-4])}, algorithm="grid", concurrent=2)
 
     def train_until(stop: Callable[[], str]) -> tuple[str, Any]:

@@ -79,6 +79,9 @@ def tune_trials(
         place: where Ray Tune keeps its files.
     """
     os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+    # Or Ray Tune starts the process of a trial when that of the one before it is up: one that ends sooner hands its own
+    # on, and short trials never train but one at a time.
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(at_once)
     kind = type(search.scheduler).__name__
     scheduler = Gentle(_scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited)
     # It looks for files of loggers that are off.

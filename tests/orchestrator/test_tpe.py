@@ -25,6 +25,8 @@ from headway.orchestrator import (
     When,
     sweep,
 )
+from headway.orchestrator.events import read_events
+from headway.orchestrator.storage import Folder
 from headway.orchestrator.sweeps import Sweep, open_sweep
 from headway.orchestrator.tpe import Tried
 from headway.trainer.errors import ConfigError
@@ -144,6 +146,9 @@ def test_a_sweep_that_goes_on_knows_all_results_and_trains_nothing_twice(tmp_pat
     space = {RATE: LogUniform(1e-6, 1e-1), "config.width": RandInt(3, 9)}
     first = sweep(experiment, Search(space=space, algorithm="tpe", trials=11, concurrent=2, seed=1))
     assert [trial.status for trial in first.trials] == ["completed"] * 11
+    # Two processes had them, although a trial is over before another process could be started.
+    attempts = [event for trial in first.trials for event in read_events(Folder(trial.run_dir))]
+    assert len({each["workers"][0]["pid"] for each in attempts if each["event"] == "attempt_started"}) >= 2
     more = Search(space=space, algorithm="tpe", trials=13, concurrent=1, seed=1)
     past = [trial.trial.tried for trial in first.trials]
     next_one = more.suggest(11, past)

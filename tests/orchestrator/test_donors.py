@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from headway.orchestrator import PBT, Experiment, LogUniform, Search
+from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.donors import Donors
 from headway.orchestrator.events import EventLog, read_events
-from headway.orchestrator.runs import Run, open_run
+from headway.orchestrator.runs import Run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweeping import _Lead
-from headway.orchestrator.sweeps import open_sweep
 from headway.trainer import CheckpointConfig, load_weights
 from headway.trainer.catalog import locate
 from headway.trainer.errors import CheckpointError

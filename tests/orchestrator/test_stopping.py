@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headway.orchestrator import LogUniform, Search
 from headway.orchestrator.asking import Stop, ask_to_stop, asked_to_stop, withdraw_stop
-from headway.orchestrator.claiming import open_run
+from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.cli import main
 from headway.orchestrator.display import Display
 from headway.orchestrator.lease import is_lost
@@ -22,7 +22,6 @@ from headway.orchestrator.runs import Run
 from headway.orchestrator.stopping import stop_run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.supervision import Signals, Supervision
-from headway.orchestrator.sweeps import open_sweep
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment, left_by_a_dead_driver
 

@@ -25,9 +25,10 @@ from headway.orchestrator import (
     When,
     sweep,
 )
+from headway.orchestrator.claiming import open_sweep
 from headway.orchestrator.events import read_events
 from headway.orchestrator.storage import Folder
-from headway.orchestrator.sweeps import Sweep, open_sweep
+from headway.orchestrator.sweeps import Sweep
 from headway.orchestrator.tpe import Tried
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer

@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World, tensor_files
+from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
 from headway.trainer.digests import TensorSum
 from headway.trainer.summing import SummedFile
 
@@ -156,14 +157,16 @@ def checksums(folder: str) -> list[Row]:
         cpu_s[kind].append(time.process_time() - began_s)
         return taken_s
 
-    def no_checksum(self: SummedFile, view: memoryview) -> None:
-        return
-
-    def no_sum(part: torch.Tensor, **place: Any) -> TensorSum:
-        return TensorSum("none", 0, 0)
+    def only_write(self: SummedFile, data: Any, read: Any) -> Future[TensorSum]:
+        view = memoryview(data).cast("B")
+        self._size += len(view)
+        self._file.write(view)
+        nothing: Future[TensorSum] = Future()
+        nothing.set_result(TensorSum("none", 0, 0))
+        return nothing
 
     def without() -> float:
-        with mock.patch.object(SummedFile, "_add", no_checksum), mock.patch.object(tensor_files, "sum_of_part", no_sum):
+        with mock.patch.object(SummedFile, "write_and_read", only_write):
             return save("without")
 
     trainer.save_checkpoint()

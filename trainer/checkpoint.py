@@ -35,7 +35,7 @@ from .manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, w
 from .pins import is_pinned
 from .progress import Duration
 from .retention import Retention
-from .saving import Saving
+from .saving import Savers, Saving
 from .snapshot import TENSOR_SUMS, Reading, Snapshot
 from .staging import Staging
 from .storage import Storage, open_storage
@@ -124,6 +124,7 @@ class CheckpointStore:
         self.passed_over: list[str] = []
         self._storage = open_storage(root)
         self._staging = Staging()
+        self._savers = Savers()
         self._tensor_files = TensorFiles()
         # Not around each save: filters are common to all threads. We know when there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -175,22 +176,22 @@ class CheckpointStore:
         Tensors that are `is_steady` keep their value until `Saving.hold` has returned; others are copied at once. Until
         the result of what it returns has been asked for, no other method of the store may be called.
         """
-        said = _Said(step, epoch, dict(metrics), meta)
+        said, alone = _Said(step, epoch, dict(metrics), meta), self.world.size == 1
         try:
             snapshot = Snapshot.of(parts, rank_parts)
             copy = self._staging.begin(snapshot.tensors, is_steady=is_steady)
         except Exception as error:
             # The other ranks are told where they can hear it.
             failure = error
-            return Saving(
-                _nothing, lambda: self._write(said, lambda: _fail(failure)), hold=_nothing, daemon=self.world.size > 1
+            return self._savers.begin(
+                _nothing, lambda: self._write(said, lambda: _fail(failure)), hold=_nothing, waits_at_exit=alone
             )
 
         def copied() -> Snapshot:
             copy.check()
             return replace(snapshot, tensors=copy.tensors)
 
-        return Saving(copy.finish, lambda: self._write(said, copied), hold=copy.hold, daemon=self.world.size > 1)
+        return self._savers.begin(copy.finish, lambda: self._write(said, copied), hold=copy.hold, waits_at_exit=alone)
 
     def _write(self, said: _Said, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
         """Writes and commits a snapshot, in several tries if need be. Every rank must call this, in one thread."""

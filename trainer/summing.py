@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import xxhash
+
+from .worker import Worker
 
 T = TypeVar("T")
 
@@ -85,10 +87,10 @@ class SummedFile:
 
     Args:
         file: open for writing, in binary; empty.
-        helper: one thread, which sums what has been or is being written.
+        helper: sums what has been or is being written.
     """
 
-    def __init__(self, file: Any, helper: ThreadPoolExecutor) -> None:
+    def __init__(self, file: Any, helper: Worker) -> None:
         self._file, self._helper = file, helper
         self._size = 0
         self._hasher = _HASHERS[_ALGORITHM]()
@@ -107,7 +109,7 @@ class SummedFile:
         """
         view = memoryview(data).cast("B")
         self._size += len(view)
-        reading = self._helper.submit(read, self._hasher.update)
+        reading = self._helper.do(lambda: read(self._hasher.update), Future())
         self._file.write(view)
         return reading
 
@@ -118,4 +120,4 @@ class SummedFile:
     def sum(self) -> Future[FileSum]:
         """Size and checksum of what has been written so far, once the helper is through with it."""
         size = self._size
-        return self._helper.submit(lambda: FileSum(size, f"{_ALGORITHM}:{self._hasher.hexdigest()}"))
+        return self._helper.do(lambda: FileSum(size, f"{_ALGORITHM}:{self._hasher.hexdigest()}"), Future())

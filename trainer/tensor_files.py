@@ -7,9 +7,10 @@ tensors that is 40 ms of Python less in each save, for which a training thread w
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,6 +28,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from .digests import TensorSum, add_up, has_sum, sum_of_part
 from .parallel import local
 from .summing import FileSum, SummedFile
+from .worker import Worker
 from .world import World
 
 METADATA = ".metadata"
@@ -37,6 +39,7 @@ class TensorFiles:
 
     def __init__(self) -> None:
         self._frames = _Frames()
+        self._helper = Worker("headway-sum", is_behind=True)
         self._layout: _Layout | None = None
 
     def write(self, tensors: Mapping[str, torch.Tensor], folder: Path, world: World) -> Written:
@@ -48,7 +51,7 @@ class TensorFiles:
         layout, self._layout = self._layout, None
         is_known = layout is not None and layout.shapes == shapes
         if not all(world.gather(is_known)):
-            writer = _Writer(folder, self._frames)
+            writer = _Writer(folder, self._frames, self._helper)
             group, alone = world.control, world.size == 1
             save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
             metadata = (folder / METADATA).read_bytes() if world.is_main else b""
@@ -58,7 +61,7 @@ class TensorFiles:
             assert layout is not None
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner(dict(tensors))
-            file = _RankFile(folder / layout.file, self._frames)
+            file = _RankFile(folder / layout.file, self._frames, self._helper)
             file.write(layout.items, planner.resolve_data)
             if world.is_main:
                 (folder / METADATA).write_bytes(layout.metadata)
@@ -115,30 +118,26 @@ class _RankFile:
 
     sum: Future[FileSum]
 
-    def __init__(self, path: Path, frames: _Frames) -> None:
-        self.path, self._frames = path, frames
+    def __init__(self, path: Path, frames: _Frames, helper: Worker) -> None:
+        self.path, self._frames, self._helper = path, frames, helper
         self.part_sums: list[tuple[str, Future[TensorSum]]] = []
         self.is_framed = True
 
     def write(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> list[WriteResult]:
         """Writes these tensors; a thread of its own sums them, and may go on when all is written."""
         results = []
-        helper = ThreadPoolExecutor(1, "headway-sum")
-        try:
-            # Buffered, because a system writes at most 2 GB at a time; what is large passes the buffer by.
-            with self.path.open("wb") as stream:
-                file = SummedFile(stream, helper)
-                for item in items:
-                    begin = file.tell()
-                    self._write(item, resolve(item).detach(), file, helper)
-                    length = file.tell() - begin
-                    results.append(WriteResult(item.index, length, _StorageInfo(self.path.name, begin, length)))
-            self.sum = file.sum()
-        finally:
-            helper.shutdown(wait=False)
+        # Buffered, because a system writes at most 2 GB at a time; what is large passes the buffer by.
+        with self.path.open("wb") as stream:
+            file = SummedFile(stream, self._helper)
+            for item in items:
+                begin = file.tell()
+                self._write(item, resolve(item).detach(), file)
+                length = file.tell() - begin
+                results.append(WriteResult(item.index, length, _StorageInfo(self.path.name, begin, length)))
+        self.sum = file.sum()
         return results
 
-    def _write(self, item: WriteItem, tensor: torch.Tensor, file: SummedFile, helper: ThreadPoolExecutor) -> None:
+    def _write(self, item: WriteItem, tensor: torch.Tensor, file: SummedFile) -> None:
         assert item.tensor_data is not None
         name, offsets, size = item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.size
         is_plain = has_sum(tensor) and not tensor.is_conj() and not tensor.is_neg()
@@ -148,7 +147,8 @@ class _RankFile:
             torch.save(tensor.cpu().clone(), stream)  # of a view it would write all that lies around it
             file.write(stream.getbuffer())
             if has_sum(tensor):
-                self.part_sums.append((name, helper.submit(sum_of_part, tensor, offsets=offsets, size=size)))
+                sum_it = functools.partial(sum_of_part, tensor, offsets=offsets, size=size)
+                self.part_sums.append((name, self._helper.do(sum_it, Future())))
             return
         here = tensor.cpu().contiguous()
 
@@ -216,14 +216,14 @@ class _Writer(FileSystemWriter):
     file: _RankFile
     items: Sequence[WriteItem]
 
-    def __init__(self, folder: Path, frames: _Frames) -> None:
+    def __init__(self, folder: Path, frames: _Frames, helper: Worker) -> None:
         super().__init__(folder, sync_files=False)  # the storage does, for all files
-        self._folder, self._frames = folder, frames
+        self._folder, self._frames, self._helper = folder, frames, helper
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Writes what the plan gives to this rank."""
         self.items = plan.items
-        self.file = _RankFile(self._folder / f"{plan.storage_data.prefix}0.distcp", self._frames)
+        self.file = _RankFile(self._folder / f"{plan.storage_data.prefix}0.distcp", self._frames, self._helper)
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(self.file.write(plan.items, planner.resolve_data))
         return future

@@ -141,6 +141,44 @@ def test_what_changes_after_a_save_has_begun_is_not_in_it(tmp_path: Path) -> Non
     assert (first[7], "new" in first, other) == ("seven", False, {"inside": [1]})
 
 
+BEGINS_AND_ENDS = """
+import sys, torch
+from headway.trainer.checkpoint import CheckpointStore
+from headway.trainer.world import World
+
+class Weights:
+    def state_dict(self):
+        return {"weights": torch.ones(5_000_000)}
+
+store = CheckpointStore(sys.argv[1], world=World.alone("cpu"))
+store.begin_save({"part": Weights()}, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_steady=lambda it: True)
+"""
+
+
+def test_a_process_ends_after_the_save_that_is_under_way(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BEGINS_AND_ENDS, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps(CheckpointStore(str(tmp_path), world=ALONE)) == [1]
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+
+
+def test_the_threads_that_save_are_kept_and_end_with_their_store(tmp_path: Path) -> None:
+    store, before = CheckpointStore(str(tmp_path), world=ALONE), set(threading.enumerate())
+    own: list[set[threading.Thread]] = []
+    for step in (1, 2):
+        parts, described = {"part": Held(torch.ones(3))}, {"epoch": 0, "metrics": {}, "meta": {}}
+        store.begin_save(parts, rank_parts={}, step=step, **described, is_steady=lambda tensor: True).result()  # type: ignore[arg-type]
+        own.append(set(threading.enumerate()) - before)
+    assert own[0] == own[1]
+    assert {thread.name for thread in own[0]} == {"headway-copy", "headway-save", "headway-sum"}
+    del store
+    for thread in own[0]:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def test_any_float_is_a_metric_and_the_manifest_is_json(tmp_path: Path) -> None:
     metrics = {"nan": math.nan, "inf": math.inf, "less": -math.inf, "zero": -0.0, "tiny": 5e-324, "third": -1 / 3}
     store = CheckpointStore(str(tmp_path), world=ALONE)

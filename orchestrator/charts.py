@@ -111,6 +111,10 @@ def curves(
     if max(x) - min(x) <= 10:
         # There is no step between two.
         figure.update_xaxes(dtick=1)
+    y = {point[1] for _, points in drawn for point in points}
+    if len(y) == 1 and y != {0.0}:
+        # Left to plotly, a constant of 0.003 lies between -1 and 1.
+        figure.update_yaxes(range=sorted([0, 2 * y.pop()]))
     return _drawn(figure, title, height=270)
 
 
@@ -214,6 +218,8 @@ class _Scale:
         scale = math.log10 if is_wide else float
         low, high = scale(distinct[0]), scale(distinct[-1])
         at = {str(each): (scale(each) - low) / (high - low) for each in distinct}
+        if len(distinct) <= 6:
+            return cls(at, [(at[str(each)], shown(each)) for each in distinct])
         middles = [low + (high - low) * part / 4 for part in range(5)]
         return cls(at, [((each - low) / (high - low), f"{10**each if is_wide else each:.3g}") for each in middles])
 

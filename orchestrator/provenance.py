@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.trainer.certificate import code_of
 
-from .target import file_digest
+from .target import file_digest, folder_of
 
 
 def versions() -> dict[str, str]:
@@ -41,10 +41,10 @@ def git_state() -> dict[str, Any]:
 
 
 def code(trainer: type) -> dict[str, Any]:
-    """Returns the SHA-256 of the file that a trainer is in, where it has one, and digests of its methods by name."""
+    """Returns digests of a trainer's methods by name, and the SHA-256 and the folder of its file, where it has one."""
     file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
-    digest = {"sha256": file_digest(file)} if file and os.path.isfile(file) else {}
-    return {**digest, "methods": code_of(trainer)}
+    of_file = {"sha256": file_digest(file), "folder": folder_of(trainer)} if file and os.path.isfile(file) else {}
+    return {**of_file, "methods": code_of(trainer)}
 
 
 def process_began() -> float | None:

@@ -47,7 +47,7 @@ def rerun(
         overrides: as those of `resolve`; without `name=...` the new run is called NAME-rerun.
         target: where the trainer is now, if not where it was: `file.py:name` or `module:name`.
         strict: refuses other code and other versions of packages as well.
-        accept_changes: trains on other data, too.
+        accept_changes: trains on other data, too, and on data that only the workers can see.
         verbose: shows what Ray and the workers print.
         display: where to show it; by default on standard output.
 
@@ -61,7 +61,8 @@ def rerun(
     experiment = _again(past, name, storage, overrides, target)
     begin = _beginning(past)
     before = recorded(name, storage)
-    rows = list(differing(before, present(experiment, _data_now(past, experiment))))
+    now = _data_now(past, experiment, accept_changes=accept_changes)
+    rows = list(differing(before, present(experiment, now)))
     display.line(f"{name} again, as {experiment.name}" + ("" if rows else ": nothing differs from its record"))
     for row in rows:
         display.line(f"  {_told(row)}", "dim")
@@ -115,11 +116,13 @@ def _beginning(past: Run) -> str:
     )
 
 
-def _data_now(past: Run, experiment: Experiment) -> dict[str, str | None]:
-    """The identity of the training data as it is here and now; reads no row."""
+def _data_now(past: Run, experiment: Experiment, *, accept_changes: bool) -> dict[str, str | None]:
+    """The identity of the training data here and now; reads no row. Empty where any will do, and there is none here."""
     try:
         train = plan(experiment).sketch.train
     except ConfigError as error:
+        if accept_changes:
+            return {}
         where = past.record.working_dir
         # It has a cause if the data has something against it.
         if error.__cause__ is None or not where or where == os.getcwd():

@@ -98,7 +98,8 @@ class Record:
         hardware: of the machine that it was started on.
         command: how it was started.
         working_dir: the current directory then, from which relative paths are meant.
-        code: digests of the trainer's file ("sha256") and of its methods ("methods", by name).
+        code: digests of the trainer's file ("sha256") and of its methods ("methods", by name), and the "folder" from
+            which its module is imported.
         data: what a resumed run compares the training data by: its "guarantee" and its "fingerprint".
         defaults: of the fields of the experiment that have another value, by path; None where there is none.
         changes: fields of the config that were changed between two starts, each as "path: before -> after".
@@ -224,8 +225,12 @@ class Run:
 
         plain, record = parse_yaml(self.folder.read("config.yaml") or "") or {}, self.record
         if target is None:
-            written, sha256 = str(plain.get("trainer", "")), record.code.get("sha256")
-            target = find_again(written, working_dir=record.working_dir, sha256=sha256)
+            target = find_again(
+                str(plain.get("trainer", "")),
+                working_dir=record.working_dir,
+                folder=record.code.get("folder"),
+                sha256=record.code.get("sha256"),
+            )
         return from_plain({**plain, "trainer": target})
 
     def update(self, **changes: Any) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -64,20 +66,34 @@ def name_of(trainer: type) -> str:
     module = sys.modules.get(trainer.__module__)
     file = getattr(module, "__file__", None)
     if file and (trainer.__module__ == "__main__" or trainer.__module__.startswith(_PREFIX)):
-        path, here = Path(file).resolve(), Path.cwd().resolve()
-        return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{trainer.__qualname__}"
+        return f"{_from_here(Path(file).resolve())}:{trainer.__qualname__}"
     return f"{trainer.__module__}:{trainer.__qualname__}"
 
 
-def find_again(target: str, *, working_dir: str, sha256: str | None) -> str:
+def folder_of(trainer: type) -> str | None:
+    """Returns the folder from which the module of a class is imported; None if it has no file.
+
+    One below the current directory is named from there.
+    """
+    file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
+    if not file:
+        return None
+    path = Path(file).resolve()
+    depth = 0 if trainer.__module__.startswith(_PREFIX) else trainer.__module__.count(".")
+    return _from_here(path.parents[depth + (path.name == "__init__.py")])
+
+
+def find_again(target: str, *, working_dir: str, folder: str | None, sha256: str | None) -> str:
     """Returns the target by which a class that was recorded is found now.
 
     A file is looked for below the current directory and below the one that it was recorded in; the one whose content is
-    that of the record comes first.
+    that of the record comes first. A module that cannot be imported as it is, is looked for in the folder that it came
+    from, which is then imported from.
 
     Args:
         target: what `name_of` said then.
         working_dir: the current directory then, perhaps of another machine.
+        folder: what `folder_of` said then.
         sha256: of the file then.
 
     Raises:
@@ -85,6 +101,8 @@ def find_again(target: str, *, working_dir: str, sha256: str | None) -> str:
     """
     place, name = _split(target)
     if not place.endswith(".py"):
+        if folder is not None:
+            _import_from((os.path.join(each, folder) for each in ("", working_dir)), place.partition(".")[0])
         return target
     places = list(dict.fromkeys(os.path.abspath(os.path.join(folder, place)) for folder in ("", working_dir)))
     there = [each for each in places if os.path.isfile(each)]
@@ -99,9 +117,25 @@ def file_digest(file: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
+def _import_from(folders: Iterable[str], package: str) -> None:
+    """Imports from the first of some folders that has a package, if there is none of the name yet."""
+    finder = importlib.machinery.PathFinder
+    if package in sys.modules or finder.find_spec(package, [os.getcwd(), *sys.path]) is not None:
+        return
+    for folder in map(os.path.abspath, folders):
+        if finder.find_spec(package, [folder]) is not None:
+            sys.path.insert(0, folder)
+            return
+
+
 def travels_by_value(module: ModuleType | None) -> bool:
     """Whether workers cannot import a module, because it is a user's file."""
     return module is not None and module.__name__.startswith(_PREFIX)
+
+
+def _from_here(path: Path) -> str:
+    here = Path.cwd().resolve()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _split(target: str) -> tuple[str, str]:

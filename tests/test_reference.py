@@ -166,5 +166,5 @@ def test_the_drawing_of_a_run_has_every_hook_in_the_order_of_a_run(tmp_path: Pat
     watching = Everything()
     TinyTrainer(config, run_dir=tmp_path, callbacks=[watching, StopAt(2)]).fit()
     fired = list(watching.fired)
-    assert len(fired) >= len(HOOKS) - 4
+    assert len(fired) >= len(HOOKS) - 5
     assert fired == [each for each in drawn if each in watching.fired]

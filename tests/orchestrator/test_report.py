@@ -25,7 +25,7 @@ from headway.orchestrator.events import EventLog
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
-OWNED = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+OWNED = "<b>bold</b></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 """What somebody may call anything."""
 
 
@@ -287,6 +287,8 @@ def test_a_browser_draws_the_page_without_a_complaint(storage: Path, name: str, 
         shown = look(storage / name / "report.html", folder, width=width)
         assert shown.console == []
         assert f"<title>{name}</title>" in shown.dom, "a name has become markup"
+        if name == "many":
+            assert re.search(r"<text[^>]*>&lt;b&gt;bold", shown.dom), "what was tried has become plotly's markup"
         curves = re.findall(r'<path class="js-line" d="M[^"]{8,}"', shown.dom)
         assert len(curves) >= lines
         assert shown.colors > 100, "the picture is blank"

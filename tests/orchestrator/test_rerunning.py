@@ -169,12 +169,35 @@ def test_of_two_files_of_one_name_the_one_with_the_recorded_content_is_taken(hom
     assert sys.modules[run.experiment().trainer.__module__].__file__ == str(tmp_path / "other/drop.py")
 
 
+def test_a_trainer_that_another_file_imports_from_beside_it_is_found(home: Path) -> None:
+    """As of a sweep whose file imports the trainer's: by a name that means nothing to a process from elsewhere."""
+    (home / "parts").mkdir()
+    (home / "drop.py").rename(home / "parts/dropping.py")
+    (home / "parts/main.py").write_text("from dropping import Drop, DropConfig\n")
+    before = list(sys.path)
+    experiment = resolve("parts/main.py:Drop", [*SETTINGS, f"storage={home.parent}/runs"])
+    run = open_run(experiment).run
+    assert run.record.trainer == "dropping:Drop"
+    for folder in (home, home.parent):
+        os.chdir(folder)
+        sys.path[:] = before
+        del sys.modules["dropping"]
+        sys.modules.pop("headway_file_main", None)
+        assert run.experiment().trainer.__name__ == "Drop"
+        assert sys.modules["dropping"].__file__ == str(home / "parts/dropping.py")
+    del sys.modules["dropping"]
+
+
 def test_data_that_is_not_here_is_said_with_the_folder_that_paths_are_meant_from(home: Path) -> None:
     run = begun(home)
     os.chdir(home.parent)
     _, error = again(home)
     assert "data/rows does not exist" in error
     assert f"meant from {run.record.working_dir}" in error
+    # Perhaps the workers see it: that is for `fit` to find out.
+    shown, error = again(home, accept_changes=True)
+    assert "  data fingerprint: of then -> -\n" in shown
+    assert "data/rows does not exist" in error
 
 
 def test_a_config_that_changed_along_the_way_is_told(home: Path) -> None:

@@ -120,10 +120,13 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run_I1_
     assert "Traceback" not in out
     run = Run(str(storage / "line"))
     assert (run.status, run.record.steps, run.record.workers) == ("completed", 9, 2)
+    # Named from the folder that was submitted, not from its copy on the cluster: `headway rerun` finds it here.
+    assert run.record.trainer.startswith("line.py:")
     assert not [file for file in storage.rglob("*.*") if file.is_file() and b"hush-hush" in file.read_bytes()]
 
     monkeypatch.chdir(project)
     line = load_target("line.py")
+    assert run.experiment().trainer is line
     assert isinstance(line, type)
     config = sys.modules[line.__module__].LineConfig(max_steps=9, global_batch_size=8, log_every=1)
     line(config, run_dir=project.parent / "alone").fit()

@@ -18,7 +18,8 @@ _DONE = ("completed", "stopped", "time_limit")
 def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
     """Returns the trials that came to their end and are not among the best so far.
 
-    Trials that failed are left as they are: somebody may want to look.
+    Trials that failed are left as they are: somebody may want to look. As long as no trial has the metric, none is
+    better than another, and all are kept.
 
     Args:
         trials: of the sweep.
@@ -27,6 +28,8 @@ def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
     """
     done = [trial for trial in trials if trial.status in _DONE]
     judged = [trial for trial in done if trial.metric is not None]
+    if not judged:
+        return []
     judged.sort(key=lambda trial: (trial.metric or 0.0) * (1 if mode == "min" else -1))
     best = {trial.name for trial in judged[:keep]}
     return [trial for trial in done if trial.name not in best]

@@ -99,6 +99,8 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
             train=train_here if is_alone else train_group,
             resumption=Resumption(resume=resume, accept_changes=task.may_change),
         ).run()  # fmt: skip
+        if result.status == "completed":
+            _check_metric(task.metric, result.metrics, "a trial")
     except Exception as error:
         run.update(status="failed", reason="", error=one_line(error), ended=now())
         return
@@ -145,9 +147,14 @@ class Relay(Display):
         self._sweep_task, self._evaluations = task, 0
 
     def event(self, event: Event) -> None:
-        """Reports an evaluation."""
-        if event["event"] != "evaluated" or self._sweep_task.metric not in event["metrics"]:
+        """Reports an evaluation.
+
+        Raises:
+            ConfigError: it does not give the metric of the sweep.
+        """
+        if event["event"] != "evaluated":
             return
+        _check_metric(self._sweep_task.metric, event["metrics"], "an evaluation")
         self._evaluations += 1
         tune.report(
             report_of(self._sweep_task, event["metrics"][self._sweep_task.metric], self._evaluations, event["step"])
@@ -158,6 +165,11 @@ def report_of(task: SweepTask, value: float, evaluations: int, step: int) -> dic
     """Returns what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
     worst = _WORST if task.mode == "min" else -_WORST
     return {task.metric: value if math.isfinite(value) else worst, "evaluations": evaluations, "step": step}
+
+
+def _check_metric(metric: str, metrics: Mapping[str, float], of: str) -> None:
+    if metric not in metrics:
+        raise ConfigError(f"metric is {metric!r}, but {of} gives {', '.join(metrics) or 'none'}")
 
 
 class Reporter(Callback):
@@ -180,8 +192,7 @@ class Reporter(Callback):
         """Reports, or asks for the checkpoint that goes with the report."""
         if not self._task.metric.startswith("validation/"):
             return
-        if self._task.metric not in metrics:
-            raise ConfigError(f"metric is {self._task.metric!r}, but an evaluation gives {', '.join(metrics)}")
+        _check_metric(self._task.metric, metrics, "an evaluation")
         self._value = metrics[self._task.metric]
         if self._task.pauses:
             trainer.request_save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,8 @@ def test_only_the_best_finished_trials_keep_their_checkpoints(tmp_path: Path) ->
     found = surplus(trials, mode="min", keep=2)
     assert [trial.name for trial in found] == ["trial-001", "trial-004"]
     assert [trial.name for trial in surplus(trials, mode="max", keep=1)] == ["trial-000", "trial-002", "trial-004"]
+    without = [replace(trial, metric=None) for trial in trials]
+    assert surplus(without, mode="min", keep=2) == [], "none is better than another"
     assert delete_checkpoints(found[0]) >= 1
     assert delete_checkpoints(found[1]) == 0
     assert not Path(trained.last_checkpoint).exists()

@@ -216,7 +216,9 @@ class Sweep:
         if run is not None:
             trial = _with_run(trial, run, self.record.search["metric"])
         if end is not None:
-            return replace(trial, **{name: end[name] for name in ("status", "reason", "error", "metric", "steps")})
+            return replace(
+                trial, **{name: end[name] for name in ("status", "reason", "error", "metric", "steps") if name in end}
+            )
         if trial.has_ended and run is not None and _is_unfinished(run):
             return replace(trial, status="interrupted")
         return trial

@@ -95,7 +95,7 @@ def sweep(storage: Path, trials: int = 5) -> None:
         status, error = ("failed", f"ValueError: {OWNED}") if failed else ("completed", None)
         run.update(status=status, error=error, steps=20, best_metric=worth if math.isfinite(worth) else None)
         metric = worth if math.isfinite(worth) and not failed else None
-        many.note("trial_ended", trial=name, status=status, reason="", error=error, metric=metric)
+        many.note("trial_ended", trial=name, status=status, reason="", error=error, metric=metric, steps=20)
     many.update(status="completed")
 
 
@@ -265,10 +265,11 @@ def look(page: Path, folder: Path, *, width: int = 1280, height: int = 3000) -> 
 
     picture = folder / "page.png"
     done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--v=0",
-         f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}", "--virtual-time-budget=10000",
-         f"--screenshot={picture}", "--dump-dom", "--enable-logging=stderr", page.as_uri()],
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic",
+         "--disable-sync", "--disable-background-networking", "--disable-component-update", "--no-first-run",
+         "--hide-scrollbars", "--v=0", f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}",
+         "--virtual-time-budget=10000", f"--screenshot={picture}", "--dump-dom", "--enable-logging=stderr",
+         page.as_uri()],
         capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     with Image.open(picture) as image:

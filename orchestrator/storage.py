@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -137,6 +137,8 @@ class Folder:
             return bytes(self._fs.cat_file(join(self._root, name), start=offset, end=size)), size
         except FileNotFoundError:
             return b"", 0
+        except Exception as error:
+            raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
 
     def remove(self, name: str) -> None:
         """Removes a file if it is there."""
@@ -149,22 +151,29 @@ class Folder:
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file or folder."""
-        return bool(self._fs.exists(join(self._root, name)))
+        try:
+            return bool(self._fs.exists(join(self._root, name)))
+        except Exception as error:
+            raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
 
     def folders(self) -> list[str]:
         """Names of the folders in it, sorted; none if it does not exist."""
-        try:
-            self._fs.invalidate_cache(self._root)
-            entries = self._fs.ls(self._root, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory")
+        return sorted(_name(entry) for entry in self._entries() if entry["type"] == "directory")
 
     def files(self, prefix: str) -> list[str]:
         """Names of the files in it that begin so, sorted."""
+        return sorted(name for name in map(_name, self._entries()) if name.startswith(prefix))
+
+    def _entries(self) -> list[dict[str, Any]]:
         try:
             self._fs.invalidate_cache(self._root)
-            names = [entry["name"].rsplit("/", 1)[-1] for entry in self._fs.ls(self._root, detail=True)]
+            entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(name for name in names if name.startswith(prefix))
+        except Exception as error:
+            raise StorageError(f"{self.place} cannot be listed: {error}") from error
+        return entries
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]

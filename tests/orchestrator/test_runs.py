@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from headway.orchestrator import Experiment, RunConflictError, Scaling, StorageError, find_run, list_runs, resolve
 from headway.orchestrator.claiming import open_run
+from headway.orchestrator.cli import main
 from headway.orchestrator.errors import TrainingFailedError
 from headway.orchestrator.events import EventLog, Follower, read_events
 from headway.orchestrator.runs import Run
@@ -165,6 +167,36 @@ def test_storage_that_cannot_be_written_is_an_error_of_its_own(place: str) -> No
     """I5."""
     with pytest.raises(StorageError, match=place):
         open_run(Experiment(name="a", trainer=TinyTrainer, config=TinyConfig(), storage=place))
+
+
+class Refusing(MemoryFileSystem):
+    """A file system that lets nobody in, with an error of its own: what object stores raise is no OSError."""
+
+    protocol = "refusing"
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise LookupError("no credentials")
+
+    ls = info = size = exists = cat_file = pipe_file = rm_file = _refuse
+
+
+def test_storage_that_cannot_be_read_is_an_error_of_its_own_too(capsys: pytest.CaptureFixture[str]) -> None:
+    fsspec.register_implementation("refusing", Refusing)
+    folder = Folder("refusing://runs")
+    asks: list[Callable[[], object]] = [
+        folder.folders,
+        lambda: folder.files("events"),
+        lambda: folder.exists("run.json"),
+        lambda: folder.read("run.json"),
+        lambda: folder.read_from("metrics.jsonl", 0),
+    ]
+    for ask in asks:
+        with pytest.raises(StorageError, match="refusing://runs.* cannot be .*: no credentials"):
+            ask()
+    with pytest.raises(SystemExit) as ended:
+        main(["runs", "--storage", "refusing://runs"])
+    assert ended.value.code == 2
+    assert "no credentials" in capsys.readouterr().err
 
 
 def test_places_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

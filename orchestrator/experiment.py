@@ -118,7 +118,8 @@ class Retries:
     An error that would only come again is never retried: see `failures.py`.
 
     Attributes:
-        max_failures: workers that crashed, hung or lost each other; one failure of the whole group counts once.
+        max_failures: workers that crashed, hung, or lost each other or the storage; one failure of the whole group
+            counts once.
         max_errors: exceptions of the code that trains, counted apart: a machine that is unwell takes no retry from it.
         max_preemptions: machines that were taken away with notice; None: as often as it happens.
         hang_timeout: a time such as "10m": a rank that stays so long in one phase of its training, while others wait

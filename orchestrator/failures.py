@@ -17,6 +17,7 @@ from ray.train import UserCallback
 from headway.trainer.errors import CheckpointError, ResumeError
 
 from .asking import asked_to_stop
+from .errors import StorageError
 from .events import Event, EventLog, read_events
 from .resizing import RESIZING
 from .storage import Folder
@@ -74,8 +75,8 @@ class Failure:
 
     @property
     def is_of_the_code(self) -> bool:
-        """Whether the code that trains raised it; otherwise a process died, or lost its peers."""
-        return bool(self.kind) and not self.collateral
+        """Whether the code that trains raised it; otherwise a process died, or lost its peers or the storage."""
+        return bool(self.kind) and not self.collateral and self.kind != StorageError.__name__
 
     def __str__(self) -> str:
         if self.hung:
@@ -91,11 +92,12 @@ class Failure:
 def is_hopeless_kind(error: BaseException) -> bool:
     """Whether an error says by its class that it would come again: ours are about the config, the data or the numbers.
 
-    A checkpoint that could not be written may well be written the next time; one of another run stays that.
+    What could not be written, a checkpoint or an event, may well be written the next time; a checkpoint of another run
+    stays that.
     """
     # By module, not by class: headway.datasets has errors of its own, and not every run needs to import it.
     is_ours = type(error).__module__.startswith("headway.")
-    return is_ours and (not isinstance(error, CheckpointError) or isinstance(error, ResumeError))
+    return is_ours and (not isinstance(error, (CheckpointError, StorageError)) or isinstance(error, ResumeError))
 
 
 def is_collateral(error: BaseException) -> bool:
@@ -154,8 +156,8 @@ def has_left_to_resize(events: Sequence[Event]) -> bool:
 def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
     """Whether to give up although there are retries left.
 
-    A process that died, or lost its peers, is tried again. An exception is tried again if the run has got further than
-    at the exception before it, and further than where it began: otherwise it has a cause that stays.
+    A process that died, or lost its peers or the storage, is tried again. An exception is tried again if the run has
+    got further than at the exception before it, and further than where it began: otherwise it has a cause that stays.
 
     Args:
         failure: the one to decide on.

@@ -22,7 +22,7 @@ from headway.trainer.world import World
 
 from .asking import asked_to_stop
 from .bridge import Bridge
-from .errors import RunConflictError
+from .errors import RunConflictError, StorageError
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, phase_of
 from .lease import is_lost
@@ -134,19 +134,21 @@ def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any
             result = trainer.fit(resume=begin.resume, restore=begin.restore, accept_changes=begin.accept_changes)
     except BaseException as error:
         step = trainer.global_step if trainer is not None and bridge.began_at is not None else None
-        events.add(
-            "rank_failed",
-            attempt=attempt,
-            rank=world.rank,
-            step=step,
-            began_at=bridge.began_at,
-            type=type(error).__name__,
-            phase=phase_of(error),
-            message=str(error),
-            hopeless=is_hopeless_kind(error),
-            collateral=is_collateral(error),
-            traceback="".join(traceback.format_exception(error)),
-        )
+        # Where it cannot be written, what was raised is more than that.
+        with contextlib.suppress(StorageError):
+            events.add(
+                "rank_failed",
+                attempt=attempt,
+                rank=world.rank,
+                step=step,
+                began_at=bridge.began_at,
+                type=type(error).__name__,
+                phase=phase_of(error),
+                message=str(error),
+                hopeless=is_hopeless_kind(error),
+                collateral=is_collateral(error),
+                traceback="".join(traceback.format_exception(error)),
+            )
         raise
     is_to_resize = False
     if bridge.is_to_resize and result.status == "interrupted":

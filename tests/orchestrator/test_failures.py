@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from headway.orchestrator.errors import StorageError
 from headway.orchestrator.events import Event
 from headway.orchestrator.failures import (
     Failure,
@@ -45,6 +46,7 @@ DIED = failure(kind="")
         pytest.param(failure(step=9), [DIED] * 9, False, id="deaths take no retry from errors"),
         pytest.param(failure(step=9), [failure(step=5)], True, id="raised twice"),
         pytest.param(lost(), [failure(step=5)] * 9, False, id="lost peers are no errors"),
+        pytest.param(failure("StorageError"), [failure(step=5)] * 9, False, id="neither is a storage that was away"),
     ],
 )
 def test_errors_of_the_code_and_of_machines_have_budgets_of_their_own_C7(
@@ -136,6 +138,7 @@ def test_a_failure_is_told_with_rank_step_and_phase_C7() -> None:
         pytest.param(failure(step=9, began_at=3), [failure(step=5)], False, id="got further"),
         pytest.param(failure(step=5), [failure(kind="", step=None)], False, id="after a death"),
         pytest.param(failure(step=5, hopeless=True), [], True, id="an error of ours"),
+        pytest.param(failure("StorageError", step=0), [failure("StorageError")], False, id="a storage that was away"),
         pytest.param(lost(step=None), [lost()] * 9, False, id="lost its peers"),
         pytest.param(failure(step=5, began_at=3), [lost(step=5)], False, id="after losing its peers"),
     ],
@@ -149,7 +152,10 @@ def test_errors_about_config_data_and_numbers_would_come_again(kind: type[Except
     assert is_hopeless_kind(kind("x"))
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), CheckpointError("disk full")])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x"), OSError("x"), CheckpointError("disk full"), StorageError("s3://bucket/x cannot be written")],
+)
 def test_other_errors_may_not(error: Exception) -> None:
     assert not is_hopeless_kind(error)
 

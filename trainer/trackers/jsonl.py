@@ -11,6 +11,8 @@ from typing import Any
 from .lines import open_lines
 from .records import Record, RecordFile
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
 
 class JsonlTracker(RecordFile):
     """Writes one JSON object per step, `{"step": 50, "epoch": 0, "time": ..., "attempt": 1, "train/loss": ...}`.
@@ -41,7 +43,10 @@ class JsonlTracker(RecordFile):
 
     def line(self, record: Record) -> str:
         """Returns a record as JSON."""
-        return json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False)
+        try:
+            return _ENCODER.encode(record)
+        except ValueError:
+            return _ENCODER.encode({name: _finite(value) for name, value in record.items()})
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ class RecordFile(Tracker):
         if self._file is None:
             return
         again = self._last.get("step") == step
-        values = {**(self._last if again else {}), **metrics}
+        values = {**self._last, **metrics} if again else metrics
         record = {"step": step, "epoch": epoch, "time": round(time.time(), 3), "attempt": self._attempt} | {
             name: value for name, value in values.items() if name not in RESERVED
         }

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -21,8 +23,11 @@ _WIDTH = 1 << 10
 # Rows at a time: what is read again comes from the cache of a core; a GPU wants fewer, larger pieces.
 _ROWS = {False: 1 << 7, True: 1 << 14}
 _MOST_ROWS = 1 << 15  # sums of so many numbers of 16 bits fit into 32
+_FEWEST_ROWS = 8  # fewer are summed sooner without a table
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
+
+_Longs: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class TensorSum(NamedTuple):
@@ -71,73 +76,78 @@ def sum_of_part(
     values = part.contiguous().view(-1).view(_BITS[part.element_size()])
     if list(part.shape[1:]) == list(size[1:]):
         first = int(offsets[0]) * (part.numel() // max(1, part.shape[0])) if size else 0
-        total = _sums_of_run(values, first, first_look)
+        bits, places = _sums_of_run(values, first, first_look)
     else:
         if first_look is not None:
             first_look(values)
-        places = torch.zeros((), dtype=torch.int64, device=part.device)
+        place = torch.zeros((), dtype=torch.int64, device=part.device)
         for offset, width, whole in zip(offsets, part.shape, size, strict=True):
-            places = places[..., None] * whole + torch.arange(offset, offset + width, device=part.device)
+            place = place[..., None] * whole + torch.arange(offset, offset + width, device=part.device)
         long = values.to(torch.int64)
-        total = torch.stack((long.sum(), (long * places.view(-1)).sum()))
-    bits_sum, places_sum = total.tolist()
-    return TensorSum(dtype, bits_sum % _MODULUS, places_sum % _MODULUS)
+        bits, places = torch.stack((long.sum(), (long * place.view(-1)).sum())).tolist()
+    return TensorSum(dtype, bits % _MODULUS, places % _MODULUS)
 
 
-def _sums_of_run(values: torch.Tensor, first: int, first_look: Callable[[torch.Tensor], object] | None) -> torch.Tensor:
-    """The sum of values side by side, and of each times its place, counted from `first` on: int64, shape [2]."""
-    total = torch.zeros(2, dtype=torch.int64, device=values.device)
+def _sums_of_run(
+    values: torch.Tensor, first: int, first_look: Callable[[torch.Tensor], object] | None
+) -> tuple[int, int]:
+    """The sum of values side by side, and of each times its place, counted from `first` on; not yet modulo 2**64."""
+    bits = places = 0
     for start in range(0, len(values), _WIDTH * _MOST_ROWS):
         run = values[start : start + _WIDTH * _MOST_ROWS]
-        whole = len(run) // _WIDTH * _WIDTH
+        whole = len(run) // _WIDTH * _WIDTH if len(run) >= _WIDTH * _FEWEST_ROWS else 0
         if whole:
             # As a table, where a place is a row's and a column's: the sums of rows and of columns tell all, and no
             # value but these has to be multiplied.
             of_rows, of_columns = _exact_sums(run[:whole].view(-1, _WIDTH), first_look)
-            bits, row_places = _sums_of_few(of_rows)
+            sum_of_all, row_places = _sums_of_few(of_rows)
             _, column_places = _sums_of_few(of_columns)
-            total += torch.stack((bits, row_places * _WIDTH + column_places + bits * (first + start)))
+            bits += sum_of_all
+            places += row_places * _WIDTH + column_places + sum_of_all * (first + start)
         if len(rest := run[whole:]):
             if first_look is not None:
                 first_look(rest)
-            bits, places = _sums_of_few(rest.to(torch.int64))
-            total += torch.stack((bits, places + bits * (first + start + whole)))
-    return total
+            sum_of_all, rest_places = _sums_of_few(rest.to(torch.int64).cpu().numpy())
+            bits += sum_of_all
+            places += rest_places + sum_of_all * (first + start + whole)
+    return bits, places
 
 
-def _exact_sums(table: torch.Tensor, first_look: Callable[[torch.Tensor], object] | None) -> list[torch.Tensor]:
-    """Of rows and of columns, in int64; processors add whole numbers several times faster than they widen them."""
+def _exact_sums(table: torch.Tensor, first_look: Callable[[torch.Tensor], object] | None) -> tuple[_Longs, _Longs]:
+    """Of rows and of columns; processors add whole numbers several times faster than they widen them."""
     kind = torch.int64 if table.dtype == torch.int64 else torch.int32
     # Of 32 bits, those of the upper halves too: modulo 2**32 the sums of all bits then say what the lower ones are.
     num_sums = 2 if table.dtype == torch.int32 else 1
-    of_rows = torch.empty(num_sums, len(table), dtype=kind, device=table.device)
-    of_columns = torch.zeros(num_sums, _WIDTH, dtype=kind, device=table.device)
-    step = min(_ROWS[table.is_cuda], len(table))
-    upper = torch.empty(step, _WIDTH, dtype=kind, device=table.device) if num_sums == 2 else table
-    for start in range(0, len(table), step):
-        rows = table[start : start + step]
+    of_rows: list[list[torch.Tensor]] = [[] for _ in range(num_sums)]
+    of_columns = [torch.zeros(_WIDTH, dtype=kind, device=table.device) for _ in range(num_sums)]
+    upper: torch.Tensor | None = None
+    for rows in torch.split(table, _ROWS[table.is_cuda]):
         if first_look is not None:
             first_look(rows.view(-1))
-        numbers = rows.to(kind)
-        halves = (
-            (numbers, torch.bitwise_right_shift(numbers, 16, out=upper[: len(rows)])) if num_sums == 2 else (numbers,)
-        )
-        for nth, each in enumerate(halves):
-            torch.sum(each, 1, dtype=kind, out=of_rows[nth, start : start + step])
-            of_columns[nth] += each.sum(0, dtype=kind)
-    return [_exact(of_rows), _exact(of_columns)]
+        numbers = [rows.to(kind)]
+        if num_sums == 2:
+            upper = (
+                rows >> 16
+                if upper is None or len(upper) != len(rows)
+                else torch.bitwise_right_shift(rows, 16, out=upper)
+            )
+            numbers.append(upper)
+        for each, rows_so_far, columns_so_far in zip(numbers, of_rows, of_columns, strict=True):
+            rows_so_far.append(each.sum(1, dtype=kind))
+            columns_so_far += each.sum(0, dtype=kind)
+    return _exact([torch.cat(each) for each in of_rows]), _exact(of_columns)
 
 
-def _exact(sums: torch.Tensor) -> torch.Tensor:
-    long = sums.to(torch.int64)
-    if len(sums) == 1:
-        return long[0]
-    upper = long[1] << 16
-    return upper + ((long[0] - upper) & 0xFFFFFFFF)
+def _exact(sums: Sequence[torch.Tensor]) -> _Longs:
+    exact: _Longs = sums[0].to(torch.int64).cpu().numpy()
+    if len(sums) == 2:
+        upper: _Longs = sums[1].to(torch.int64).cpu().numpy() << 16
+        exact = upper + ((exact - upper) & 0xFFFFFFFF)
+    return exact
 
 
-def _sums_of_few(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return wide.sum(), (wide * torch.arange(len(wide), device=wide.device)).sum()
+def _sums_of_few(long: _Longs) -> tuple[int, int]:
+    return int(long.sum()), int(long @ np.arange(len(long)))
 
 
 def sums_of(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, TensorSum]:

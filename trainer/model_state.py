@@ -21,7 +21,7 @@ from .errors import CheckpointError, ConfigError
 from .parallel import bare, local
 
 # What wrapping a module adds to the names of what is inside. DDP wraps the whole model, and is taken off as such.
-_WRAPPINGS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+_CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
 
 
 class Models(dict[str, nn.Module]):
@@ -194,7 +194,9 @@ def moved_by_steps(
 
 
 def _plain(key: str) -> str:
-    return ".".join(each for each in key.split(".") if each not in _WRAPPINGS)
+    if _CHECKPOINTED not in key and _COMPILED not in key:
+        return key
+    return ".".join(each for each in key.split(".") if each not in (_CHECKPOINTED, _COMPILED))
 
 
 def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

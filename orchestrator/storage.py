@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,9 @@ T = TypeVar("T")
 U = TypeVar("U")
 # An object store answers within 20 to 100 ms, and does not mind to be asked by many.
 _AT_A_TIME = 32
+STORAGE_PATIENCE_S = 60.0
+"""So long a storage may be away before a run fails of it."""
+_AGAIN_S = 1.0
 
 
 def absolute(place: str | os.PathLike[str]) -> str:
@@ -42,6 +46,22 @@ def absolute(place: str | os.PathLike[str]) -> str:
 def join(place: str, *names: str) -> str:
     """Puts names below a path or a URI."""
     return "/".join((place.rstrip("/"), *names))
+
+
+def patiently(do: Callable[[], T]) -> T:
+    """Does what needs a storage, and waits up to a minute for one that is away.
+
+    Raises:
+        StorageError: it stays away.
+    """
+    deadline_s = time.monotonic() + STORAGE_PATIENCE_S
+    while True:
+        try:
+            return do()
+        except StorageError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_AGAIN_S)
 
 
 class Folder:

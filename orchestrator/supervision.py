@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -17,15 +18,18 @@ from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_grow, ask_to_stop, asked_to_stop
 from .display import Display
-from .events import EventLog, Follower, read_events
+from .errors import StorageError
+from .events import Event, EventLog, Follower, read_events
 from .experiment import Experiment
 from .group import error_of, train_group
+from .lease import is_lost
 from .local_ray import missing, places_taken, room_for, waiting
 from .preemption import endings
 from .resizing import RESIZING, Growth
 from .result import RunResult
 from .resumption import Resumption
 from .runs import Run
+from .storage import STORAGE_PATIENCE_S, patiently
 from .watching import Watch
 
 # A group that has not come up after so long, on a cluster that could hold it, is given up; Scaling.wait says otherwise.
@@ -131,6 +135,8 @@ class Supervision:
         self._waits_since = self._told_waiting_s = time.monotonic()
         self._taken = places_taken()
         self._told_waiting: str | None = None
+        self._away_since_s = math.inf
+        self._unheeded: list[Event] = []
         self._watch = Watch(experiment, run.folder, self._events)
         self._event_lines = Follower(run.folder, "events", from_now=True)
         self._metric_lines = Follower(run.folder, "metrics.jsonl", from_now=True)
@@ -146,16 +152,45 @@ class Supervision:
         try:
             while thread.is_alive():
                 thread.join(pause_s)
-                self._look()
-                self._heed_signals()
-                if (reason := self._heed_stop()) is not None:
+                if (reason := self._turn()) is not None:
                     return self._abandoned(reason)
-                self._grow()
-                self._heed_the_clock()
-            self._look()
+            patiently(self._look)
+        except Exception:
+            self._leave(thread)
+            raise
         finally:
             self._display.close()
         return self._result()
+
+    def _turn(self) -> str | None:
+        """Looks at everything once; returns why to leave without the workers, or None to go on.
+
+        Raises:
+            ConfigError: the workers do not come up.
+            StorageError: the folder of the run has been away for a minute.
+        """
+        try:
+            self._look()
+            self._heed_signals()
+            if (reason := self._heed_stop()) is not None:
+                return reason
+            self._grow()
+            self._heed_the_clock()
+        except StorageError:
+            now_s = time.monotonic()
+            self._away_since_s = min(self._away_since_s, now_s)
+            # Two signals mean "at once", and it could not be told to anybody.
+            if now_s - self._away_since_s > STORAGE_PATIENCE_S or self._signals.count > 1:
+                raise
+        else:
+            self._away_since_s = math.inf
+        return None
+
+    def _leave(self, thread: threading.Thread) -> None:
+        """Has the workers end as well. The thread stays in Ray Train, where they may come up when nobody watches."""
+        if thread.is_alive() and not is_lost(self._run.folder, self._run.lease):
+            with contextlib.suppress(StorageError):
+                ask_to_stop(self._run.folder, Stop(reason="its driver has failed", status="interrupted", abort=True))
 
     def _train(self) -> None:
         try:
@@ -173,33 +208,39 @@ class Supervision:
 
     def _look(self) -> None:
         """Shows what is new, and takes it into the record."""
-        for event in self._event_lines.read():
-            self._display.event(event)
-            self._watch.heed(event)
-            match event["event"]:
-                case "attempt_started":
-                    self._is_up = self._has_workers = True
-                    self._waits_since = math.inf
-                    self._group = event["attempt"], event["world_size"]
-                    self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
-                case "training":
-                    self._growth.begin(self._group[1])
-                    self._run.update(data=event["data"])
-                case "attempt_ended":
-                    self._growth.end()
-                    if event["status"] == RESIZING:
-                        self._wait_for_workers()
-                case "group_failed":
-                    self._growth.end()
-                    self._wait_for_workers()
-                    self._run.update(**self._endings())
-                case "checkpoint_saved":
-                    # What is on storage is what a run without a last word has come to.
-                    self._run.update(steps=event["step"], last_checkpoint=event["path"])
+        self._unheeded += self._event_lines.read()
+        while self._unheeded:
+            self._heed(self._unheeded[0])
+            del self._unheeded[0]
         for record in self._metric_lines.read():
             self._display.record(record)
         self._watch.look()
         self._run.beat()
+
+    def _heed(self, event: Event) -> None:
+        """Takes an event into the record, and shows it. It comes again where the storage was away meanwhile."""
+        self._watch.heed(event)
+        match event["event"]:
+            case "attempt_started":
+                self._is_up = self._has_workers = True
+                self._waits_since = math.inf
+                self._group = event["attempt"], event["world_size"]
+                self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
+            case "training":
+                self._growth.begin(self._group[1])
+                self._run.update(data=event["data"])
+            case "attempt_ended":
+                self._growth.end()
+                if event["status"] == RESIZING:
+                    self._wait_for_workers()
+            case "group_failed":
+                self._growth.end()
+                self._wait_for_workers()
+                self._run.update(**self._endings())
+            case "checkpoint_saved":
+                # What is on storage is what a run without a last word has come to.
+                self._run.update(steps=event["step"], last_checkpoint=event["path"])
+        self._display.event(event)
 
     def _wait_for_workers(self) -> None:
         self._has_workers = False
@@ -209,9 +250,9 @@ class Supervision:
         """The first signal asks for a checkpoint and the end, the second one for the end."""
         if self._signals.count == self._signals_seen:
             return
-        self._signals_seen = self._signals.count
-        abort = self._signals_seen > 1
-        ask_to_stop(self._run.folder, Stop(reason=self._signals.name, status="interrupted", abort=abort))
+        count = self._signals.count
+        ask_to_stop(self._run.folder, Stop(reason=self._signals.name, status="interrupted", abort=count > 1))
+        self._signals_seen = count
 
     def _heed_stop(self) -> str | None:
         """Returns why to leave without the workers, which heed the same request; None to go on.

@@ -21,6 +21,7 @@ from .quiet import quiet_environment
 from .result import RunResult
 from .resumption import Resumption
 from .runs import Run, now
+from .storage import patiently
 from .watchdog import last_heard
 
 
@@ -139,13 +140,13 @@ def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
 
 def close(run: Run, result: RunResult, display: Display) -> None:
     """Writes how a run ended into its record, and says it."""
-    run.update(
+    patiently(lambda: run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
         samples=result.samples, tokens=result.tokens, metrics=result.metrics,
         last_checkpoint=result.last_checkpoint or run.record.last_checkpoint,
         best_checkpoint=result.best_checkpoint, best_metric=result.best_metric, best_step=result.best_step,
         resumed_from=result.resumed_from, data_guarantee=result.data_guarantee,
-    )  # fmt: skip
+    ))  # fmt: skip
     _end(run, result.status)
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items() if "loss" in name)
     display.line(

@@ -5,23 +5,30 @@ from __future__ import annotations
 import io
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
-from headway.orchestrator import LogUniform, Search
+from headway.orchestrator import Experiment, LogUniform, Scaling, Search, StorageError
+from headway.orchestrator import supervision as orchestrator_supervision
 from headway.orchestrator.asking import Stop, ask_to_stop, asked_to_stop, withdraw_stop
 from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.cli import main
 from headway.orchestrator.display import Display
+from headway.orchestrator.events import EventLog
 from headway.orchestrator.lease import is_lost
 from headway.orchestrator.resumption import Resumption
 from headway.orchestrator.runs import Run
 from headway.orchestrator.stopping import stop_run
 from headway.orchestrator.storage import Folder
 from headway.orchestrator.supervision import Signals, Supervision
+from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment, left_by_a_dead_driver
 
@@ -182,3 +189,79 @@ def test_a_sweep_is_asked_in_its_folder_and_one_that_has_ended_is_left_alone(tmp
     answer = "tiny is not running: completed with 0 of 3 trials done (all trials have ended)"
     assert stop_run("tiny", str(tmp_path), wait=True) == answer
     assert asked_to_stop(sweep.folder) is None
+
+
+class Leaving(MemoryFileSystem):
+    """A storage far away that can be cut off."""
+
+    protocol = "leaving"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    is_away = False
+
+    def cat_file(self, *args: Any, **options: Any) -> Any:
+        return self._there(super().cat_file, *args, **options)
+
+    def pipe_file(self, *args: Any, **options: Any) -> Any:
+        return self._there(super().pipe_file, *args, **options)
+
+    def ls(self, *args: Any, **options: Any) -> Any:
+        return self._there(super().ls, *args, **options)
+
+    def _there(self, do: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if Leaving.is_away:
+            raise LookupError("the store is away")
+        return do(*args, **options)
+
+
+def supervision(asked: Experiment, run: Run, train: Any) -> Supervision:
+    return Supervision(
+        asked, run, Signals(), Display(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
+        spares=False, train=train,
+    )  # fmt: skip
+
+
+def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("leaving", Leaving)
+    asked = replace(experiment(Path("runs")), storage="leaving://runs")
+    run = open_run(asked).run
+    driver = supervision(asked, run, lambda *_, **__: {})
+    worker = EventLog(run.folder, "rank-0")
+    worker.add("checkpoint_saved", step=7, path="somewhere")
+    monkeypatch.setattr(Leaving, "is_away", True)
+    assert driver._turn() is None
+    driver._signals.count = 1
+    assert driver._turn() is None
+    monkeypatch.setattr(Leaving, "is_away", False)
+    assert driver._turn() is None
+    assert Run(run.run_dir).record.steps == 7
+    assert asked_to_stop(run.folder) is not None, "a signal in the meantime was not lost"
+    monkeypatch.setattr(Leaving, "is_away", True)
+    assert driver._turn() is None
+    driver._away_since_s -= 61
+    with pytest.raises(StorageError, match="the store is away"):
+        driver._turn()
+
+
+def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that come up after it has given them up would train on, and nobody would watch."""
+    asked = replace(experiment(tmp_path), scaling=Scaling(wait=Duration(0.3, "seconds")))
+    run = open_run(asked).run
+    told: list[Stop | None] = []
+
+    def train(*_: Any, **__: Any) -> dict[str, Any]:
+        deadline_s = time.monotonic() + 20
+        while asked_to_stop(run.folder) is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        told.append(asked_to_stop(run.folder))
+        return {}
+
+    monkeypatch.setattr(orchestrator_supervision, "missing", lambda _: "")
+    with pytest.raises(ConfigError, match="the workers have not come up in 0s"):
+        supervision(asked, run, train).run()
+    deadline_s = time.monotonic() + 30
+    while not told:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert told[0] is not None
+    assert told[0].abort

@@ -1,12 +1,15 @@
 """What went wrong in a worker group, and whether trying again can help. Deciding is arithmetic; Ray Train acts.
 
-Ray counts preemptions. What is decided here is what Ray cannot know: whether the code failed or the machine, each with
-a budget of its own, and that an error would come again.
+What is decided here is what Ray cannot know: whether the code failed, or the machine, or whether the machine was taken
+away, each with a budget of its own, and that an error would come again.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +22,9 @@ from headway.trainer.errors import CheckpointError, ResumeError
 from .asking import asked_to_stop
 from .errors import StorageError
 from .events import Event, EventLog, read_events
+from .preemption import endings
 from .resizing import RESIZING
-from .storage import Folder
+from .storage import Folder, patiently
 
 # By file, or by a function in it.
 _PHASES = {
@@ -41,6 +45,7 @@ _PHASES = {
     "evaluation": "evaluation",
     "callbacks.base": "callback",
 }
+_RAISED_IN = "raised in process"
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
 
 
@@ -106,6 +111,11 @@ def is_collateral(error: BaseException) -> bool:
     return is_torch and bool(_LOST_PEER.search(f"{type(error).__name__} {error}"))
 
 
+def last_attempt(events: Sequence[Event]) -> int:
+    """Returns the number of the last group that has said that it was there; 0 if none has."""
+    return max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
+
+
 def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None) -> Failure | None:
     """Returns the first failure of the last attempt; errors that another rank's end brought about come last.
 
@@ -113,7 +123,7 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
         events: of the run, the earliest first.
         gone: what Ray says of the ranks whose process is gone.
     """
-    attempt = max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
+    attempt = last_attempt(events)
     for event in events:
         if event["event"] == "rank_hung" and event["attempt"] == attempt:
             # The driver has ended the attempt for it: whatever the ranks said while they were ended comes from that.
@@ -211,57 +221,124 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
 
     Args:
         run_dir: of the run.
+        since: when this start of the run began, in seconds since 1970.
         max_failures: how often workers may crash.
         max_errors: how often they may raise.
+        max_preemptions: how often machines may be taken away; None: any number.
     """
 
-    def __init__(self, run_dir: str, *, max_failures: int, max_errors: int) -> None:
-        self._run_dir = run_dir
-        self._max_failures, self._max_errors = max_failures, max_errors
+    def __init__(
+        self, run_dir: str, *, since: float, max_failures: int, max_errors: int, max_preemptions: int | None = None
+    ) -> None:
+        self._run_dir, self._since = run_dir, since
+        self._max_failures, self._max_errors, self._max_preemptions = max_failures, max_errors, max_preemptions
         self._failures: list[Failure] = []
-        self._seen: set[int] = set()
+        self._judged: set[int] = set()
+        self._told: set[str] = set()
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Decides, once per attempt.
+        """Decides, once per group. Ray Train tells of one again and again while it waits for a machine to go.
 
         Raises:
             GaveUp: Ray Train takes what a callback raises for an error that is not to be retried.
         """
-        folder = Folder(self._run_dir)
-        gone = {
-            rank: str(error).strip().splitlines()[-1][:300] for rank, error in worker_exceptions.items() if str(error)
-        }
-        events = read_events(folder)
-        if has_left_to_resize(events):
+        attempt = last_attempt(self._events())
+        told = {_of_process(error) or f"attempt {attempt}: {error!r}" for error in worker_exceptions.values()}
+        is_again = bool(told & self._told)
+        self._told |= told
+        if not is_again:
+            self.decide(worker_exceptions)
+
+    def decide(self, errors: Mapping[int, BaseException]) -> None:
+        """Decides whether there is another attempt.
+
+        Args:
+            errors: by rank, what Ray has of a group that has not been decided on.
+
+        Raises:
+            GaveUp: there is none.
+        """
+        folder, events = Folder(self._run_dir), self._events()
+        attempt = last_attempt(events)
+        has_announced_itself = attempt > 0 and attempt not in self._judged
+        self._judged.add(attempt)
+        if not has_announced_itself:
+            failure = failure_of_unannounced(attempt, errors)
+        elif has_left_to_resize(events):
             return
-        failure = last_failure(events, {**dict.fromkeys(worker_exceptions, ""), **gone})
-        if failure is None or failure.attempt in self._seen:
-            return
-        self._seen.add(failure.attempt)
+        else:
+            gone = {rank: str(error).strip().splitlines()[-1][:300] for rank, error in errors.items() if str(error)}
+            found = last_failure(events, {**dict.fromkeys(errors, ""), **gone})
+            failure = found or failure_of_unannounced(attempt, errors)
         asked = asked_to_stop(folder)
         hopeless = bool(asked and asked.abort)
-        preempted = was_preempted(failure, events, worker_exceptions)
-        if not preempted:
+        preempted = was_preempted(failure, events if has_announced_itself else (), errors)
+        if preempted:
+            hopeless |= self._max_preemptions is not None and endings(events)[0] >= self._max_preemptions
+        else:
             hopeless |= is_hopeless(failure, self._failures) or is_over_budget(
                 failure, self._failures, max_failures=self._max_failures, max_errors=self._max_errors
             )
             self._failures.append(failure)
-        EventLog(folder, "controller").add(
-            "group_failed",
-            attempt=failure.attempt,
-            rank=failure.rank,
-            step=failure.step,
-            text=f"machines were taken away: {failure}" if preempted else str(failure),
-            preempted=preempted,
-            detail="" if failure.kind else failure.message,
-            hopeless=hopeless,
+        log = EventLog(folder, "controller")
+        patiently(
+            lambda: log.add(
+                "group_failed",
+                attempt=failure.attempt,
+                rank=failure.rank,
+                step=failure.step,
+                text=f"machines were taken away: {failure}" if preempted else str(failure),
+                preempted=preempted,
+                detail="" if failure.kind else failure.message,
+                hopeless=hopeless,
+            )
         )
         if hopeless:
-            raise GaveUp(str(failure), worker_exceptions.get(-1 if failure.rank is None else failure.rank))
+            raised = errors.get(-1 if failure.rank is None else failure.rank)
+            raise GaveUp(str(failure), raised)
+
+    def _events(self) -> list[Event]:
+        """Those of this start. Storage that is away comes back, or is a failure of its own."""
+        events = patiently(lambda: read_events(Folder(self._run_dir)))
+        return [event for event in events if event["time"] >= self._since]
+
+
+def failure_of_unannounced(attempt: int, errors: Mapping[int, BaseException]) -> Failure:
+    """Returns how a group failed before it had said that it was there: what Ray has of it is all there is.
+
+    Args:
+        attempt: the last one that did say so, or 0.
+        errors: by rank.
+    """
+    rank, error = min(errors.items(), key=lambda each: (is_collateral(each[1]), each[0]))
+    lines = str(error).strip().splitlines()
+    # Of a process that is gone the error is Ray's own.
+    is_gone = type(error).__module__.startswith("ray.")
+    return Failure(
+        attempt=attempt,
+        rank=rank,
+        kind="" if is_gone else type(error).__name__,
+        phase="starting",
+        message="\n".join(lines[-1:])[:300] if is_gone else str(error),
+        hopeless=is_hopeless_kind(error),
+        collateral=is_collateral(error),
+    )
+
+
+def name_process(error: BaseException) -> None:
+    """Notes on an error which process raised it, by which Ray Train's controller tells one group from the next."""
+    error.add_note(f"{_RAISED_IN} {os.getpid()} on {socket.gethostname()} at {time.time():.3f}")
+
+
+def _of_process(error: BaseException) -> str | None:
+    """Which process has died or raised an error, the same however often that is told; None where it does not say."""
+    gone: str | None = getattr(getattr(error, "health_check_failure", None), "actor_id", None)
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_RAISED_IN)]
+    return gone or (notes[-1] if notes else None)
 
 
 def was_preempted(failure: Failure, events: Sequence[Event], errors: Mapping[int, BaseException]) -> bool:
-    """Whether an attempt ended because machines were taken away, which Ray counts by itself.
+    """Whether an attempt ended because machines were taken away.
 
     Args:
         failure: of the attempt.

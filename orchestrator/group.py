@@ -22,7 +22,7 @@ from headway.trainer.world import backend
 from .errors import TrainingFailedError
 from .events import read_events
 from .experiment import Experiment
-from .failures import FailureWatch, last_failure
+from .failures import FailureWatch, GaveUp, last_failure
 from .resizing import RAY_LEARNS_S
 from .resumption import Resumption
 from .runs import Run
@@ -31,8 +31,8 @@ from .target import travels_by_value
 from .worker import Task, train
 
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
-# Ray Train takes each for a failure, and `Retries` does not.
-_MOST_RESIZES = 10_000
+# Ray Train takes more for a failure than `Retries`: a resize, a rank that misses its peer on a machine that was taken.
+_MOST_ATTEMPTS = 10_000
 
 
 def train_group(
@@ -78,13 +78,14 @@ def train_group(
                 storage_path=rays_files,
                 worker_runtime_env=environment(task.threads) if spares else {},
                 failure_config=FailureConfig(
-                    # Both budgets are kept in FailureWatch, which knows one kind from the other.
-                    max_failures=retries.max_failures + retries.max_errors + scaling.is_elastic * _MOST_RESIZES,
+                    # The budgets are kept in FailureWatch, which knows one kind from the other.
+                    max_failures=_MOST_ATTEMPTS,
+                    # Of attempts that Ray Train ends at a deadline it tells nobody.
                     max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
                     # Of starting a group: Ray Train waits so long for machines each time.
                     controller_failure_limit=retries.max_failures + math.ceil(patience_s / start_timeout_s),
                 ),
-                callbacks=[FailureWatch(run.run_dir, max_failures=retries.max_failures, max_errors=retries.max_errors)],
+                callbacks=[failure_watch(experiment, run, since=since)],
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
             ),
         )
@@ -94,6 +95,15 @@ def train_group(
         if before is None:
             del os.environ[_START_TIMEOUT]
         shutil.rmtree(rays_files, ignore_errors=True)
+
+
+def failure_watch(experiment: Experiment, run: Run, *, since: float) -> FailureWatch:
+    """Returns who decides on the retries of one start of a run."""
+    retries = experiment.retries
+    return FailureWatch(
+        run.run_dir, since=since, max_failures=retries.max_failures, max_errors=retries.max_errors,
+        max_preemptions=retries.max_preemptions,
+    )  # fmt: skip
 
 
 def task_of(experiment: Experiment, run: Run, *, since: float, resumption: Resumption, verbose: bool) -> Task:
@@ -163,13 +173,15 @@ def error_of(error: BaseException, run: Run, since: float) -> BaseException:
         unknown.__cause__ = error
         return unknown
     before = [event["text"] for event in events if event["event"] == "group_failed"]
-    first = f"; the first of {len(before)} failures: {before[0]}" if before and before[0] != str(failure) else ""
+    gave_up = error if isinstance(error, GaveUp) else getattr(error, "controller_failure", None)
+    text = str(gave_up.args[0] if isinstance(gave_up, GaveUp) else failure)
+    first = f"; the first of {len(before)} failures: {before[0]}" if before and before[0] != text else ""
     failed = TrainingFailedError(
-        f"{failure} (attempt {failure.attempt}){first}", rank=failure.rank, attempt=failure.attempt, step=failure.step,
+        f"{text} (attempt {failure.attempt}){first}", rank=failure.rank, attempt=failure.attempt, step=failure.step,
         worker_traceback=failure.traceback,
     )  # fmt: skip
     raised = failures.get(failure.rank) if failure.rank is not None else None
-    raised = raised or getattr(getattr(error, "controller_failure", None), "raised", None)
+    raised = raised or getattr(gave_up, "raised", None)
     # By module: headway.datasets has errors of its own, with no base in common.
     if isinstance(raised, Exception) and type(raised).__module__.startswith("headway."):
         return raised

@@ -87,12 +87,13 @@ def leaves_time(left_s: float | None, save_s: float | None) -> bool:
 def endings(events: Sequence[Event]) -> tuple[int, int]:
     """Returns how many attempts of a run ended because machines were taken away, and how many by a failure."""
     last = max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
-    failed = {event["attempt"]: bool(event.get("preempted")) for event in events if event["event"] == "group_failed"}
+    # Several of one attempt: groups that failed before they could say that they were there.
+    failed = [(event["attempt"], bool(event.get("preempted"))) for event in events if event["event"] == "group_failed"]
     # At the deadline Ray ends the group itself, and nobody fails.
     left = {
         event["attempt"]
         for event in events
-        if event["event"] == "preemption_notice" and event["attempt"] < last and event["attempt"] not in failed
+        if event["event"] == "preemption_notice" and event["attempt"] < last and event["attempt"] not in dict(failed)
     }
-    preempted = sum(failed.values())
+    preempted = sum(was_preempted for _, was_preempted in failed)
     return preempted + len(left), len(failed) - preempted

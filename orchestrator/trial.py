@@ -28,8 +28,7 @@ from .asking import asked_to_stop
 from .display import Display
 from .events import Event
 from .experiment import Experiment, Scaling
-from .failures import FailureWatch
-from .group import task_of, train_group
+from .group import failure_watch, task_of, train_group
 from .resumption import Resumption
 from .runs import Driver, Run, now
 from .storage import Folder
@@ -123,14 +122,12 @@ def _train_here(
     task = task_of(experiment, run, since=since, resumption=resumption, verbose=verbose)
     # Who would give notice is Ray Train.
     task = replace(task, noticed=False)
-    watch = FailureWatch(
-        run.run_dir, max_failures=experiment.retries.max_failures, max_errors=experiment.retries.max_errors
-    )
+    watch = failure_watch(experiment, run, since=since)
     while True:
         try:
             return run_attempt(task, callbacks)
         except Exception as error:
-            watch.after_exception(None, {0: error})
+            watch.decide({0: error})
 
 
 class Relay(Display):

@@ -24,7 +24,7 @@ from .asking import asked_to_stop
 from .bridge import Bridge
 from .errors import RunConflictError, StorageError
 from .events import EventLog, read_events
-from .failures import is_collateral, is_hopeless_kind, phase_of
+from .failures import is_collateral, is_hopeless_kind, name_process, phase_of
 from .lease import is_lost
 from .provenance import process_began
 from .resizing import RESIZING, Resize
@@ -71,7 +71,11 @@ class Task:
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
     """Trains one attempt on one rank, as Ray Train wants to call it: with a dict."""
-    return run_attempt(settings["task"])
+    try:
+        return run_attempt(settings["task"])
+    except BaseException as error:
+        name_process(error)
+        raise
 
 
 def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import pickle
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.utils.data import DataLoader
 
-from headway.orchestrator.errors import StorageError
-from headway.orchestrator.events import Event
+from headway.orchestrator.errors import RunConflictError, StorageError
+from headway.orchestrator.events import Event, EventLog, read_events
 from headway.orchestrator.failures import (
     Failure,
+    FailureWatch,
+    GaveUp,
     is_collateral,
     is_hopeless,
     is_hopeless_kind,
     is_over_budget,
     last_failure,
+    name_process,
     phase_of,
 )
+from headway.orchestrator.preemption import endings
+from headway.orchestrator.resizing import Resize
+from headway.orchestrator.storage import Folder
 from headway.trainer import World
 from headway.trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StepError
 from tests.tiny import Rows, TinyConfig, TinyTrainer
@@ -208,3 +219,85 @@ def test_a_lost_peer_of_which_nobody_knows_more_is_told_as_it_is() -> None:
     found = last_failure([started(1), raised(1, 0, collateral=True)], {0: "reset"})
     assert found is not None
     assert found.rank == 0
+
+
+def gone(actor: str) -> Exception:
+    """As Ray Train tells of a worker that died; a new object each time."""
+    return WorkerHealthCheckFailedError("A worker health check failed.", failure=RayActorError(actor, f"{actor} died"))
+
+
+def named(error: Exception) -> Exception:
+    name_process(error)
+    return error
+
+
+class Controller:
+    """Ray Train's controller, as far as the watch sees it: it tells of errors, and obeys."""
+
+    def __init__(self, folder: Path, **budgets: Any) -> None:
+        self.folder = Folder(str(folder))
+        self.log = EventLog(self.folder, "rank-0")
+        budgets = {"max_failures": 3, "max_errors": 3, **budgets}
+        self.watch = FailureWatch(str(folder), since=time.time() - 1, **budgets)
+
+    def announces(self, attempt: int) -> None:
+        self.log.add("attempt_started", attempt=attempt)
+
+    def tells(self, *errors: Exception) -> bool:
+        """Whether the run goes on."""
+        try:
+            # Over the wire, as from a worker.
+            self.watch.after_exception(None, dict(enumerate(pickle.loads(pickle.dumps(errors)))))
+        except GaveUp:
+            return False
+        return True
+
+    def told(self) -> list[Event]:
+        return [event for event in read_events(self.folder) if event["event"] == "group_failed"]
+
+
+def test_groups_that_die_before_they_say_that_they_are_there_are_told_and_counted_C7(tmp_path: Path) -> None:
+    controller = Controller(tmp_path, max_failures=2)
+    assert controller.tells(gone("a1"))
+    controller.announces(1)
+    assert controller.tells(gone("b1"), gone("b2"))
+    assert controller.tells(gone("b1"), gone("b2"), gone("b3")), "Ray Train tells of one group several times"
+    assert len(controller.told()) == 2
+    assert not controller.tells(gone("c1"))
+    assert [event["text"] for event in controller.told()] == [
+        "the worker of rank 0 died (starting)", "the worker of rank 0 died", "the worker of rank 0 died (starting)"
+    ]  # fmt: skip
+    assert endings(read_events(controller.folder)) == (0, 3)
+
+
+def test_who_has_lost_the_run_is_not_tried_again_although_its_group_says_nothing_C7_C12(tmp_path: Path) -> None:
+    controller = Controller(tmp_path)
+    controller.announces(1)
+    controller.log.add("attempt_ended", attempt=1, status="resizing")
+    assert controller.tells(named(Resize("there is room"))), "this has ended as it should"
+    assert controller.told() == []
+    assert not controller.tells(named(RunConflictError("another driver has it")))
+    assert "raised RunConflictError (starting): another driver has it" in controller.told()[0]["text"]
+
+
+def test_an_error_without_a_name_is_counted_once_in_each_attempt_C7(tmp_path: Path) -> None:
+    controller = Controller(tmp_path, max_errors=1)
+    for attempt, step in [(1, 3), (2, 6)]:
+        controller.announces(attempt)
+        failed = {**raised(attempt, 0), "step": step}
+        controller.log.add(failed.pop("event"), **failed)
+        goes_on = [controller.tells(ValueError("x")), controller.tells(ValueError("x"))]
+        assert goes_on[0] is (attempt == 1)
+    assert [event["step"] for event in controller.told()] == [3, 6]
+
+
+def test_machines_that_are_taken_away_have_the_one_budget_C4(tmp_path: Path) -> None:
+    """Also those of which Ray does not know that they were: a rank missed its peer first."""
+    controller = Controller(tmp_path, max_failures=0, max_preemptions=2)
+    for attempt in (1, 2, 3):
+        controller.announces(attempt)
+        controller.log.add("preemption_notice", attempt=attempt)
+        # The second one Ray Train ends at its deadline, and tells nobody.
+        if attempt != 2:
+            assert controller.tells(gone(f"of attempt {attempt}")) is (attempt == 1)
+    assert [event["preempted"] for event in controller.told()] == [True, True]

@@ -15,20 +15,20 @@ def second(config: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"])
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(6400, 64, generator=generator), torch.randint(0, 10, (6400,), generator=generator)
+    x, y = torch.randn(25600, 64, generator=generator), torch.randint(0, 10, (25600,), generator=generator)
     train = DataLoader(TensorDataset(x, y), batch_size=128, shuffle=True)
     validation = DataLoader(TensorDataset(x[:640], y[:640]), batch_size=128)
-    for _ in range(4):
-        model.train()
-        for x, y in train:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            losses = [nn.functional.cross_entropy(model(x), y).item() for x, y in validation]
-        tune.report({"loss": sum(losses) / len(losses)})
+    for number, (x, y) in enumerate(train, start=1):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if number % 50 == 0:
+            model.eval()
+            with torch.no_grad():
+                losses = [nn.functional.cross_entropy(model(x), y).item() for x, y in validation]
+            tune.report({"loss": sum(losses) / len(losses)})
+            model.train()
 
 
 def sweep(trials: int, at_once: int, folder: str) -> None:

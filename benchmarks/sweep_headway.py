@@ -1,4 +1,4 @@
-"""What `sweep.py` sweeps with Headway: about a second of training, four evaluations and as many checkpoints a trial."""
+"""What `sweep.py` sweeps with Headway: about a second of training a trial, four evaluations, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Second(Trainer[SecondConfig]):
 
     def configure_dataloaders(self) -> Any:
         generator = torch.Generator().manual_seed(0)
-        x, y = torch.randn(6400, 64, generator=generator), torch.randint(0, 10, (6400,), generator=generator)
+        x, y = torch.randn(25600, 64, generator=generator), torch.randint(0, 10, (25600,), generator=generator)
         return (
             DataLoader(TensorDataset(x, y), batch_size=128, shuffle=True),
             DataLoader(TensorDataset(x[:640], y[:640]), batch_size=128),
@@ -39,6 +39,8 @@ class Second(Trainer[SecondConfig]):
 
 
 experiment = Experiment(
-    name="sweep", trainer=Second, config=SecondConfig(max_epochs=4, global_batch_size=128, micro_batch_size=128)
+    name="sweep",
+    trainer=Second,
+    config=SecondConfig(max_epochs=1, global_batch_size=128, micro_batch_size=128, evaluate_every="50 steps"),
 )
 search = Search(space={"config.learning_rate": LogUniform(1e-5, 1e-2)}, trials=24, concurrent=2)

@@ -72,13 +72,14 @@ def sweep(
         return _end(opened, display, "completed")
     with Signals() as signals:
         try:
-            with connected(experiment.scaling, verbose=verbose):
+            with connected(experiment.scaling, verbose=verbose) as is_own:
                 signals.install()
                 import ray
 
                 at_once, told = what_fits(experiment, search, ray.cluster_resources(), cpus=cpus)
                 lead = _Lead(experiment, search, opened, signals, display)
-                status, reason = lead.run(at_once, told)
+                # What trains in a Ray of our own ends with it.
+                status, reason = lead.run(at_once, told, leave_s=0.0 if is_own else _LEAVE_S)
         except KeyboardInterrupt:
             status, reason = "interrupted", f"{signals.name} before training began"
         except BaseException as error:
@@ -123,8 +124,14 @@ class _Lead:
         self._signals_seen = 0
         self._is_over = False
 
-    def run(self, at_once: int, told: str) -> tuple[Any, str]:
-        """Runs the trials, so many at once, and returns how that ended, and why."""
+    def run(self, at_once: int, told: str, *, leave_s: float) -> tuple[Any, str]:
+        """Runs the trials, so many at once, and returns how that ended, and why.
+
+        Args:
+            at_once: how many train at a time.
+            told: the same, for people.
+            leave_s: how long to wait for Ray Tune when all is to end at once.
+        """
         done = sum(trial.has_ended for trial in self._trials.values())
         self._display.begin(self._experiment, self._search, told, done=done, going_on=len(self._waiting))
         for trial in self._trials.values():
@@ -139,7 +146,7 @@ class _Lead:
             self._display.refresh()
             if (reason := self._heed()) is not None and self._stop is not None:
                 self._is_over = True
-                thread.join(_LEAVE_S)
+                thread.join(leave_s)
                 return self._stop.status, reason
         if self._error is not None:
             raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error

@@ -79,9 +79,6 @@ def tune_trials(
         place: where Ray Tune keeps its files.
     """
     os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
-    # Or Ray Tune starts the process of a trial when that of the one before it is up: one that ends sooner hands its own
-    # on, and short trials never train but one at a time.
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(at_once)
     kind = type(search.scheduler).__name__
     scheduler = Gentle(_scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited)
     # It looks for files of loggers that are off.
@@ -213,6 +210,10 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
 
     def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
         """Passes it on."""
+        if self._controller is None:
+            # Or the process of a trial is started when that of the one before it is up: one that ends sooner hands its
+            # own on, and short trials never train but one at a time.
+            controller.update_max_pending_trials(self._at_once)
         self._controller = controller
         self._inner.on_trial_add(_Searchless(controller), trial)
 

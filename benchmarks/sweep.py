@@ -68,6 +68,8 @@ def overhead(folder: str, pairs: int = 2) -> Row:
         measured = interleave(ours, theirs, pairs=pairs)
     finally:
         ray.shutdown()
+    for mine, bare in measured:
+        print(f"  sweep, a pair: {mine:.1f} s against {bare:.1f} s")
     ratio = median_ratio(measured)
     return Row(
         f"sweep: {TRIALS} trials of 1 s, {AT_ONCE} at once",

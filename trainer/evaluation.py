@@ -121,11 +121,13 @@ class Evaluation:
                     # A row that is there to keep the ranks in step counts nowhere.
                     metrics.counts = num_samples > 0
                     trainer.activity.begin_batch("evaluation")
+                    weight = trainer.loss_weight(micro_batch) if weighs_itself and num_samples else num_samples
+                    if trainer.prepares_batches:
+                        micro_batch = trainer.prepare_batch(micro_batch)
                     callbacks.on_evaluation_batch_start(trainer, micro_batch, batch_idx)
                     with autocast(trainer.config.precision, trainer.device):
                         outputs = _as_dict(trainer, trainer.validation_step(micro_batch, batch_idx))
                     if num_samples:
-                        weight = trainer.loss_weight(micro_batch) if weighs_itself else num_samples
                         self._means.add(outputs, weight, self._prefix)
                     callbacks.on_evaluation_batch_end(trainer, outputs, micro_batch, batch_idx)
                 num_batches += 1

@@ -110,6 +110,8 @@ class ExactUpdate(Update):
             seed_for(self._config.seed, "part", progress.step, self._tries(), part)
             micro_batch, batch_idx = apart(micro_batches[i]), first + part
             self._activity.begin_batch("forward")
+            if self._prepares:
+                micro_batch = trainer.prepare_batch(micro_batch)
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = part == num_parts - 1
             self._scale, self._micro_batch = scales[i], i

@@ -225,6 +225,7 @@ class Loop:
         self.update.settle()
         self._save_began_s = time.perf_counter()
         with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+            self._trainer.callbacks.on_checkpoint_start(self._trainer)
             checkpoint = self._state.save()
         self.save_took_s = time.perf_counter() - self._save_began_s
         self._checkpoints.done(self._progress.elapsed_s)
@@ -250,6 +251,7 @@ class Loop:
         self.update.settle()
         self._save_began_s = time.perf_counter()
         with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+            self._trainer.callbacks.on_checkpoint_start(self._trainer)
             self._saving = self._state.begin_save()
         self.update.hold = self._saving.hold
         self._requests.watch(self._saving)

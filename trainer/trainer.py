@@ -68,7 +68,7 @@ class Trainer(OwnHooks, Generic[C]):
         ├─ on_fit_start; evaluate, if `evaluate_at_start`
         ├─ loop(): until a limit (max_epochs, max_steps, ...) or a request to stop   on_epoch_start
         │  ├─ for each global batch                                (update.py)        on_step_start
-        │  │  ├─ for each micro-batch of this rank                                    on_batch_start
+        │  │  ├─ for each micro-batch of this rank: prepare_batch                     on_batch_start
         │  │  │     training_step, backward; gradients meet at the last one           on_batch_end
         │  │  │     or again, in smaller ones (halving.py)                             on_out_of_memory
         │  │  ├─ measure the norm, guard                                              on_gradients_ready
@@ -76,7 +76,8 @@ class Trainer(OwnHooks, Generic[C]):
         │  │  └─ what is due or was asked for:
         │  │        log                                                               on_log
         │  │        evaluate    on_evaluation_start, on_evaluation_batch_start/end, on_evaluation_end
-        │  │        save, in the background; told when it is committed                on_checkpoint_saved
+        │  │        save, in the background                                           on_checkpoint_start
+        │  │              told when it is committed                                    on_checkpoint_saved
         │  │              or could not be, which ends the run                          on_checkpoint_failed
         │  │        stop                                                              on_stop_requested
         │  └─ log, evaluate, save at the end of the epoch                             on_epoch_end
@@ -102,7 +103,8 @@ class Trainer(OwnHooks, Generic[C]):
         setup_times: seconds that each phase of getting ready has taken on this rank, up to the first update.
         training: False during an evaluation.
         metrics: those of `configure_metrics`, by name; their `update` counts in evaluations.
-        weighs_itself, counts_tokens: whether the subclass overrides `loss_weight` and `num_tokens`.
+        weighs_itself, counts_tokens, prepares_batches: whether the subclass overrides `loss_weight`, `num_tokens` and
+            `prepare_batch`.
 
     Raises:
         ConfigError: the config is no `TrainerConfig`.
@@ -163,6 +165,7 @@ class Trainer(OwnHooks, Generic[C]):
         self.training: bool = True
         self.weighs_itself: bool = type(self).loss_weight is not Trainer.loss_weight
         self.counts_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
+        self.prepares_batches: bool = type(self).prepare_batch is not Trainer.prepare_batch
         self.callbacks: CallbackList = CallbackList()
         self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
         self._printer = printer
@@ -209,6 +212,15 @@ class Trainer(OwnHooks, Generic[C]):
         raise NotImplementedError(
             f"{type(self).__name__} must define configure_dataloaders(self) and return (train, validation)"
         )
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """Returns what the steps and the batch hooks get instead of a batch: normalised, augmented, renamed.
+
+        Asked before each forward pass, in training and in evaluations (`self.training` tells which), on the device.
+        A retry asks again, with the batch as it came: return a new one. `loss_weight` and `num_tokens` get the batch as
+        it came, too.
+        """
+        return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Returns the mean loss of a micro-batch, or a dict with "loss" and other numbers to log; dicts may be nested.

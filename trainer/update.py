@@ -77,6 +77,7 @@ class Update:
         self._group_names = _group_names(trainer.optimizers)
         self._norm_groups = norm_groups(trainer.models, trainer.config.grad_norm_groups)
         self._weighs_itself = trainer.weighs_itself
+        self._prepares = trainer.prepares_batches
         self._moves = trainer.device.type != "cpu"
         self._scaler = loss_scaler(trainer.config.precision, self._optimizers)
         self._guard = NonFiniteGuard(trainer.config, sees_every_norm=self._scaler is not None)
@@ -220,6 +221,8 @@ class Update:
         for i, micro_batch in enumerate(micro_batches):
             batch_idx = progress.micro_batches
             self._activity.begin_batch("forward")
+            if self._prepares:
+                micro_batch = trainer.prepare_batch(micro_batch)
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
             self._scale, self._micro_batch = scales[i], i

@@ -15,7 +15,8 @@ DESIGN = """
 on_setup_start, on_models_configured, on_setup_end, on_restored, on_fit_start, on_epoch_start,
 on_batch_start, on_batch_end, on_step_start, on_gradients_ready, on_step_end, on_step_skipped,
 on_out_of_memory, on_log, on_log_images, on_evaluation_start, on_evaluation_batch_start, on_evaluation_batch_end,
-on_evaluation_end, on_checkpoint_saved, on_checkpoint_failed, on_epoch_end, on_stop_requested, on_fit_end"""
+on_evaluation_end, on_checkpoint_start, on_checkpoint_saved, on_checkpoint_failed,
+on_epoch_end, on_stop_requested, on_fit_end"""
 
 
 class Recorder(Callback):

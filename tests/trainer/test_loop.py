@@ -69,6 +69,7 @@ class OneBatchToValidate(TinyTrainer):
 SETUP = "setup_start models_configured setup_end"
 STEP = "step_start batch_start batch_end gradients_ready step_end"
 EVALUATION = "evaluation_start evaluation_batch_start evaluation_batch_end evaluation_end log"
+SAVE = "checkpoint_start checkpoint_saved"
 
 
 def _order(*parts: str) -> str:
@@ -89,7 +90,7 @@ def _notes_of(
 def test_order_of_a_plain_run_G1(tmp_path: Path) -> None:
     config = _config(max_epochs=2, evaluate_every="1 epochs", checkpoint=CheckpointConfig(background=False))
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
-    epoch = _order("epoch_start", STEP, STEP, "log", EVALUATION, "epoch_end", "checkpoint_saved")
+    epoch = _order("epoch_start", STEP, STEP, "log", EVALUATION, "epoch_end", SAVE)
     assert spy.runs() == _order(SETUP, "fit_start", epoch, epoch, "fit_end")
     assert [arguments[1] for arguments in spy.arguments["on_batch_start"]] == [0, 1, 2, 3]
     assert spy.arguments["on_fit_end"] == [(None,)]
@@ -111,7 +112,7 @@ def test_order_under_accumulation_G1_G4() -> None:
 
 def test_order_of_evaluating_logging_and_saving_every_update_G1(tmp_path: Path) -> None:
     config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1, background=False))  # type: ignore[arg-type]
-    update = _order(STEP, "log", EVALUATION, "checkpoint_saved")
+    update = _order(STEP, "log", EVALUATION, SAVE)
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
     assert spy.runs() == _order(SETUP, "fit_start epoch_start", update, update, "epoch_end fit_end")
 
@@ -119,11 +120,11 @@ def test_order_of_evaluating_logging_and_saving_every_update_G1(tmp_path: Path) 
 def test_order_of_a_stop_and_of_a_resume_G1_G5(tmp_path: Path) -> None:
     config = _config(evaluate_every="1 epochs", checkpoint=CheckpointConfig(background=False))
     spy = _notes_of(OneBatchToValidate, config, tmp_path, StopAt(1))
-    stop = _order("stop_requested", "checkpoint_saved", "log", "epoch_end")
+    stop = _order("stop_requested", SAVE, "log", "epoch_end")
     assert spy.runs() == _order(SETUP, "fit_start epoch_start", STEP, stop, "fit_end")
     assert spy.arguments["on_stop_requested"] == [("step 1",)]
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
-    rest = _order("epoch_start", STEP, "log", EVALUATION, "epoch_end checkpoint_saved")
+    rest = _order("epoch_start", STEP, "log", EVALUATION, "epoch_end", SAVE)
     assert spy.runs() == _order(SETUP, "restored fit_start", rest, "fit_end")
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
     assert spy.runs() == _order(SETUP, "restored fit_end")

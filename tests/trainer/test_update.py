@@ -43,6 +43,72 @@ class Gradients(Callback):
         self.gradients.append({name: whole(p.grad).clone() for name, p in parameters if p.grad is not None})
 
 
+# ---- What a step gets ----------------------------------------------------------------------------------------------
+
+
+class Doubling(TinyTrainer):
+    """Its rows count twice, but for what weighs them; its first update is tried again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prepared: list[tuple[bool, int]] = []
+        self.fails = True
+
+    def prepare_batch(self, batch: Any) -> Any:
+        self.prepared.append((self.training, len(batch["id"])))
+        return {**batch, **{name: batch[name].repeat_interleave(2, 0) for name in ("x", "y")}, "twice": True}
+
+    def loss_weight(self, batch: Any) -> float:
+        assert "twice" not in batch
+        return float(len(batch["x"]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        assert len(batch["x"]) == 2 * len(batch["id"])
+        if self.training and self.fails:
+            self.fails = False
+            outputs["loss"] = outputs["loss"] * float("nan")
+        return outputs
+
+
+class Seen(Callback):
+    """The batches that hooks get, and the gradients of weights that have just moved."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.norms: list[float] = []
+
+    def on_setup_end(self, trainer: Trainer[Any]) -> None:
+        trainer.optimizers["optimizer"].register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Any, *args: Any) -> None:
+        self.norms.append(sum(p.grad.norm().item() for group in optimizer.param_groups for p in group["params"]))
+
+    def on_batch_start(self, trainer: Trainer[Any], batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+    on_evaluation_batch_start = on_batch_start
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_steps_and_hooks_get_batches_as_they_are_prepared(exact: bool) -> None:
+    config = _config(max_steps=2, global_batch_size=16, micro_batch_size=8, non_finite="retry", exact=exact)
+    plain, losses = Losses(), Losses()
+    TinyTrainer(config, world=ALONE, callbacks=[plain]).fit()
+    seen = Seen()
+    trainer = Doubling(config, world=ALONE, callbacks=[losses, seen])
+    trainer.fit()
+    # Two micro-batches of three tries; then the rows of the evaluation.
+    assert trainer.prepared[:6] == [(True, 8)] * 6
+    assert sum(rows for is_training, rows in trainer.prepared if not is_training) == 10
+    assert [batch["twice"] for batch in seen.batches] == [True] * len(trainer.prepared)
+    for name in ("train/loss", "validation/loss"):
+        assert losses.of(name) == pytest.approx(plain.of(name), rel=1e-5)
+    # Of two updates, from before the gradients are let go.
+    assert len(seen.norms) == 2
+    assert min(seen.norms) > 0
+
+
 # ---- Token weights -------------------------------------------------------------------------------------------------
 
 

@@ -98,6 +98,9 @@ class Callback:
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Fires with the metrics of a whole evaluation, equal on every rank; the models are back in training mode."""
 
+    def on_checkpoint_start(self, trainer: Trainer[Any]) -> None:
+        """Fires on every rank before the state of this update is taken for a checkpoint, `state_dict` among it."""
+
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
         """Fires when a checkpoint is committed: it is whole, and a killed run would resume from it.
 

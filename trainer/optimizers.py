@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from .errors import ConfigError
 
@@ -90,3 +93,58 @@ def adamw(
     fused = all(each.device.type in _FUSED and torch.is_floating_point(each) for each in parameters)
     # None, and not False, which would forbid foreach as well.
     return AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True if fused else None)
+
+
+def named(name: str, model: nn.Module, *, decay_embeddings: bool = True, **settings: Any) -> Optimizer:
+    """Makes the optimizer of a name over a model's trainable parameters: for a config that chooses among several.
+
+    Where weights decay, by `settings` or by the optimizer's own default, they do so in `decay_groups`.
+
+    Args:
+        name: of a class of `torch.optim`, such as "SGD"; or one of another package, "package.module.Class".
+        model: as in `configure_optimizers`.
+        decay_embeddings: whether the weights of embeddings decay.
+        settings: what the class takes besides the parameters: `lr`, `weight_decay`, ...
+
+    Raises:
+        ConfigError: there is no such optimizer, it cannot step by itself, or it does not take these settings.
+
+    Example:
+        >>> optimizer = optimizers.named("SGD", torch.nn.Linear(4, 4), lr=0.1, momentum=0.9)
+    """
+    made_by = _class_of(name)
+    takes = inspect.signature(made_by).parameters
+    default = takes["weight_decay"].default if "weight_decay" in takes else 0.0
+    parameters: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if weight_decay := settings.get("weight_decay", default):
+        parameters = decay_groups(model, weight_decay, decay_embeddings=decay_embeddings)
+    try:
+        optimizer: Optimizer = made_by(parameters, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer {name!r} cannot be made with {settings}: {error}. It takes {', '.join(list(takes)[1:])}"
+        ) from error
+    return optimizer
+
+
+def _class_of(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        there = vars(importlib.import_module(module or "torch.optim"))
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer {name!r} is to be found in {module}, which cannot be imported: {error}"
+        ) from error
+    known = [key for key, each in there.items() if inspect.isclass(each) and issubclass(each, Optimizer)]
+    if attribute not in known or there[attribute] is Optimizer:
+        nearest = difflib.get_close_matches(attribute, set(known) - {"Optimizer"}, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"there is no optimizer {attribute!r} in {module or 'torch.optim'}"
+            + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        )
+    closure = inspect.signature(there[attribute].step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer {name!r} computes the loss several times in a step, by a function that nobody gives it"
+        )
+    return there[attribute]

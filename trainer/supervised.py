@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .config import TrainerConfig
 from .errors import ConfigError, StepError
-from .optimizers import adamw
+from .optimizers import adamw, named
 from .trainer import Trainer
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -29,8 +29,9 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         model: with its weights; the main rank's are taken on every rank. One that is in evaluation mode as a whole,
             as Hugging Face's are when they have been loaded, is put in training mode.
         optimizer: one over the model's parameters, or a function that makes one from those that are not frozen.
-            Sharded training (FSDP2) replaces the parameters, so it needs the function. By default
-            `optimizers.adamw` with a learning rate of 0.001.
+            Sharded training (FSDP2) replaces the parameters, so it needs the function, or a name for
+            `optimizers.named`, such as "SGD". By default `optimizers.adamw` with a learning rate of 0.001.
+        optimizer_settings: of an optimizer by name: `{"lr": 0.1, "momentum": 0.9}`.
         loss_fn: takes (outputs, targets) and returns the mean over the batch.
         scheduler: moves after every update; or a function that makes one from the optimizer.
         train: the training data, as `Trainer.configure_dataloaders` describes it.
@@ -54,7 +55,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         self,
         *,
         model: nn.Module,
-        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | str | None = None,
+        optimizer_settings: Mapping[str, Any] | None = None,
         train: Any,
         loss_fn: LossFunction | None = None,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
@@ -63,6 +65,9 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         **options: Any,
     ) -> None:
         super().__init__(config, **options)
+        if optimizer_settings is not None and not isinstance(optimizer, str):
+            raise ConfigError('optimizer_settings are those of an optimizer by name, such as optimizer="SGD"')
+        self._optimizer_settings = dict(optimizer_settings or {})
         self._given_model = model
         self._given_optimizer = optimizer
         self._given_scheduler = scheduler
@@ -85,6 +90,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if given is None:
             self.optimizer: Optimizer = adamw(self.model, learning_rate=1e-3)
+        elif isinstance(given, str):
+            self.optimizer = named(given, self.model, **self._optimizer_settings)
         else:
             self.optimizer = given if isinstance(given, Optimizer) else given(trained)
         held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}

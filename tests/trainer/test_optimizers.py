@@ -98,3 +98,32 @@ def test_sharded_parameters_decay_as_whole_ones_and_the_log_names_the_groups() -
         assert sharded_shapes == shapes
         for name, value in alone.items():
             torch.testing.assert_close(sharded[name], value, msg=name)
+
+
+def test_an_optimizer_by_name_decays_as_one_that_is_made_by_hand() -> None:
+    model = Language()
+    plain = optimizers.named("SGD", model, lr=0.1, momentum=0.9)
+    assert type(plain) is torch.optim.SGD
+    assert [(len(group["params"]), group["momentum"]) for group in plain.param_groups] == [(11, 0.9)]
+    by_default = optimizers.named("torch.optim.adamw.AdamW", model, lr=0.1, decay_embeddings=False)
+    given = optimizers.named("SGD", model, lr=0.1, weight_decay=0.01, decay_embeddings=False)
+    by_hand = optimizers.adamw(model, 0.1, decay_embeddings=False)
+    for optimizer in (by_default, given):
+        assert names_of(model, optimizer.param_groups) == names_of(model, by_hand.param_groups)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("AdmW", {}, "no optimizer 'AdmW' in torch.optim; did you mean 'AdamW'"),
+        ("Optimizer", {}, "no optimizer 'Optimizer'"),
+        ("nowhere.at.all.Adam", {}, "nowhere.at.all, which cannot be imported"),
+        ("SGD", {"lr": -1}, "Invalid learning rate"),
+        ("SGD", {"betas": (0.9, 0.99)}, r"'betas'.* It takes lr, momentum, "),
+        ("LBFGS", {}, "several times in a step"),
+    ],
+)
+def test_what_is_no_optimizer_or_setting_is_said(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        optimizers.named(name, nn.Linear(2, 2), **settings)

@@ -112,6 +112,15 @@ def test_optimizers_and_schedulers_are_given_or_made() -> None:
         loss_fn=F.cross_entropy,
     )
     assert made == given
+    by_name = _losses(
+        model=_model(),
+        optimizer="SGD",
+        optimizer_settings={"lr": 0.1},
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        train=_pairs(),
+        loss_fn=F.cross_entropy,
+    )
+    assert by_name == given
 
 
 def test_it_evaluates_and_resumes(tmp_path: Any) -> None:
@@ -145,6 +154,7 @@ def test_it_evaluates_and_resumes(tmp_path: Any) -> None:
         ({"loss_fn": None, "train": [ROWS.x]}, StepError, "no loss_fn, and Sequential returned a Tensor"),
         ({"optimizer": _sgd(_model().parameters())}, ConfigError, "holds none of the model's parameters"),
         ({"config": {"max_epochs": 1}}, ConfigError, "SupervisedTrainer needs a TrainerConfig"),
+        ({"optimizer_settings": {"lr": 0.1}}, ConfigError, "optimizer_settings are those of an optimizer by name"),
         ({"model": nn.ReLU()}, ConfigError, "set no module as an attribute"),
     ],
 )

@@ -219,7 +219,12 @@ class _Scale:
         low, high = scale(distinct[0]), scale(distinct[-1])
         at = {str(each): (scale(each) - low) / (high - low) for each in distinct}
         if len(distinct) <= 6:
-            return cls(at, [(at[str(each)], shown(each)) for each in distinct])
+            ticks: list[tuple[float, str]] = []
+            for each in distinct:
+                # Text that lies on other text is not read.
+                if not ticks or at[str(each)] - ticks[-1][0] > 0.05:
+                    ticks.append((at[str(each)], f"{each:.3g}"))
+            return cls(at, ticks)
         middles = [low + (high - low) * part / 4 for part in range(5)]
         return cls(at, [((each - low) / (high - low), f"{10**each if is_wide else each:.3g}") for each in middles])
 

@@ -194,10 +194,10 @@ def test_data_that_is_not_here_is_said_with_the_folder_that_paths_are_meant_from
     _, error = again(home)
     assert "data/rows does not exist" in error
     assert f"meant from {run.record.working_dir}" in error
-    # Perhaps the workers see it: that is for `fit` to find out.
-    shown, error = again(home, accept_changes=True)
+    # Perhaps the workers see it. What is not known to be equal is strictly refused.
+    shown, error = again(home, accept_changes=True, strict=True)
     assert "  data fingerprint: of then -> -\n" in shown
-    assert "data/rows does not exist" in error
+    assert "--strict: not all is as it was for one: data guarantee: exact -> -" in error
 
 
 def test_a_config_that_changed_along_the_way_is_told(home: Path) -> None:

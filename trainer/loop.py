@@ -310,8 +310,11 @@ class Loop:
         rehearsal = Evaluation(
             self._trainer, self._validation, self._requests, max_batches=self._config.sanity_batches, is_rehearsal=True
         )
-        if self._run_evaluation(rehearsal) is None:
+        if (metrics := self._run_evaluation(rehearsal)) is None:
             self._stop(self._requests.agree_now().stop or "stopped")
+        elif metrics:
+            # Hours before the first evaluation may be due.
+            self._state.has_monitor(metrics)
         generators.load_state_dict(before)
 
     def _advance(self, batch: GlobalBatch, *, of_epoch: bool = True) -> bool:

@@ -151,13 +151,20 @@ class RunState:
 
         A metric that is not there makes no evaluation the best; it costs a warning, where somebody asked for it.
         """
-        config, step = self._trainer.config.checkpoint, self._trainer.progress.step
+        if self.has_monitor(metrics):
+            return self._best.offer(metrics[self._trainer.config.checkpoint.monitor], step=self._trainer.progress.step)
+        return False
+
+    def has_monitor(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation, or a rehearsal of one, gives the metric; warns once of one that was asked for."""
+        config = self._trainer.config.checkpoint
         if config.monitor in metrics:
-            return self._best.offer(metrics[config.monitor], step=step)
+            return True
         asked = config.save_best or config.monitor != CheckpointConfig.monitor
         if asked and not self._misses_monitor and self._trainer.world.is_main:
+            when = f"evaluation after step {self._trainer.progress.step}"
             warnings.warn(
-                f"checkpoint.monitor is {config.monitor!r}, but the evaluation after step {step} gave "
+                f"checkpoint.monitor is {config.monitor!r}, but the {when} gave "
                 f"{', '.join(metrics) or 'nothing'}: checkpoints are saved all the same, and none of them is the best",
                 CheckpointWarning,
                 stacklevel=2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headway.trainer import (
     CheckpointError,
     CheckpointStore,
     ConfigError,
+    Trainer,
     World,
 )
 from headway.trainer.best import Best
@@ -212,6 +214,24 @@ def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved_B5(tmp_p
     assert len([each for each in caught if "validation/f1" in str(each.message)]) == 1
     assert _on_disk(tmp_path) == [3, 4]
     assert (result.status, result.best_checkpoint, result.best_metric) == ("completed", None, None)
+
+
+def test_a_rehearsal_finds_out_that_the_monitor_is_not_there_B5(tmp_path: Path) -> None:
+    """Before the first update, where the first evaluation is far away; and it makes no state the best."""
+    checkpoint = {"monitor": "validation/f1", "save_best": True}
+    config = replace(_config(steps=3, checkpoint=checkpoint, every=100), sanity_batches=1)
+    with pytest.warns(CheckpointWarning, match=r"monitor is 'validation/f1', but the evaluation after step 0 gave"):
+        Scripted(config, values=[1.0] * 2, run_dir=tmp_path, callbacks=[Ends()]).fit()
+    there = replace(_config(steps=2, checkpoint={"save_best": True}), sanity_batches=1)
+    result = Scripted(there, values=[0.5, 0.7], run_dir=tmp_path / "there").fit()
+    assert (result.best_metric, result.best_step) == (0.5, 1)
+
+
+class Ends(Callback):
+    """Stops before anything has been evaluated."""
+
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        trainer.request_stop("enough")
 
 
 def test_a_default_monitor_that_is_not_there_is_no_matter(tmp_path: Path) -> None:

@@ -60,10 +60,10 @@ class RecordFile(Tracker):
         if self._file is None:
             return
         again = self._last.get("step") == step
-        values = {**self._last, **metrics} if again else metrics
-        record = {"step": step, "epoch": epoch, "time": round(time.time(), 3), "attempt": self._attempt} | {
-            name: value for name, value in values.items() if name not in RESERVED
-        }
+        values = {**self._last, **metrics} if again else dict(metrics)
+        first = {"step": step, "epoch": epoch, "time": round(time.time(), 3), "attempt": self._attempt}
+        # In front, and not to be had by a metric of such a name.
+        record = first | values | first
         line = self.line(record)
         if line is None:
             before = self.decode(self._file.read())

@@ -148,14 +148,19 @@ class MeanMetrics:
         sums = self._take()
         # They stay, as one sum: reading them later adds what comes then.
         self._sums.update(sums)
-        return {"sums": {name: list(each) for name, each in sums.items()}, "reduced": self.reduced.state_dict()}
+        return {
+            # As exact mode and earlier versions have it, so that a run may go on from either.
+            "sums": {name: list(each[:2]) for name, each in sums.items()},
+            "extremes": {name: list(each[2:]) for name, each in sums.items()},
+            "reduced": self.reduced.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Goes on from what `state_dict` returned, and from nothing that has been added since."""
         self.forget()
+        extremes = state_dict.get("extremes", {})
         for name, sums in state_dict["sums"].items():
-            # An earlier version, and exact mode, save the two sums alone.
-            self._sums[name] = list(sums) if len(sums) == 4 else [*sums, -math.inf, math.inf]
+            self._sums[name] = [*sums, *extremes.get(name, (-math.inf, math.inf))]
         if "reduced" in state_dict:
             self.reduced.load_state_dict(state_dict["reduced"])
 

@@ -86,6 +86,11 @@ class SweepDisplay:
         told = f"{trial.name} {trial.status} after {trial.steps:,} steps{value}  {shown(trial.values)}"
         self.line(told + (f"  {trial.error}" if trial.error else ""), "yellow" if trial.error else None)
 
+    def left(self, trial: Trial) -> None:
+        """Shows a trial no more that has stopped and can go on."""
+        with self._lock:
+            self._rows.pop(trial.name, None)
+
     def refresh(self) -> None:
         """Shows the trials as they stand, on a terminal."""
         if self._live is not None:

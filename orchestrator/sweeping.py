@@ -119,6 +119,8 @@ class _Lead:
             {trial.name: trial.resume for trial in self._waiting if trial.resume != "auto"},
         )
         self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
+        # That were stopped one by one, by a person.
+        self._left: set[str] = set()
         self._stop: Stop | None = None
         self._stop_since_s = 0.0
         self._signals_seen = 0
@@ -152,6 +154,12 @@ class _Lead:
             raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error
         if self._stop is not None:
             return self._stop.status, self._stop.reason
+        return self._outcome()
+
+    def _outcome(self) -> tuple[Any, str]:
+        """How a sweep has ended that nobody has stopped as a whole."""
+        if self._left:
+            return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
         return "completed", "all trials have ended"
 
     def _heed(self) -> str | None:
@@ -267,6 +275,9 @@ class _Lead:
         trial = self._sweep.trial_as_it_is(self._trials[name])
         self._trials[name] = trial
         if not trial.has_ended:
+            if asked_to_stop(Folder(trial.run_dir)) is not None:
+                self._left.add(name)
+            self._display.left(trial)
             return
         self._donors.let_go(name)
         self._sweep.note(

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from headway.orchestrator import PBT, Experiment, LogUniform, Search
+from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.donors import Donors
 from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.runs import Run
 from headway.orchestrator.storage import Folder
+from headway.orchestrator.supervision import Signals
 from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweeping import _Lead
 from headway.trainer import CheckpointConfig, load_weights
@@ -44,6 +46,24 @@ def pinned(checkpoint: str) -> bool:
 def lead(storage: Path) -> Any:
     """What the driver of the sweep has at hand when it starts, or starts again."""
     return _Lead(experiment(storage), SEARCH, open_sweep(experiment(storage), SEARCH), None, SweepDisplay("x", "min"))
+
+
+def test_a_sweep_of_which_a_trial_was_stopped_has_not_completed(tmp_path: Path) -> None:
+    """The same call goes on with that trial, and what is shown until then is who trains."""
+    driver = lead(tmp_path)
+    driver._signals = Signals()
+    for _ in range(2):
+        driver._next()
+    assert len(driver._display._rows) == 2
+    Run(str(tmp_path / "pbt/trial-000")).update(status="completed", reason="max_steps=9 reached")
+    driver._ended("trial-000", None)
+    stopped = Run(str(tmp_path / "pbt/trial-001"))
+    ask_to_stop(stopped.folder, Stop(reason="headway runs stop"))
+    stopped.update(status="stopped", reason="headway runs stop")
+    driver._ended("trial-001", None)
+    assert driver._display._rows == {}
+    assert driver._outcome() == ("stopped", "not trained to the end: trial-001")
+    assert [trial.name for trial in lead(tmp_path)._waiting] == ["trial-001"]
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def open_run(
     if run.status == "running" and run.record.driver.pid != os.getpid() and not take_over:
         driver = run.record.driver
         raise RunConflictError(
-            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}; "
+            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}{driver.if_gone}; "
             f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
         )
     changes = tuple(differences(_comparable(run.folder.read("config.yaml") or ""), _comparable(text)))
@@ -125,8 +125,8 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
     driver = sweep.record.driver
     if sweep.status == "running" and driver != replace(Driver.this(), heartbeat=driver.heartbeat):
         raise RunConflictError(
-            f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}; wait for it, or "
-            "choose another name"
+            f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}{driver.if_gone}; "
+            "wait for it, or choose another name"
         )
     _refuse_another(sweep.record, asked, experiment)
     folder.prepare()

@@ -71,6 +71,14 @@ class Driver:
                 pass
         return time.time() - self.heartbeat < _SILENT_S
 
+    @property
+    def if_gone(self) -> str:
+        """What to do where it is gone, for people; empty where it is known not to be."""
+        if self.host == socket.gethostname():
+            return ""
+        left_s = max(1.0, self.heartbeat + _SILENT_S - time.time())
+        return f" (if that machine is gone, start this again in {left_s:.0f} s)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:

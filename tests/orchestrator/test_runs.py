@@ -142,9 +142,11 @@ def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
 def test_a_driver_elsewhere_is_known_by_its_heartbeat(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     record = json.loads(run.folder.read("run.json") or "")
-    record["driver"]["host"] = "another"
+    record["driver"]["host"], record["driver"]["pid"] = "another", os.getpid() + 1
     run.folder.write("run.json", json.dumps(record))
     assert Run(run.run_dir).status == "running"
+    with pytest.raises(RunConflictError, match=r"on another \(if that machine is gone, start this again in [89]\d s\)"):
+        open_run(experiment(tmp_path))
     record["driver"]["heartbeat"] -= 1000
     run.folder.write("run.json", json.dumps(record))
     assert Run(run.run_dir).status == "interrupted"

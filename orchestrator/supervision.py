@@ -35,6 +35,9 @@ from .watching import Watch
 # A group that has not come up after so long, on a cluster that could hold it, is given up; Scaling.wait says otherwise.
 _PATIENCE_S = 600.0
 _TELL_WAITING_EVERY_S = 5.0
+# What Ray Train gives a machine that goes nobody knows when, and what it takes to look and to end a group.
+_RAYS_DEADLINE_S = 120.0
+_GRACE_S = 10.0
 
 
 class Signals:
@@ -135,7 +138,7 @@ class Supervision:
         self._waits_since = self._told_waiting_s = time.monotonic()
         self._taken = places_taken()
         self._told_waiting: str | None = None
-        self._away_since_s = math.inf
+        self._away_since_s = self._taken_away_at = math.inf
         self._unheeded: list[Event] = []
         self._watch = Watch(experiment, run.folder, self._events)
         self._event_lines = Follower(run.folder, "events", from_now=True)
@@ -212,6 +215,9 @@ class Supervision:
         while self._unheeded:
             self._heed(self._unheeded[0])
             del self._unheeded[0]
+        if self._has_workers and time.time() > self._taken_away_at:
+            # Ray Train ends the group at the deadline, and nobody fails who could say so.
+            self._wait_for_workers()
         for record in self._metric_lines.read():
             self._display.record(record)
         self._watch.look()
@@ -223,18 +229,21 @@ class Supervision:
         match event["event"]:
             case "attempt_started":
                 self._is_up = self._has_workers = True
-                self._waits_since = math.inf
+                self._waits_since = self._taken_away_at = math.inf
                 self._group = event["attempt"], event["world_size"]
                 self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
             case "training":
                 self._growth.begin(self._group[1])
                 self._run.update(data=event["data"])
+            case "preemption_notice" if event["attempt"] == self._group[0]:
+                left_s = _RAYS_DEADLINE_S if event["deadline_s"] is None else event["deadline_s"]
+                self._taken_away_at = min(self._taken_away_at, event["time"] + left_s + _GRACE_S)
             case "attempt_ended":
+                self._taken_away_at = math.inf
                 self._growth.end()
                 if event["status"] == RESIZING:
                     self._wait_for_workers()
             case "group_failed":
-                self._growth.end()
                 self._wait_for_workers()
                 self._run.update(**self._endings())
             case "checkpoint_saved":
@@ -243,7 +252,9 @@ class Supervision:
         self._display.event(event)
 
     def _wait_for_workers(self) -> None:
-        self._has_workers = False
+        self._growth.end()
+        self._watch.end()
+        self._has_workers, self._taken_away_at = False, math.inf
         self._waits_since, self._taken = time.monotonic(), places_taken()
 
     def _heed_signals(self) -> None:

@@ -59,7 +59,11 @@ class Watch:
             self._heard = [_Heard({"beat": 0, **worker}) for worker in event["workers"]]
             self._looked_s = self._clock()
         elif event["event"] in ("group_failed", "attempt_ended"):
-            self._attempt = None
+            self.end()
+
+    def end(self) -> None:
+        """Takes note that the attempt has ended, whoever says so."""
+        self._attempt = None
 
     def look(self) -> None:
         """Hears the ranks, if it is time, and acts."""

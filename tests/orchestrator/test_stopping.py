@@ -22,6 +22,7 @@ from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.cli import main
 from headway.orchestrator.display import Display
 from headway.orchestrator.events import EventLog
+from headway.orchestrator.group import train_group
 from headway.orchestrator.lease import is_lost
 from headway.orchestrator.resumption import Resumption
 from headway.orchestrator.runs import Run
@@ -265,3 +266,21 @@ def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch:
         time.sleep(0.01)
     assert told[0] is not None
     assert told[0].abort
+
+
+@pytest.mark.parametrize(("left_s", "waits"), [(-11.0, True), (60.0, False), (None, False)])
+def test_a_group_is_gone_after_the_deadline_of_its_machine_C4(
+    tmp_path: Path, left_s: float | None, waits: bool
+) -> None:
+    """Ray ends it then without an error: who is to wait for it, or to call it silent, must know that it is gone."""
+    asked = experiment(tmp_path)
+    run = open_run(asked).run
+    driver = supervision(asked, run, train_group)
+    worker = EventLog(run.folder, "rank-0")
+    worker.add("attempt_started", attempt=1, world_size=1, workers=[{"rank": 0, "host": "another", "pid": 1}])
+    worker.add("preemption_notice", attempt=1, nodes=["a"], ranks=[0], deadline_s=left_s, saves=True)
+    ask_to_stop(run.folder, Stop(reason="x"))
+    assert driver._turn() == ("x while there were no workers" if waits else None)
+    assert (driver._watch._attempt is None) is waits
+    worker.add("attempt_started", attempt=2, world_size=1, workers=[{"rank": 0, "host": "another", "pid": 2}])
+    assert driver._turn() is None

@@ -7,7 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from headway.trainer.config import MAY_CHANGE
@@ -73,7 +73,7 @@ def open_run(
         folder.prepare()
         return Opened(_begin(folder, experiment, text, origin or origin_of(experiment)), "new")
     run = Run(experiment.run_dir)
-    if run.status == "running" and run.record.driver.pid != os.getpid() and not take_over:
+    if run.status == "running" and not run.record.driver.is_this and not take_over:
         driver = run.record.driver
         raise RunConflictError(
             f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}{driver.if_gone}; "
@@ -123,7 +123,7 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
         return Sweep(folder.place)
     sweep = Sweep(folder.place)
     driver = sweep.record.driver
-    if sweep.status == "running" and driver != replace(Driver.this(), heartbeat=driver.heartbeat):
+    if sweep.status == "running" and not driver.is_this:
         raise RunConflictError(
             f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}{driver.if_gone}; "
             "wait for it, or choose another name"

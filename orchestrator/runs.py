@@ -60,6 +60,11 @@ class Driver:
         return cls(host=socket.gethostname(), pid=os.getpid(), heartbeat=time.time())
 
     @property
+    def is_this(self) -> bool:
+        """Whether it is this process. Its number alone says nothing: a driver in a container often is process 1."""
+        return (self.host, self.pid) == (socket.gethostname(), os.getpid())
+
+    @property
     def is_alive(self) -> bool:
         """Whether it may still be there: here by its process, elsewhere by its heartbeat."""
         if self.host == socket.gethostname():

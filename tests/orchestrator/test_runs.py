@@ -139,6 +139,17 @@ def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
         open_run(experiment(tmp_path))
 
 
+def test_a_process_of_the_same_number_elsewhere_is_another_one(tmp_path: Path) -> None:
+    """In a container a driver often is process 1."""
+    run = open_run(experiment(tmp_path)).run
+    record = json.loads(run.folder.read("run.json") or "")
+    assert record["driver"]["pid"] == os.getpid()
+    record["driver"]["host"] = "another"
+    run.folder.write("run.json", json.dumps(record))
+    with pytest.raises(RunConflictError, match=f"by process {os.getpid()} on another"):
+        open_run(experiment(tmp_path))
+
+
 def test_a_driver_elsewhere_is_known_by_its_heartbeat(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     record = json.loads(run.folder.read("run.json") or "")

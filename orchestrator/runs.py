@@ -23,8 +23,8 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
 from .asking import asked_to_stop
-from .errors import StorageError
-from .lease import RECORD, lease
+from .errors import RunConflictError, StorageError
+from .lease import RECORD, is_claimed, lease, taken_over
 from .storage import Folder, absolute, join
 
 if TYPE_CHECKING:
@@ -246,8 +246,24 @@ class Run:
             )
         return from_plain({**plain, "trainer": target})
 
+    def check_lease(self) -> None:
+        """Makes sure that no other driver has claimed the run since: one that was silent for long is taken for dead.
+
+        Raises:
+            RunConflictError: one has.
+            StorageError: nobody can tell.
+        """
+        if is_claimed(self.folder, self.lease, RECORD):
+            raise RunConflictError(taken_over(self.folder, "run"))
+
     def update(self, **changes: Any) -> None:
-        """Changes the record, on storage too. For the driver alone."""
+        """Changes the record, on storage too. For the driver alone; with another `driver` this one claims the run.
+
+        Raises:
+            RunConflictError: another driver has claimed it since; its record is left alone.
+        """
+        if "driver" not in changes:
+            self.check_lease()
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
         self.record = replace(self.record, driver=driver, **changes)
         self.folder.write(RECORD, self.record.to_json())

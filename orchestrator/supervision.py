@@ -211,6 +211,8 @@ class Supervision:
 
     def _look(self) -> None:
         """Shows what is new, and takes it into the record."""
+        # First: it finds out whether the files are still this driver's.
+        self._run.beat()
         self._unheeded += self._event_lines.read()
         while self._unheeded:
             self._heed(self._unheeded[0])
@@ -221,7 +223,6 @@ class Supervision:
         for record in self._metric_lines.read():
             self._display.record(record)
         self._watch.look()
-        self._run.beat()
 
     def _heed(self, event: Event) -> None:
         """Takes an event into the record, and shows it. It comes again where the storage was away meanwhile."""

@@ -19,7 +19,7 @@ from .asking import Stop, ask_to_stop, asked_to_stop
 from .claiming import open_run, open_sweep, origin_of
 from .config import to_plain, to_yaml
 from .donors import Donors
-from .errors import TrainingFailedError
+from .errors import RunConflictError, TrainingFailedError
 from .events import read_events
 from .experiment import Experiment
 from .quiet import quiet_environment
@@ -53,7 +53,7 @@ def sweep(
 
     Raises:
         ConfigError: what was asked for makes no sense, or there are not the machines for a single trial.
-        RunConflictError: the name is that of something else.
+        RunConflictError: the name is that of something else, or another driver has taken the sweep over.
         StorageError: the storage cannot be written.
     """
     quiet_environment(verbose=verbose)
@@ -82,6 +82,9 @@ def sweep(
                 status, reason = lead.run(at_once, told, leave_s=0.0 if is_own else _LEAVE_S)
         except KeyboardInterrupt:
             status, reason = "interrupted", f"{signals.name} before training began"
+        except RunConflictError:
+            # Its files are another driver's now.
+            raise
         except BaseException as error:
             opened.update(status="failed", reason=one_line(error), ended=now())
             raise
@@ -233,6 +236,8 @@ class _Lead:
         """Returns the trial to train next and what it is told, or None: first those that an earlier driver began."""
         if self._signals.count or self._stop is not None:
             return None
+        # Before a trial is taken from who trains it.
+        self._sweep.check_lease()
         if self._waiting:
             trial = self._waiting.pop(0)
         else:
@@ -266,6 +271,7 @@ class _Lead:
         return {path: _at(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
 
     def _ended(self, name: str, error: str | None) -> None:
+        self._sweep.check_lease()
         with self._lock:
             self._training.discard(name)
         # What was ended at once has not failed.

@@ -17,8 +17,9 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
 from .asking import asked_to_stop
-from .errors import StorageError
+from .errors import RunConflictError, StorageError
 from .events import Event, EventLog, read_events
+from .lease import is_claimed, lease, taken_over
 from .runs import HEARTBEAT_S, SWEEP, Driver, Run
 from .storage import Folder, absolute
 
@@ -160,8 +161,24 @@ class Sweep:
         """Writes into the journal. For the driver alone."""
         self._journal.add(kind, **details)
 
+    def check_lease(self) -> None:
+        """Makes sure that no other driver has claimed the sweep since: one that was silent for long is taken for dead.
+
+        Raises:
+            RunConflictError: one has.
+            StorageError: nobody can tell.
+        """
+        if is_claimed(self.folder, lease(asdict(self.record)), SWEEP):
+            raise RunConflictError(taken_over(self.folder, "sweep"))
+
     def update(self, **changes: Any) -> None:
-        """Changes the record, on storage too. For the driver alone."""
+        """Changes the record, on storage too. For the driver alone; with another `driver` this one claims the sweep.
+
+        Raises:
+            RunConflictError: another driver has claimed it since; its record is left alone.
+        """
+        if "driver" not in changes:
+            self.check_lease()
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=Driver.this().heartbeat)
         self.record = replace(self.record, driver=driver, **changes)
         self.folder.write(SWEEP, json.dumps(asdict(self.record), indent=2) + "\n")

@@ -15,6 +15,7 @@ from headway.trainer.world import World
 
 from .claiming import Opened, open_run
 from .display import Display
+from .errors import RunConflictError
 from .events import EventLog
 from .experiment import Experiment
 from .quiet import quiet_environment
@@ -52,7 +53,7 @@ def fit(
 
     Raises:
         ConfigError: what was asked for makes no sense, or there are not the machines for it.
-        RunConflictError: the run of this name is another one.
+        RunConflictError: the run of this name is another one, or another driver has taken this one over.
         StorageError: the storage cannot be written.
         HeadwayError: an error of Headway in a worker (DataError, StepError, ...), as it was raised.
         TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
@@ -86,6 +87,10 @@ def fit(
         except KeyboardInterrupt:
             reason = f"{signals.name} before training began"
             result = RunResult.recorded(run, status="interrupted", reason=reason, signal=signals.number)
+        except RunConflictError:
+            # The files of the run are another driver's now.
+            display.close()
+            raise
         except BaseException as error:
             display.close()
             run.update(status="failed", reason="", error=one_line(error), ended=now())

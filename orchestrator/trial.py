@@ -26,6 +26,7 @@ from headway.trainer.trainer import Trainer
 
 from .asking import asked_to_stop
 from .display import Display
+from .errors import RunConflictError
 from .events import Event
 from .experiment import Experiment, Scaling
 from .group import failure_watch, task_of, train_group
@@ -100,6 +101,9 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         ).run()  # fmt: skip
         if result.status == "completed":
             _check_metric(task.metric, result.metrics, "a trial")
+    except RunConflictError:
+        # Another process trains it now, and its files are that one's.
+        return
     except Exception as error:
         run.update(status="failed", reason="", error=one_line(error), ended=now())
         return

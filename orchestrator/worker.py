@@ -25,7 +25,7 @@ from .bridge import Bridge
 from .errors import RunConflictError, StorageError
 from .events import EventLog, read_events
 from .failures import is_collateral, is_hopeless_kind, name_process, phase_of
-from .lease import is_lost
+from .lease import is_lost, taken_over
 from .provenance import process_began
 from .resizing import RESIZING, Resize
 from .resumption import Resumption
@@ -94,7 +94,7 @@ def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any
     world = World.attach("cpu" if task.on_cpu else None)
     folder = Folder(task.run_dir)
     if is_lost(folder, task.lease):
-        raise RunConflictError(f"another driver has taken over the run in {task.run_dir}: this one has lost it")
+        raise RunConflictError(taken_over(folder, "run"))
     if (asked := asked_to_stop(folder)) is not None:
         return {"status": asked.status, "reason": asked.reason}
     events = EventLog(folder, f"rank-{world.rank}")

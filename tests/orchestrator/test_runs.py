@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,14 +19,28 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from rich.console import Console
 
-from headway.orchestrator import Experiment, RunConflictError, Scaling, StorageError, find_run, list_runs, resolve
+from headway.orchestrator import (
+    Experiment,
+    RunConflictError,
+    Scaling,
+    StorageError,
+    find_run,
+    fit,
+    list_runs,
+    local_ray,
+    resolve,
+    supervision,
+)
 from headway.orchestrator.claiming import open_run
 from headway.orchestrator.cli import main
+from headway.orchestrator.display import Display
 from headway.orchestrator.errors import TrainingFailedError
 from headway.orchestrator.events import EventLog, Follower, read_events
-from headway.orchestrator.runs import Run
+from headway.orchestrator.runs import Driver, Run
 from headway.orchestrator.storage import Folder, absolute
+from headway.orchestrator.supervision import Supervision
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -161,6 +176,52 @@ def test_a_driver_elsewhere_is_known_by_its_heartbeat(tmp_path: Path) -> None:
     record["driver"]["heartbeat"] -= 1000
     run.folder.write("run.json", json.dumps(record))
     assert Run(run.run_dir).status == "interrupted"
+
+
+def claimed_by_another(folder: Folder, record: str = "run.json") -> str:
+    """What a driver on another host leaves that has taken over, and trains."""
+    found = json.loads(folder.read(record) or "")
+    found["driver"] = {"host": "another", "pid": 1, "heartbeat": found["driver"]["heartbeat"]}
+    folder.write(record, text := json.dumps({**found, "started": "2901-01-01T00:00:00+00:00"}))
+    return text
+
+
+def test_a_driver_that_was_taken_for_dead_leaves_the_record_to_the_next_one(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    run.update(steps=3)
+    theirs = claimed_by_another(run.folder)
+    run.beat()
+    stale = replace(run.record.driver, heartbeat=run.record.driver.heartbeat - 100)
+    run.record = replace(run.record, driver=stale)
+    for say in (lambda: run.update(status="failed"), run.beat):
+        with pytest.raises(RunConflictError, match="another driver has taken over the run in .*tiny"):
+            say()
+    assert run.folder.read("run.json") == theirs
+    # Its own claim is no conflict, whoever had the run before.
+    mine = Run(run.run_dir)
+    mine.update(driver=Driver.this(), started="2902-01-01T00:00:00+00:00")
+    mine.update(steps=4)
+    assert Run(run.run_dir).record.steps == 4
+
+
+def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[tuple[str, str | None]] = []
+
+    def wake_up(self: Supervision) -> Any:
+        left.append((claimed_by_another(self._run.folder), self._run.folder.read("events.jsonl")))
+        self._run.record = replace(self._run.record, driver=replace(self._run.record.driver, heartbeat=0.0))
+        self._look()
+
+    monkeypatch.setattr(Supervision, "run", wake_up)
+    monkeypatch.setattr(supervision, "places_taken", set)
+    monkeypatch.setattr(local_ray, "connected", lambda *_, **__: nullcontext(True))
+    monkeypatch.setattr(local_ray, "possible", lambda scaling: scaling)
+    with pytest.raises(RunConflictError, match="another driver has taken over"):
+        fit(experiment(tmp_path), display=Display(Console(quiet=True)))
+    folder = Folder(str(tmp_path / "tiny"))
+    assert left == [(folder.read("run.json"), folder.read("events.jsonl"))]
 
 
 def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:

@@ -23,12 +23,15 @@ from headway.orchestrator import (
 )
 from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.search import resolve_search
+from headway.orchestrator.supervision import Signals
+from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweep_result import SweepResult
 from headway.orchestrator.sweep_retention import delete_checkpoints, surplus
-from headway.orchestrator.sweeping import what_fits
+from headway.orchestrator.sweeping import _Lead, what_fits
 from headway.orchestrator.sweeps import Trial
 from headway.orchestrator.trial import _with_values
 from headway.trainer.errors import ConfigError
+from tests.orchestrator.test_runs import claimed_by_another
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -204,6 +207,17 @@ def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
         resolve_search(str(file), ["search.trial=5"])
     with pytest.raises(ConfigError, match="there is no 'other'"):
         resolve_search(str(file), [], name="other")
+
+
+def test_a_driver_that_has_lost_its_sweep_takes_no_trial_from_the_next_one(tmp_path: Path) -> None:
+    opened = open_sweep(experiment(tmp_path), search())
+    lead = _Lead(experiment(tmp_path), search(), opened, Signals(), SweepDisplay("validation/loss", "min"))
+    theirs = claimed_by_another(opened.folder, "sweep.json")
+    for do in (lead._next, lambda: lead._ended("trial-000", "died"), lambda: opened.update(status="failed")):
+        with pytest.raises(RunConflictError, match="another driver has taken over the sweep in .*tiny"):
+            do()
+    assert opened.folder.read("sweep.json") == theirs
+    assert opened.folder.folders() == []
 
 
 def test_only_the_best_finished_trials_keep_their_checkpoints(tmp_path: Path) -> None:

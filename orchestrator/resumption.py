@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from headway.trainer.checkpoint import read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.state import COMPONENTS, check_components
 
+from .events import Event
 from .storage import absolute
 
 
@@ -41,6 +43,32 @@ class Resumption:
             except CheckpointError as error:
                 raise ConfigError(f"there is nothing to resume from: {error}") from error
         return cls(resume=resume, restore=tuple(restore), accept_changes=accept_changes)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What the event of a start says of it: nothing where it is the usual, to go on with all of it."""
+        chosen: dict[str, Any] = {} if self.resume == "auto" else {"resume": self.resume}
+        return chosen if set(self.restore) == set(COMPONENTS) else {**chosen, "restore": sorted(self.restore)}
+
+    def repeated(self, events: Iterable[Event]) -> Resumption:
+        """What it comes to in a run that was begun so before: all of what that has saved since.
+
+        So the same command goes on after Ctrl-C, and after a driver was lost. "never" is a wish of its own each time.
+
+        Args:
+            events: of the run, the earliest first.
+        """
+        chosen, has_saved = {}, False
+        for event in events:
+            if event["event"] == "checkpoint_saved":
+                has_saved = True
+            elif event["event"] == "driver_started":
+                choice = {name: event[name] for name in ("resume", "restore") if name in event}
+                if choice and choice != chosen:
+                    chosen, has_saved = choice, False
+        if not chosen or chosen != self.choice or self.resume == "never" or not has_saved:
+            return self
+        return self.after_a_save()
 
     def after_a_save(self) -> Resumption:
         """What a later attempt of the same start begins with: all of what the start has saved itself."""

@@ -8,6 +8,7 @@ from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_stop
 from .errors import StorageError
+from .events import read_events
 from .runs import SWEEP, Run, find_run
 from .storage import Folder, absolute, join
 from .sweeps import Sweep
@@ -63,4 +64,8 @@ def _standing(found: Run | Sweep) -> str:
         told += f" ({found.record.reason})" if found.record.reason else ""
         return told if found.status == "completed" else f"{told}; to go on, start it again"
     told = f"{found.status} after {found.record.steps:,} steps" + (f" ({found.reason})" if found.reason else "")
-    return told if found.is_finished else f"{told}; to go on, start it again"
+    if found.is_finished:
+        return told
+    starts = [event for event in read_events(found.folder) if event["event"] == "driver_started"]
+    without = " without --resume never" if starts and starts[-1].get("resume") == "never" else ""
+    return f"{told}; to go on, start it again{without}"

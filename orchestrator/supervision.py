@@ -147,7 +147,9 @@ class Supervision:
     def run(self) -> RunResult:
         """Trains to the end, whatever it is."""
         workers = self._experiment.scaling.workers
-        self._events.add("driver_started", pid=os.getpid(), workers=workers, since=round(self._began, 3))
+        self._events.add(
+            "driver_started", pid=os.getpid(), workers=workers, since=round(self._began, 3), **self._resumption.choice
+        )
         thread = threading.Thread(target=self._train, name="headway-ray-train", daemon=True)
         self._signals.raises = False
         thread.start()

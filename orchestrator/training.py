@@ -16,7 +16,7 @@ from headway.trainer.world import World
 from .claiming import Opened, open_run
 from .display import Display
 from .errors import RunConflictError
-from .events import EventLog
+from .events import EventLog, read_events
 from .experiment import Experiment
 from .quiet import quiet_environment
 from .result import RunResult
@@ -45,7 +45,7 @@ def fit(
         experiment: what to train.
         resume: "auto" goes on from the newest good checkpoint of the run; "never" begins an unfinished run anew, in its
             folder; a path begins from that checkpoint. An attempt after a failure goes on from what this start has
-            saved, whatever it began from.
+            saved, whatever it began from; so does the same call again, except one with "never".
         restore: what to take of the checkpoint: as in `Trainer.fit`.
         accept_changes: goes on although the config is not the one that the run was begun with.
         verbose: shows what Ray and the workers print.
@@ -73,6 +73,7 @@ def fit(
         return _finished(opened.run, display)
     run = opened.run
     _greet(opened, experiment, display)
+    resumption = _resumption(resumption, run, display)
     experiment = replace(experiment, scaling=possible(experiment.scaling))
     with Signals() as signals:
         try:
@@ -96,7 +97,7 @@ def fit(
             run.update(status="failed", reason="", error=one_line(error), ended=now())
             _end(run, "failed")
             raise
-    close(run, result, display)
+    close(run, result, display, again="without --resume never" if resume == "never" else "as before")
     return result
 
 
@@ -143,8 +144,28 @@ def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
 
 
-def close(run: Run, result: RunResult, display: Display) -> None:
-    """Writes how a run ended into its record, and says it."""
+def _resumption(asked: Resumption, run: Run, display: Display) -> Resumption:
+    """What a start begins with; says it where that is not the newest checkpoint of the run, or not what was asked."""
+    events = read_events(run.folder)
+    resumption = asked.repeated(events)
+    newest = next((event["path"] for event in reversed(events) if event["event"] == "checkpoint_saved"), None)
+    if resumption != asked:
+        display.line(f"  begun so before, it goes on from what it has saved since: {newest}", "dim")
+    elif asked.resume != "auto" and newest is not None:
+        begins = "anew" if asked.resume == "never" else f"from {asked.resume}"
+        display.line(f"  as asked for, it begins {begins}, and not from its newest checkpoint: {newest}", "yellow")
+    return resumption
+
+
+def close(run: Run, result: RunResult, display: Display, *, again: str = "as before") -> None:
+    """Writes how a run ended into its record, and says it.
+
+    Args:
+        run: which.
+        result: how.
+        display: where to say it.
+        again: how to start it again, so that it goes on.
+    """
     patiently(lambda: run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
         samples=result.samples, tokens=result.tokens, metrics=result.metrics,
@@ -159,7 +180,7 @@ def close(run: Run, result: RunResult, display: Display) -> None:
     )
     display.line(f"its files: {result.run_dir}")
     if result.status in ("interrupted", "time_limit"):
-        display.line("to go on, start it again as before")
+        display.line(f"to go on, start it again {again}")
 
 
 def _end(run: Run, status: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from headway.trainer.errors import ConfigError
@@ -77,14 +78,12 @@ def recorded(name: str, storage: str) -> Facts:
     record, plain = run.record, parse_yaml(run.folder.read("config.yaml") or "") or {}
     saved: Mapping[str, Any] = {}
     digest: dict[str, str] = {}
-    try:
+    with suppress(ConfigError):  # no checkpoint, no certificate; nor a digest where the file with its sums is gone
         shelf = Shelf.of(name, storage)
-    except ConfigError:
-        pass  # no checkpoint, no certificate
-    else:
         newest = next((each for each in reversed(shelf.entries) if each.checkpoint), None)
         if newest is not None and newest.checkpoint is not None:
-            saved, digest = newest.checkpoint.meta, {"weights": shelf.digest(newest)}
+            saved = newest.checkpoint.meta
+            digest = {"weights": shelf.digest(newest)}
     return {
         "config": _config(plain),
         "data": dict(record.data or saved.get("data", {})),

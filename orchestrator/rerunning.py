@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headway.trainer.errors import ConfigError
+from headway.trainer.state import COMPONENTS
 
 from .compare import MISSING, Facts, Row, differing, present, recorded
 from .config import override, written_values
@@ -16,6 +17,7 @@ from .experiment import Experiment
 from .planning import plan
 from .quiet import quiet_environment
 from .result import RunResult
+from .resumption import Resumption
 from .runs import SWEEP, Run, find_run
 from .shelf import Shelf
 from .storage import Folder, absolute, join
@@ -69,7 +71,7 @@ def rerun(
     for change in past.record.changes:
         display.line(f"  while {name} trained, its config was changed; now from the beginning: {change}", "yellow")
     _refuse(past, rows, before, strict=strict, accept_changes=accept_changes)
-    result = fit(experiment, resume=begin, verbose=verbose, display=display)
+    result = fit(experiment, resume=begin.resume, restore=begin.restore, verbose=verbose, display=display)
     if result.status in ("completed", "stopped"):
         display.line(_verdict(name, storage, experiment), "bold")
     return result
@@ -102,18 +104,37 @@ def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target:
     return again
 
 
-def _beginning(past: Run) -> str:
-    """What the run began with: nothing, or a checkpoint of another one."""
-    began = next((event["step"] for event in read_events(past.folder) if event["event"] == "training"), 0)
-    if began == 0:
-        return "auto"
-    first = past.record.resumed_from
-    if first is not None and not first.startswith(f"{past.run_dir}/") and Folder(first).exists("manifest.json"):
-        return first
+def _beginning(past: Run) -> Resumption:
+    """What the run began with: nothing, or a checkpoint of another one.
+
+    Raises:
+        ConfigError: it cannot begin so again.
+    """
+    events, name = read_events(past.folder), past.record.name
+    for event in reversed([event for event in events if event["event"] == "driver_started"]):
+        resume = event.get("resume")
+        # The last start that began anew is the beginning of what there is; one that went back in the run is not.
+        if resume == "never":
+            return Resumption()
+        if resume is not None and _is_of_another(resume, past):
+            if not Folder(resume).exists("manifest.json"):
+                raise ConfigError(f"{name} began with {resume}, which is gone: bring it back")
+            return Resumption(resume=resume, restore=tuple(event.get("restore", COMPONENTS)))
+    # Earlier versions wrote down neither.
+    began = next((event["step"] for event in events if event["event"] == "training"), 0)
+    last = past.record.resumed_from
+    if began == 0 and not (last and _is_of_another(last, past)):
+        return Resumption()
+    if began and last and _is_of_another(last, past) and Folder(last).exists("manifest.json"):
+        return Resumption(resume=last)
     raise ConfigError(
-        f"{past.record.name} began at step {began} with a checkpoint of another run, which its record does not name or "
-        "which is gone: give it to `headway fit --resume`"
+        f"{name} began at step {began} with a checkpoint of another run ({last or 'not named'}), and its record does "
+        "not say with how much of it, or it is gone: give it to `headway fit --resume`, with --restore for a part of it"
     )
+
+
+def _is_of_another(checkpoint: str, past: Run) -> bool:
+    return not checkpoint.startswith(f"{past.run_dir}/")
 
 
 def _data_now(past: Run, experiment: Experiment, *, accept_changes: bool) -> dict[str, str | None]:

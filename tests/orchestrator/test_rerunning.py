@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,16 @@ from rich.console import Console
 from headway.orchestrator import Run, fit, rerun, resolve
 from headway.orchestrator.claiming import open_run
 from headway.orchestrator.cli import main
-from headway.orchestrator.compare import compare_runs
+from headway.orchestrator.compare import compare_runs, recorded
 from headway.orchestrator.display import Display
+from headway.orchestrator.rerunning import _beginning
+from headway.orchestrator.resumption import Resumption
 from headway.orchestrator.shelf import Shelf
 from headway.trainer.errors import ConfigError
+from headway.trainer.snapshot import TENSOR_SUMS
 from tests.on_ray import write_rows
+from tests.orchestrator.test_runs import experiment
+from tests.tiny import TinyTrainer
 
 TRAINER = """
 from dataclasses import dataclass
@@ -209,10 +215,41 @@ def test_a_config_that_changed_along_the_way_is_told(home: Path) -> None:
 
 
 def test_a_run_that_began_from_another_one_is_not_begun_from_nothing(home: Path) -> None:
-    run = begun(home)
-    run.folder.append("events.jsonl", json.dumps({"time": 1.0, "event": "training", "step": 7}))
+    run, base = begun(home), home / "base/checkpoints/step-00000007"
+
+    def add(event: str, **details: object) -> None:
+        line = {"time": time.time(), "event": event, **details}
+        run.folder.append("events.jsonl", json.dumps(line))
+
+    # Written by an earlier version: with counters, or with the weights alone.
+    add("driver_started")
+    assert _beginning(run) == Resumption()
+    run.update(resumed_from=str(base))
+    add("training", step=0)
     _, error = again(home)
-    assert "one began at step 7 with a checkpoint of another run" in error
+    assert f"one began at step 0 with a checkpoint of another run ({base}), and its record does not say" in error
+
+    # Now a start says what it was asked for.
+    add("driver_started", resume=str(base), restore=["models"])
+    add("driver_started", resume=f"{run.run_dir}/checkpoints/step-00000003")
+    with pytest.raises(ConfigError, match="one began with .*step-00000007, which is gone"):
+        _beginning(run)
+    base.mkdir(parents=True)
+    (base / "manifest.json").write_text("{}")
+    assert _beginning(run) == Resumption(resume=str(base), restore=("models",))
+    add("driver_started", resume="never")
+    assert _beginning(run) == Resumption()
+
+
+def test_a_run_whose_checkpoint_has_lost_its_sums_can_still_be_compared(tmp_path: Path) -> None:
+    found = experiment(tmp_path)
+    open_run(found)
+    result = TinyTrainer(found.config, run_dir=found.run_dir).fit()
+    assert recorded("tiny", str(tmp_path))["result"]["weights"]
+    Path(result.last_checkpoint or "", TENSOR_SUMS).unlink()
+    facts = recorded("tiny", str(tmp_path))
+    assert "weights" not in facts["result"]
+    assert facts["data"], "the rest of what it says is still told"
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,13 @@ class Resumption:
         Args:
             events: of the run, the earliest first.
         """
-        chosen, has_saved = {}, False
+        chosen: dict[str, Any] = {}
+        has_saved = False
         for event in events:
             if event["event"] == "checkpoint_saved":
                 has_saved = True
             elif event["event"] == "driver_started":
-                choice = {name: event[name] for name in ("resume", "restore") if name in event}
+                choice: dict[str, Any] = {name: event[name] for name in ("resume", "restore") if name in event}
                 if choice and choice != chosen:
                     chosen, has_saved = choice, False
         if not chosen or chosen != self.choice or self.resume == "never" or not has_saved:

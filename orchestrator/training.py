@@ -146,6 +146,8 @@ def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
 
 def _resumption(asked: Resumption, run: Run, display: Display) -> Resumption:
     """What a start begins with; says it where that is not the newest checkpoint of the run, or not what was asked."""
+    if not asked.choice:
+        return asked
     events = read_events(run.folder)
     resumption = asked.repeated(events)
     newest = next((event["path"] for event in reversed(events) if event["event"] == "checkpoint_saved"), None)

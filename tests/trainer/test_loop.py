@@ -684,7 +684,7 @@ class Clock(Callback):
     def on_evaluation_start(self, trainer: Trainer[Any]) -> None:
         self._note("evaluation", trainer)
 
-    def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
+    def on_checkpoint_start(self, trainer: Trainer[Any]) -> None:
         self._note("checkpoint", trainer)
 
     def _note(self, what: str, trainer: Trainer[Any]) -> None:

@@ -7,6 +7,7 @@ what `headway fit` does; what it leaves behind are the files of the run.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shlex
@@ -26,6 +27,7 @@ import headway.trainer
 from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError, HeadwayError
 
+from .convert import parse_yaml
 from .errors import StorageError
 from .experiment import Experiment
 from .listing import aligned
@@ -243,7 +245,7 @@ def arguments_of(
     """
     _check_storage(experiment, overrides)
     others = [each for each in overrides if not each.startswith("storage=")]
-    return ["fit", *options, _from_here(target), *others, f"storage={experiment.storage}"]
+    return ["fit", *options, _from_here(target), *others, f"storage={_quoted(experiment.storage)}"]
 
 
 def environment(named: Sequence[str]) -> dict[str, str]:
@@ -259,6 +261,15 @@ def environment(named: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--env {name}: there is no such variable here; give it a value, as --env {name}=...")
         chosen[name] = value if equals else os.environ[name]
     return chosen
+
+
+def _quoted(text: str) -> str:
+    """A text as the value of an override, which is YAML: "/shared/proj #2" would be one with a comment."""
+    try:
+        comes_back = parse_yaml(text) == text
+    except ConfigError:
+        comes_back = False
+    return text if comes_back else json.dumps(text, ensure_ascii=False)
 
 
 def _from_here(target: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.orchestrator import Experiment
+from headway.orchestrator import Experiment, resolve
 from headway.orchestrator.cli import main
 from headway.orchestrator.jobs import _copy_of_headway, arguments_of, environment, table_of
 from headway.trainer.errors import ConfigError
@@ -38,6 +38,9 @@ def test_the_driver_gets_what_was_resolved_here(tmp_path: Path, monkeypatch: pyt
     )
     assert arguments == ["fit", "--resume", "never", "a/line.py:Line", "config.x=[1, 2]", "storage=s3://bucket/runs"]
     assert arguments_of(TARGET, experiment("s3://b"), overrides=[])[1] == TARGET
+    for storage in ("/shared/proj #2/runs", "/shared/a: b", '/shared/it\'s "so"', "/shared/übung"):
+        last = arguments_of(TARGET, experiment(storage), overrides=[])[-1]
+        assert resolve(experiment("/elsewhere"), [last]).storage == storage
     with pytest.raises(ConfigError, match="the cluster gets a copy of the current directory"):
         arguments_of("../line.py", experiment("s3://b"), overrides=[])
 

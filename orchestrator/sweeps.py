@@ -9,10 +9,11 @@ In `<storage>/<name>/` lie
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from headway.trainer.best import Best
 from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
@@ -231,7 +232,9 @@ class Sweep:
         except ConfigError:
             run = None
         if run is not None:
-            trial = _with_run(trial, run, self.record.search["metric"])
+            trial = _with_run(trial, run)
+            if end is None:
+                trial = replace(trial, metric=_best_of(run, self.record.search))
         if end is not None:
             return replace(
                 trial, **{name: end[name] for name in ("status", "reason", "error", "metric", "steps") if name in end}
@@ -271,15 +274,28 @@ def is_committed(path: str) -> bool:
     return Folder(path).exists("manifest.json")
 
 
-def _with_run(trial: Trial, run: Run, metric: str) -> Trial:
+def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
+    """The best finite value of a sweep's metric in a run: its record has that of evaluations, its log all others."""
+    metric = search["metric"]
+    if metric.startswith("validation/"):
+        return run.record.best_metric
+    # Late, for it imports torch: sweeps are listed without.
+    from headway.trainer.trackers.jsonl import read_records
+
+    best = Best(search["mode"])
+    for record in read_records(run.folder.path("metrics.jsonl")):
+        if metric in record:
+            best.offer(record[metric], step=record["step"])
+    return best.value
+
+
+def _with_run(trial: Trial, run: Run) -> Trial:
     record = run.record
-    best = record.best_metric if metric.startswith("validation/") else record.metrics.get(metric)
     return replace(
         trial,
         status=run.status,
         reason=run.reason,
         error=record.error,
-        metric=best if best is not None and math.isfinite(best) else None,
         steps=record.steps,
         metrics=record.metrics,
         best_checkpoint=record.best_checkpoint,

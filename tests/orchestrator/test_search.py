@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,23 @@ def test_a_driver_that_has_lost_its_sweep_takes_no_trial_from_the_next_one(tmp_p
             do()
     assert opened.folder.read("sweep.json") == theirs
     assert opened.folder.folders() == []
+
+
+def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_path: Path) -> None:
+    """As by that of its evaluations: not by the last one."""
+    asked = search(metric="train/loss")
+    opened = open_sweep(experiment(tmp_path), asked)
+    opened.note("trial_suggested", trial="trial-000", index=0, values={})
+    run = open_run(asked.trial(experiment(tmp_path), "trial-000", {})).run
+    lines = [{"step": step, "train/loss": loss} for step, loss in enumerate([0.5, 0.25, "NaN", 0.75])]
+    run.folder.write("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 9, "other": 0}]))
+    run.update(status="completed", metrics={"train/loss": 0.75})
+    (trial,) = opened.trials()
+    assert trial.metric == 0.25
+    assert opened.trial_as_it_is(trial).metric == 0.25
+    # What the journal says of it is not looked up again.
+    opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.125, steps=4)
+    assert opened.trials()[0].metric == 0.125
 
 
 def test_only_the_best_finished_trials_keep_their_checkpoints(tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ class Jobs:
         return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
 
     def find(self, name: str) -> JobDetails:
-        """Returns a job by its own name, or the last one that trained the run of that name.
+        """Returns a job by its own name, or the last one of the run of that name: of those that have not ended, if any.
+
+        A second job of a run that trains is refused, and has ended at once.
 
         Raises:
             ConfigError: there is none, with the names that there are.
@@ -101,9 +103,9 @@ class Jobs:
         for job in jobs:
             if job.submission_id == name:
                 return job
-        for job in jobs:
-            if (job.metadata or {}).get(_RUN) == name:
-                return job
+        of_run = [job for job in jobs if (job.metadata or {}).get(_RUN) == name]
+        if of_run:
+            return next((job for job in of_run if not job.status.is_terminal()), of_run[0])
         names = ", ".join(str(job.submission_id) for job in jobs[:10])
         raise ConfigError(f"there is no job {name!r} at {self.address}; there is {names or 'none at all'}")
 
@@ -120,33 +122,35 @@ class Jobs:
         Raises:
             HeadwayError: the cluster does not answer any more; the job may go on.
         """
-        shown, lost_since_s = 0, None
+        news, lost_since_s = _News(show), None
         while True:
             try:
-                shown = asyncio.run(self._tail(job, shown, show))
-                details = self._client.get_job_info(job)
-            except Exception as error:  # of requests, aiohttp and Ray
+                asyncio.run(self._tail(job, news))
+                with _connected():
+                    details = self._client.get_job_info(job)
+            except _Lost as lost:
                 lost_since_s = lost_since_s or time.monotonic()
                 if time.monotonic() - lost_since_s > _RECONNECTS_FOR_S:
                     raise HeadwayError(
-                        f"{self.address} does not answer any more ({error}); the job may go on: "
+                        f"{self.address} does not answer any more ({lost}); the job may go on: "
                         f"`headway jobs logs {job} --follow`"
-                    ) from error
+                    ) from lost.__cause__
             else:
                 lost_since_s = None
                 if details.status.is_terminal():
                     return self._last_word(details, show)
             time.sleep(0.5)
 
-    async def _tail(self, job: str, shown: int, show: Callable[[str], None]) -> int:
-        """Shows what comes after so many characters, until the job ends, and returns how many there are now."""
-        passed = 0
-        async for text in self._client.tail_job_logs(job):
-            if passed + len(text) > shown:
-                show(text[max(0, shown - passed) :])
+    async def _tail(self, job: str, news: _News) -> None:
+        """Shows what is new, until the job ends. Each time the cluster sends all of it, from the beginning."""
+        texts, passed = self._client.tail_job_logs(job), 0
+        while True:
+            with _connected():
+                text = await anext(texts, None)
+            if text is None:
+                return
+            news.show(text, passed)
             passed += len(text)
-            shown = max(shown, passed)
-        return shown
 
     def _last_word(self, details: JobDetails, show: Callable[[str], None]) -> int:
         if details.driver_exit_code is not None:
@@ -176,6 +180,8 @@ class Jobs:
             with self._asking():
                 self._client.stop_job(job_id)
             told = f"{job_id} is asked to end: its run has not begun, or its folder cannot be reached from here"
+            if now:
+                told += "; a run that has begun cannot be told that it is to end at once, and saves first"
         if not wait:
             return told
         while not (job := self.find(job_id)).status.is_terminal():
@@ -212,6 +218,32 @@ class Jobs:
             ) from error
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"the cluster at {self.address} refuses: {error}") from error
+
+
+class _Lost(Exception):
+    """The cluster did not answer; its cause is why."""
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of requests, aiohttp and Ray
+        raise _Lost(str(error)) from error
+
+
+class _News:
+    """Shows what was not shown before of a text that comes in parts, and again from its beginning."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show, self._shown = show, 0
+
+    def show(self, text: str, begin: int) -> None:
+        """Shows what is new in the part that begins after so many characters."""
+        if (end := begin + len(text)) > self._shown:
+            fresh = text[max(0, self._shown - begin) :]
+            self._shown = end
+            self._show(fresh)
 
 
 def table_of(jobs: Sequence[JobDetails]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 from headway.orchestrator import Experiment, resolve
 from headway.orchestrator.cli import main
-from headway.orchestrator.jobs import _copy_of_headway, arguments_of, environment, table_of
+from headway.orchestrator.jobs import Jobs, _copy_of_headway, arguments_of, environment, table_of
 from headway.trainer.errors import ConfigError
 from tests.heads import free_ports
 from tests.tiny import TinyConfig, TinyTrainer
@@ -79,8 +81,6 @@ def test_headway_is_packed_as_it_is_imported(tmp_path: Path) -> None:
 
 
 def test_jobs_are_a_table_that_cuts_nothing() -> None:
-    from ray.job_submission import JobDetails, JobStatus, JobType
-
     name = "a-long-name-" * 6 + "1a2b3c4d"
     ended = JobDetails(
         type=JobType.SUBMISSION, submission_id=name, status=JobStatus.FAILED, entrypoint="x", driver_exit_code=3,
@@ -93,6 +93,77 @@ def test_jobs_are_a_table_that_cuts_nothing() -> None:
     assert rows[0].endswith("1m30s")
     assert rows[1].split() == ["raysubmit_x", "pending"]
     assert table_of([]) == "JOB  RUN  STATUS  EXIT CODE  STARTED  TOOK"
+
+
+def job(name: str, status: JobStatus, *, run: str = "digits", start_time: int = 0) -> JobDetails:
+    return JobDetails(
+        type=JobType.SUBMISSION, submission_id=name, status=status, entrypoint="x", driver_exit_code=2,
+        metadata={"headway_run": run, "headway_storage": "/nowhere"}, start_time=start_time,
+    )  # fmt: skip
+
+
+class Client:
+    """In place of Ray's, without a cluster: with some jobs, and a log whose connection breaks."""
+
+    def __init__(self, *jobs: JobDetails) -> None:
+        self.jobs, self.stopped = list(jobs), list[str]()
+        self.breaks_after = [3, 1]
+
+    def list_jobs(self) -> list[JobDetails]:
+        return self.jobs
+
+    def stop_job(self, name: str) -> None:
+        self.stopped.append(name)
+
+    def get_job_info(self, name: str) -> JobDetails:
+        return self.jobs[0]
+
+    async def tail_job_logs(self, name: str) -> AsyncIterator[str]:
+        lines = [f"line {number}\n" for number in range(5)]
+        most = self.breaks_after.pop(0) if self.breaks_after else None
+        for line in lines[:most]:
+            yield line
+        if most is not None:
+            raise ConnectionError("the connection has broken")
+
+
+def jobs_with(client: Client) -> Jobs:
+    jobs = object.__new__(Jobs)
+    jobs.address, jobs._client = "http://there", client
+    return jobs
+
+
+def test_the_job_of_a_run_is_the_one_that_trains_not_the_one_that_was_refused() -> None:
+    running = job("digits-1", JobStatus.RUNNING, start_time=1000)
+    refused = job("digits-2", JobStatus.FAILED, start_time=2000)
+    client = Client(refused, running, job("other-1", JobStatus.RUNNING, run="other", start_time=3000))
+    jobs = jobs_with(client)
+    assert jobs.find("digits") == running
+    assert jobs.find("digits-2") == refused
+    # Where its folder cannot be reached, it is said what `now` is worth.
+    assert "cannot be told" not in jobs.stop("digits")
+    assert "cannot be told that it is to end at once, and saves first" in jobs.stop("digits", now=True)
+    assert client.stopped == ["digits-1", "digits-1"]
+    client.jobs.remove(running)
+    assert jobs.find("digits") == refused
+
+
+def test_a_connection_that_breaks_shows_nothing_twice() -> None:
+    shown: list[str] = []
+    client = Client(job("digits-1", JobStatus.SUCCEEDED))
+    assert jobs_with(client).follow("digits-1", shown.append) == 2
+    assert "".join(shown) == "".join(f"line {number}\n" for number in range(5))
+    assert client.breaks_after == []
+
+
+def test_a_reader_that_has_gone_is_not_a_cluster_that_is_lost() -> None:
+    def show(text: str) -> None:
+        raise BrokenPipeError
+
+    client = Client(job("digits-1", JobStatus.SUCCEEDED))
+    with pytest.raises(BrokenPipeError):
+        jobs_with(client).follow("digits-1", show)
+    assert client.breaks_after == [1], "asked once"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ _PHASES = {
     "evaluation": "evaluation",
     "callbacks.base": "callback",
 }
+# Before the group has said that it is there: nothing of the user's has run yet.
+_STARTING = "starting"
 _RAISED_IN = "raised in process"
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
 
@@ -80,8 +82,9 @@ class Failure:
 
     @property
     def is_of_the_code(self) -> bool:
-        """Whether the code that trains raised it; otherwise a process died, or lost its peers or the storage."""
-        return bool(self.kind) and not self.collateral and self.kind != StorageError.__name__
+        """Whether the code that trains raised it; not one that died, was starting, or lost its peers or storage."""
+        is_another = self.collateral or self.kind == StorageError.__name__ or self.phase == _STARTING
+        return bool(self.kind) and not is_another
 
     def __str__(self) -> str:
         if self.hung:
@@ -173,9 +176,11 @@ def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
         failure: the one to decide on.
         before: earlier ones of the same start.
     """
+    if failure.hopeless:
+        return True
     if not failure.is_of_the_code:
         return False
-    if failure.hopeless or failure.step is None:
+    if failure.step is None:
         return True
     furthest = max([each.step for each in before if each.is_of_the_code and each.step is not None], default=-1)
     return failure.step <= max(furthest, failure.began_at or 0)
@@ -318,7 +323,7 @@ def failure_of_unannounced(attempt: int, errors: Mapping[int, BaseException]) ->
         attempt=attempt,
         rank=rank,
         kind="" if is_gone else type(error).__name__,
-        phase="starting",
+        phase=_STARTING,
         message="\n".join(lines[-1:])[:300] if is_gone else str(error),
         hopeless=is_hopeless_kind(error),
         collateral=is_collateral(error),
@@ -327,7 +332,7 @@ def failure_of_unannounced(attempt: int, errors: Mapping[int, BaseException]) ->
 
 def name_process(error: BaseException) -> None:
     """Notes on an error which process raised it, by which Ray Train's controller tells one group from the next."""
-    error.add_note(f"{_RAISED_IN} {os.getpid()} on {socket.gethostname()} at {time.time():.3f}")
+    error.add_note(f"{_RAISED_IN} {os.getpid()} on {socket.gethostname()} at {time.time_ns()}")
 
 
 def _of_process(error: BaseException) -> str | None:

@@ -53,7 +53,8 @@ class Loop:
 
     Attributes:
         save_took_s: from the beginning of the last checkpoint to its commit; None before there was one.
-        in_doubt: whether an error has left the models who knows where; the next run then goes back to a checkpoint.
+        in_doubt: whether an error in the midst of training has left the models who knows where; the next run then goes
+            back to a checkpoint.
     """
 
     def __init__(
@@ -104,12 +105,20 @@ class Loop:
                 "trainer, or go on with this one"
             )
         self._stopped = None
-        if self.in_doubt:
+        # Equal on every rank, or some would go on while others restore.
+        broken, half_restored = self._world.sum_of(self.in_doubt, self._state.is_half_restored)
+        in_doubt = bool(broken or half_restored)
+        if broken:
             for model in self._trainer.models.values():
                 check_unbroken(model)
-        goes_on = resume == "auto" and self._progress.step > 0 and not self.in_doubt
+        goes_on = resume == "auto" and self._progress.step > 0 and not in_doubt
         with self._trainer.setup_times.phase("restore"):
             resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
+        if in_doubt and resumed_from is None:
+            raise ConfigError(
+                "an error has ended the training before, nobody knows where it has left the models, and there is no "
+                "checkpoint to go back to: make a new trainer"
+            )
         self.in_doubt = False
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self._progress.elapsed_s)
@@ -130,11 +139,12 @@ class Loop:
             self._heed()
             reason = self.why_it_ends()
         if reason is None:
-            self._is_running = True
+            self._is_running = self.in_doubt = True
             try:
                 self._trainer.loop()
             finally:
                 self._is_running = False
+            self.in_doubt = False
             reason = self.why_it_ends() or "loop() has returned"
         self._finish()
         self._requests.close()

@@ -53,6 +53,7 @@ class RunState:
 
     Attributes:
         last_saved_step: the update after which the newest checkpoint of this run was saved, if there is one.
+        is_half_restored: whether a restore has begun to load, and then failed.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class RunState:
         self._misses_monitor = False
         self._is_initialised = False
         self.last_saved_step: int | None = None
+        self.is_half_restored = False
 
     def save(self) -> Checkpoint:
         """Writes a checkpoint. Every rank must call this.
@@ -222,6 +224,7 @@ class RunState:
         self._certifier.check_request(checkpoint, components, accept_changes=accept_changes)
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
+        self.is_half_restored = True
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
         if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
             self._give_numbers_to_new_ranks(checkpoint)
@@ -232,6 +235,7 @@ class RunState:
         )
         self._tell_of_another_length(checkpoint)
         self._trainer.callbacks.on_restored(self._trainer)
+        self.is_half_restored = False
         return checkpoint
 
     def go_back(self, *, up_to: int) -> Checkpoint | None:

@@ -534,8 +534,8 @@ class Trainer(OwnHooks, Generic[C]):
 
         Args:
             resume: "auto" goes on from the newest good checkpoint of `run_dir` and begins anew where there is none; a
-                trainer that has trained already goes on from where it stands, unless an error ended that;
-                "never" begins anew; a path goes on from that checkpoint.
+                trainer that has trained already goes on from where it stands, unless an error broke its loop off: that
+                one needs a checkpoint to go back to. "never" begins anew; a path goes on from that checkpoint.
             restore: what to take of it, some of "models", "optimizers", "schedulers", "progress" (counters and
                 history), "data" (the position in it), "callbacks" and "rng"; the rest stays fresh. Without "data" the
                 epoch in progress begins again, on whatever data there is now.
@@ -730,7 +730,6 @@ class Trainer(OwnHooks, Generic[C]):
                 for stream in self._streams():
                     last_first.callback(stream.close)
                 if self._is_set_up:
-                    self._loop.in_doubt = error is not None
                     last_first.callback(self._loop.recorder.finish, status)
                     last_first.callback(self._loop.give_up)
                 self.callbacks.on_fit_end(self, error)

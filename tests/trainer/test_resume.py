@@ -374,6 +374,55 @@ def test_what_has_trained_cannot_begin_anew_and_its_records_stay(tmp_path: Path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == records
 
 
+def test_an_error_before_the_training_loses_no_update(tmp_path: Path) -> None:
+    trainer = TinyTrainer(
+        _config(checkpoint=CheckpointConfig(every=2, at_end=False)), run_dir=tmp_path, world=ALONE, callbacks=[StopAt(5)]
+    )
+    assert trainer.fit().steps == 5
+    for asked, kind in (("never", ConfigError), (str(tmp_path / "nowhere"), CheckpointError)):
+        with pytest.raises(kind):
+            trainer.fit(resume=asked)
+    result = trainer.fit()
+    assert (result.steps, result.resumed_from) == (8, None)
+    assert [step for step, _ in trainer.seen] == list(range(8))
+
+
+@pytest.mark.parametrize("in_update", [1, 6])
+def test_what_an_error_broke_off_without_a_checkpoint_is_refused(in_update: int) -> None:
+    class Fails(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == in_update - 1:
+                raise LookupError
+            return super().training_step(batch, batch_idx)
+
+    broken = Fails(_config(), world=ALONE)
+    with pytest.raises(LookupError):
+        broken.fit()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no checkpoint to go back to: make a new trainer"):
+            broken.fit()
+    assert broken.global_step == in_update - 1
+
+
+def test_a_restore_that_failed_when_all_was_loaded_is_made_again(tmp_path: Path) -> None:
+    class Fails(Callback):
+        fails = True
+
+        def on_restored(self, trainer: Any) -> None:
+            if self.fails:
+                self.fails = False
+                raise LookupError
+
+    _fit(tmp_path, StopAt(5))
+    trainer = TinyTrainer(_config(), run_dir=tmp_path, world=ALONE, callbacks=[Fails()])
+    with pytest.raises(LookupError):
+        trainer.fit()
+    assert trainer.global_step == 5
+    result = trainer.fit()
+    assert result.resumed_from is not None
+    assert result.steps == 8
+
+
 class Breaks(TinyTrainer):
     """Fails once, in the midst of update 7, whose first micro-batch leaves a gradient."""
 

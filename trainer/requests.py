@@ -123,6 +123,9 @@ class Requests:
         """Drops what was asked for: the run that it was meant for has ended."""
         self._wanted = [0, 0, 0]
         self.stop_reason = ""
+        # Of a run that an error ended: nobody may read an answer to what that run was asked, or meet out of step.
+        self._in_flight = None
+        self._interval, self._left = 1, 2
 
     def _take(self) -> list[int]:
         # A stop stays asked for, so that no race with a signal handler can lose it.

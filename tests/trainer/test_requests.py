@@ -75,6 +75,20 @@ def test_on_ranks_a_request_holds_one_update_later_on_all() -> None:
     assert first == wanted
 
 
+def _agree_after_an_error(world: World) -> list[Agreed]:
+    requests = Requests(world)
+    requests.stop("of the run that failed", "interrupted")
+    requests.agree()  # begins to ask, and nobody reads the answer
+    requests.forget()
+    agreed = [requests.agree() for _ in range(3)]
+    requests.close()
+    return agreed
+
+
+def test_a_run_that_follows_an_error_hears_nothing_of_what_was_asked_before() -> None:
+    assert run_on_ranks(_agree_after_an_error, 2) == [[Agreed()] * 3] * 2
+
+
 def _agree_seldom(world: World, update_s: float) -> list[int]:
     """The updates at which each of three saves takes effect, and the calls that took all of them."""
     headway.trainer.requests.WITHIN_S = 0.25

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import StepError
-from .metrics import MeanMetrics, not_a_number
+from .metrics import MeanMetrics, not_a_number, precise
 from .reductions import Reduce
 from .world import World
 
@@ -105,7 +105,11 @@ class ExactMeans(MeanMetrics):
             elif not isinstance(value, numbers.Real):
                 raise not_a_number(name, value)
             if isinstance(value, Tensor) or isinstance(weight, Tensor):
-                own = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value))
+                own = (
+                    value.detach().clone()
+                    if isinstance(value, Tensor)
+                    else torch.tensor(float(value), dtype=torch.float64)
+                )
                 self._kept.append((name, own, weight))
                 if len(self._kept) >= _STACK_AT:
                     self._stack()
@@ -198,9 +202,8 @@ class ExactMeans(MeanMetrics):
         """Makes one tensor [N, 2] of the values and weights that are kept."""
         kept, self._kept = self._kept, []
         device = next(each.device for _, *pair in kept for each in pair if isinstance(each, Tensor) and not each.is_cpu)
-        dtype = torch.float32 if device.type == "mps" else torch.float64
         columns = [
-            torch.stack([torch.as_tensor(each).reshape(()).to(device, dtype, non_blocking=True) for each in column])
+            torch.stack([precise(each, device) for each in column])
             for column in ([value for _, value, _ in kept], [weight for *_, weight in kept])
         ]
         self._stacks.append(([name for name, *_ in kept], torch.stack(columns, dim=1)))

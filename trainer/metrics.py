@@ -77,7 +77,7 @@ class MeanMetrics:
                 if not isinstance(value, numbers.Real):  # NumPy's scalars are
                     raise not_a_number(name, value)
             if isinstance(weight, Tensor):
-                self._keep(name, torch.tensor(float(value)).to(weight.device, non_blocking=True), weight)
+                self._keep(name, precise(float(value), weight.device), weight)
             elif weight:
                 value, sums = float(value), self._sums[name]
                 sums[0] += weight * value
@@ -184,13 +184,11 @@ class MeanMetrics:
         """Replaces the kept values of a name by their sums and extremes."""
         kept = self._on_device.pop(name)
         device = kept[0][0].device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        value_N = torch.stack([value.reshape(()).to(device, dtype, non_blocking=True) for value, _ in kept])
+        value_N = torch.stack([precise(value, device) for value, _ in kept])
         if any(isinstance(weight, Tensor) for _, weight in kept):
-            weights = [torch.as_tensor(weight).reshape(()).to(device, dtype, non_blocking=True) for _, weight in kept]
-            weight_N = torch.stack(weights)
+            weight_N = torch.stack([precise(weight, device) for _, weight in kept])
         else:
-            weight_N = torch.tensor([weight for _, weight in kept]).to(device, dtype, non_blocking=True)
+            weight_N = torch.tensor([weight for _, weight in kept], dtype=value_N.dtype).to(device, non_blocking=True)
         ignored_N = weight_N == 0
         weighted_N = torch.where(ignored_N, 0, value_N * weight_N)
         least = torch.where(ignored_N, math.inf, value_N).amin()
@@ -222,6 +220,14 @@ class MeanMetrics:
         # In the order of the ranks, so that the result is equal on all of them.
         *total, last = (functools.reduce(_joined, each) for each in zip(*per_rank, strict=True))
         return total, int(last[0]), int(last[1])
+
+
+def precise(value: Tensor | float, device: torch.device) -> Tensor:
+    """Returns a number, shape [], on a device in float64, or in float32 where the device has no more; never waits."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=dtype)
+    return value.reshape(()).to(device, dtype, non_blocking=True)
 
 
 def within(mean: float, least: float, greatest: float) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headway.trainer.errors import StepError
-from headway.trainer.metrics import MeanMetrics
+from headway.trainer.metrics import MeanMetrics, precise
 from headway.trainer.world import World
 from tests.distributed import run_on_ranks
 
@@ -76,6 +76,15 @@ def test_numbers_and_tensors_of_all_kinds_mix_under_one_name() -> None:
 def test_weight_zero_does_not_contaminate(weight: Any) -> None:
     bad = {"loss": torch.tensor(float("nan")), "other": float("inf")}
     assert mean_of(({"loss": torch.tensor(2.0), "other": 1.0}, 4), (bad, weight)) == {"loss": 2.0, "other": 1.0}
+
+
+@pytest.mark.parametrize("second", [0.3, torch.tensor(0.3, dtype=torch.float64)])
+def test_numbers_keep_their_precision_beside_those_of_a_device(second: Any) -> None:
+    assert precise(0.1, torch.device("cpu")).item() == 0.1
+    metrics = MeanMetrics()
+    metrics._keep("a", torch.tensor(1.0), 0.1)
+    metrics._keep("a", torch.tensor(2.0), second)
+    assert metrics.read(World.alone("cpu"))["a"] == pytest.approx(1.75, rel=1e-14)
 
 
 def test_without_any_weight_there_is_no_metric_E5() -> None:

@@ -173,6 +173,7 @@ class Trainer(OwnHooks, Generic[C]):
         self._is_set_up = False
         self._data: BatchStream | None = None
         self._validation: dict[str, BatchStream] = {}
+        self._steps_on_ranks: list[int | None] = []
         self.metrics: EvaluationMetrics = EvaluationMetrics({}, self.world)
         self._born_on_meta: dict[str, nn.Module] = {}
         self._requests = Requests(self.world)
@@ -257,7 +258,8 @@ class Trainer(OwnHooks, Generic[C]):
         """Returns the tokens of a micro-batch that are no padding: for `tokens` and `tokens_per_s` in the log.
 
         Args:
-            batch: as the data gives it, not yet moved to the device, so that counting a mask waits for nothing.
+            batch: as the data gives it: that of a stream lies on the device, that of a loader where the loader leaves
+                it. Return the tensor that counts a mask, and not its `int()`, which waits for the device.
         """
         return 0
 
@@ -323,7 +325,7 @@ class Trainer(OwnHooks, Generic[C]):
     def total_steps(self) -> int | None:
         """Updates of the whole run, as far as the config and the data tell; None where nobody knows."""
         config = self.config
-        in_data = self._data.steps_in_epoch(self.current_epoch) if self._data is not None else None
+        in_data = self._steps_in_epoch()
         in_epoch = min((each for each in (config.steps_per_epoch, in_data) if each is not None), default=None)
         by_epochs = config.max_epochs * in_epoch if config.max_epochs and in_epoch else None
         by_samples = self._steps_of_samples(in_epoch) if config.max_samples else None
@@ -648,6 +650,8 @@ class Trainer(OwnHooks, Generic[C]):
         with self.setup_times.phase("open_data"):
             self._open_data()
             assembly.check_data(self, self._streams())
+            if self._data is not None and self._data.guarantee != "exact":
+                self._steps_on_ranks = self.world.gather(self._data.steps_in_epoch(0))
         with self.setup_times.phase("optimizers"):
             assembly.make_optimizers(self)
         assert self._data is not None
@@ -688,6 +692,14 @@ class Trainer(OwnHooks, Generic[C]):
     def _open_data(self) -> None:
         self._data, self._validation = assembly.open_data(self)
         check_data(self.config, self._data, self._validation)
+
+    def _steps_in_epoch(self) -> int | None:
+        if self._data is None:
+            return None
+        # Iterables may differ in length, and an epoch ends for all ranks where the shortest does.
+        each = self._steps_on_ranks or [self._data.steps_in_epoch(self.current_epoch)]
+        known = [steps for steps in each if steps is not None]
+        return min(known) if len(known) == len(each) else None
 
     def _steps_of_samples(self, steps_in_epoch: int | None) -> int | None:
         """How many updates max_samples are; all have the size of the global batch, but the tail of an epoch."""
@@ -731,7 +743,7 @@ class Trainer(OwnHooks, Generic[C]):
                     last_first.callback(stream.close)
                 if self._is_set_up:
                     last_first.callback(self._loop.recorder.finish, status)
-                    last_first.callback(self._loop.give_up)
+                    last_first.callback(self._loop.end)
                 self.callbacks.on_fit_end(self, error)
         except BaseException as failure:
             if error is None:

@@ -57,6 +57,7 @@ class Evaluation:
         self._callbacks = CallbackList() if is_rehearsal else trainer.callbacks
         self._means = ExactMeans() if trainer.config.exact else MeanMetrics()
         self._prefix = "validation/"
+        self._is_over = False
 
     def __call__(self) -> dict[str, float] | None:
         """Runs `validation_step` over all sets and returns the metrics, equal on every rank.
@@ -92,12 +93,18 @@ class Evaluation:
                 "rename one of them"
             )
         result = dict(sorted({**means, **computed}.items()))
+        self._is_over = True
         if num_batches:
             self._callbacks.on_evaluation_end(trainer, result)
         return result
 
     def log(self, name: str, value: float | torch.Tensor, weight: Weight, reduce: Reduce) -> None:
         """Takes in a number that a step logs by itself."""
+        if self._is_over:
+            raise StepError(
+                f"log({name!r}) in on_evaluation_end comes too late: the means of this evaluation have been read. Log "
+                "it in validation_step, or in on_evaluation_batch_end"
+            )
         if self._trainer.metrics.counts:
             self._means.log(self._prefix + name, value, weight, reduce)
 

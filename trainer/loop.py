@@ -104,7 +104,10 @@ class Loop:
                 f'resume="never" begins anew, and this trainer has made {self._progress.step} updates: make another '
                 "trainer, or go on with this one"
             )
-        self._stopped = None
+        if self._saving is not None:
+            # Of a run that has failed: it must not meet who cleans up and saves now.
+            self._saving.wait(None)
+            self._saving = self._state.last_saved_step = None
         # Equal on every rank, or some would go on while others restore.
         broken, half_restored = self._world.sum_of(self.in_doubt, self._state.is_half_restored)
         in_doubt = bool(broken or half_restored)
@@ -154,11 +157,13 @@ class Loop:
     def train_epoch(self) -> dict[str, float]:
         """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
         progress, epoch = self._progress, self._progress.epoch
+        # Who trains on beyond a limit gets whole epochs.
+        had_enough = self._has_enough()
         self._trainer.callbacks.on_epoch_start(self._trainer)
         with closing(self._global_batches(epoch)) as batches:
             for batch in batches:
                 self._do_what_is_due(applied=self._advance(batch))
-                if self._stopped or self._has_enough() or self._is_cut_here():
+                if self._stopped or (self._has_enough() and not had_enough) or self._is_cut_here():
                     break
             else:
                 if progress.step_in_epoch == 0:
@@ -187,6 +192,9 @@ class Loop:
                 "exact=True learns from the batches of configure_dataloaders, which are cut in the same way for any "
                 "number of ranks, and train_step was given another: call train_epoch, or leave exact out"
             )
+        if batch.global_num_samples is None:
+            total = self._world.sum_of(sum(batch.num_samples))[0]
+            batch = LoadedBatch(batch.micro_batches, batch.num_samples, total)
         applied = self._advance(batch, of_epoch=False)
         if not self._is_running:
             return self._flush()
@@ -248,11 +256,14 @@ class Loop:
         # Its first update may have to find its peers again.
         self._step_timeout = self._config.parallel.step_timeout
 
-    def give_up(self) -> None:
-        """Leaves a save that is under way the time to end well where the run has failed; other ranks may be gone."""
+    def end(self) -> None:
+        """Lets go of a stop that was heeded, whatever happened; where the run has failed, other ranks may be gone.
+
+        A save that is under way gets the time to end well; one that takes longer is waited for by the next `run`.
+        """
+        self._stopped = None
         if self._saving is not None:
             self._saving.wait(None if self._world.size == 1 else _PATIENCE_S)
-            self._saving = None
             self._requests.watch(None)
 
     def _begin_to_save(self) -> None:
@@ -320,9 +331,8 @@ class Loop:
         rehearsal = Evaluation(
             self._trainer, self._validation, self._requests, max_batches=self._config.sanity_batches, is_rehearsal=True
         )
-        if (metrics := self._run_evaluation(rehearsal)) is None:
-            self._stop(self._requests.agree_now().stop or "stopped")
-        elif metrics:
+        # A stop that cuts it short stays asked for, and is heeded when the hooks have heard that the run has begun.
+        if metrics := self._run_evaluation(rehearsal):
             # Hours before the first evaluation may be due.
             self._state.has_monitor(metrics)
         generators.load_state_dict(before)
@@ -340,11 +350,8 @@ class Loop:
             self._world.set_timeout(self._step_timeout.amount)
             self._step_timeout = None
         samples = batch.global_num_samples
-        if samples is None and self._config.max_samples is not None:
+        if samples is None:
             samples = self._world.sum_of(sum(batch.num_samples))[0]
-        elif samples is None:
-            # As many on every rank, as near as anybody knows.
-            samples = sum(batch.num_samples) * self._world.size
         if of_epoch:
             progress.step_in_epoch += 1
             progress.offset += samples
@@ -458,13 +465,14 @@ class Loop:
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step, dropped_samples=dropped)
         self.recorder.epoch(metrics)
         trainer.callbacks.on_epoch_end(trainer, metrics)
-        if went_back:
-            # What was saved then does not know how the epoch ended.
-            self._state.last_saved_step = None
+        # What was saved of this update before does not know that the epoch has ended.
+        self._state.last_saved_step = None
         self._save_if_best()
         if went_back or self._checkpoints.due(progress, ended="epochs"):
             self._save_unless_saved()
         self._heed()
+        if not self._is_running:
+            self._finish_saving()
         return metrics
 
     def _heed(self) -> None:
@@ -554,7 +562,7 @@ class Loop:
         """Whether the run ends inside the epoch in progress."""
         progress, config = self._progress, self._config
         return (
-            progress.step == config.max_steps
+            (config.max_steps is not None and progress.step >= config.max_steps)
             or (config.max_samples is not None and progress.samples >= config.max_samples)
             or (config.max_tokens is not None and progress.tokens >= config.max_tokens)
         )

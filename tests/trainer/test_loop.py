@@ -15,7 +15,16 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader, Dataset
 
-from headway.trainer import Callback, CheckpointConfig, ConfigError, DataError, ParallelConfig, Trainer, World
+from headway.trainer import (
+    Callback,
+    CheckpointConfig,
+    ConfigError,
+    DataError,
+    ParallelConfig,
+    StepError,
+    Trainer,
+    World,
+)
 from headway.trainer.callbacks.base import HOOKS
 from headway.trainer.parallel import unwrap
 from headway.trainer.recorder import Recorder
@@ -66,6 +75,11 @@ class OneBatchToValidate(TinyTrainer):
         return super().configure_dataloaders()[0], DataLoader(Rows(10), batch_size=10)
 
 
+class NoValidation(TinyTrainer):
+    def configure_dataloaders(self) -> Any:
+        return super().configure_dataloaders()[0]
+
+
 SETUP = "setup_start models_configured setup_end"
 STEP = "step_start batch_start batch_end gradients_ready step_end"
 EVALUATION = "evaluation_start evaluation_batch_start evaluation_batch_end evaluation_end log"
@@ -114,7 +128,9 @@ def test_order_of_evaluating_logging_and_saving_every_update_G1(tmp_path: Path) 
     config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1, background=False))  # type: ignore[arg-type]
     update = _order(STEP, "log", EVALUATION, SAVE)
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
-    assert spy.runs() == _order(SETUP, "fit_start epoch_start", update, update, "epoch_end fit_end")
+    assert spy.runs() == _order(
+        SETUP, "fit_start epoch_start", update, update, "epoch_end checkpoint_start checkpoint_saved fit_end"
+    )
 
 
 def test_order_of_a_stop_and_of_a_resume_G1_G5(tmp_path: Path) -> None:
@@ -127,6 +143,26 @@ def test_order_of_a_stop_and_of_a_resume_G1_G5(tmp_path: Path) -> None:
     rest = _order("epoch_start", STEP, "log", EVALUATION, "epoch_end", SAVE)
     assert spy.runs() == _order(SETUP, "restored fit_start", rest, "fit_end")
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
+    assert spy.runs() == _order(SETUP, "restored fit_end")
+
+
+def test_a_stop_that_is_asked_for_in_the_setup_is_heard_of_once_G1() -> None:
+    class Early(Callback):
+        def on_setup_end(self, trainer: Trainer[Any]) -> None:
+            trainer.request_stop("early")
+
+    spy = _notes_of(OneBatchToValidate, _config(sanity_batches=1, evaluate_at_start=True), None, Early())
+    assert spy.notes.count("stop_requested") == 1
+    assert spy.notes.index("fit_start") < spy.notes.index("stop_requested")
+    assert "step_start" not in spy.notes
+
+
+def test_a_run_whose_last_save_was_at_the_end_of_its_epoch_is_completed_A11(tmp_path: Path) -> None:
+    config = _config(checkpoint=CheckpointConfig(every="2 steps", background=False))  # type: ignore[arg-type]
+    spy = _notes_of(NoValidation, config, tmp_path)
+    save = "checkpoint_start checkpoint_saved"
+    assert spy.runs().endswith(_order("step_end", save, "log epoch_end", save, "fit_end"))
+    spy = _notes_of(NoValidation, config, tmp_path)
     assert spy.runs() == _order(SETUP, "restored fit_end")
 
 
@@ -542,11 +578,37 @@ def test_a_train_step_takes_any_batch_G9(options: dict[str, Any]) -> None:
     assert trainer.global_step == 1
 
 
-def test_evaluating_without_data_is_refused() -> None:
-    class NoValidation(TinyTrainer):
-        def configure_dataloaders(self) -> Any:
-            return super().configure_dataloaders()[0]
+@pytest.mark.parametrize("limit", [{"max_steps": 3}, {"max_samples": 48}])
+def test_an_epoch_alone_ends_at_a_limit_inside_it_and_goes_on_beyond_G9(limit: dict[str, int]) -> None:
+    trainer = TinyTrainer(_config(max_epochs=None, **limit), world=ALONE)
+    steps = []
+    for _ in range(4):
+        trainer.train_epoch()
+        steps.append((trainer.global_step, trainer.current_epoch))
+    assert steps == [(2, 1), (3, 1), (4, 2), (6, 3)]
 
+
+def test_an_epoch_alone_after_a_fit_that_was_stopped_is_whole_and_its_save_has_ended_G9(tmp_path: Path) -> None:
+    config = _config(num_rows=64, max_epochs=3, checkpoint=CheckpointConfig(every="1 epochs"))  # type: ignore[arg-type]
+    spy = Spy()
+    trainer = TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[StopAt(1), spy])
+    assert trainer.fit().steps == 1
+    spy.notes.clear()
+    trainer.train_epoch()
+    assert (trainer.global_step, trainer.current_epoch) == (4, 1)
+    assert spy.notes[-1] == "checkpoint_saved"
+
+
+def test_a_number_that_comes_after_its_evaluation_is_refused() -> None:
+    class Late(Callback):
+        def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+            trainer.log("gap", 1.0)
+
+    with pytest.raises(StepError, match=r"log\('gap'\) in on_evaluation_end comes too late"):
+        TinyTrainer(_config(), world=ALONE, callbacks=[Late()]).fit()
+
+
+def test_evaluating_without_data_is_refused() -> None:
     trainer = NoValidation(_config(), world=ALONE)
     with pytest.raises(DataError, match="no validation data"):
         trainer.evaluate()
@@ -785,11 +847,14 @@ class Uneven(TinyTrainer):
         return [{"x": rows.x[i::count], "y": rows.y[i::count], "id": rows.y[i::count]} for i in range(count)]
 
 
-def _samples_on_ranks(world: World) -> tuple[int, str, Any]:
+def _samples_on_ranks(world: World) -> tuple[Any, ...]:
     result = Uneven(TinyConfig(max_samples=30), world=world).fit()
-    return result.steps, result.reason, [row["dropped_samples"] for row in result.history]
+    trainer = Uneven(TinyConfig(max_epochs=2), world=world)
+    trainer.train_step(trainer.configure_dataloaders()[0])
+    dropped = [row["dropped_samples"] for row in result.history]
+    return result.steps, result.reason, dropped, trainer.progress.samples, trainer.total_steps
 
 
 def test_uneven_ranks_reach_so_many_samples_together_and_count_what_they_leave_out_E1() -> None:
     first, second = run_on_ranks(_samples_on_ranks, 2)
-    assert first == second == (4, "max_samples=30 reached", [5])
+    assert first == second == (4, "max_samples=30 reached", [5], 8, 6)

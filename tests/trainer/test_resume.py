@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from headway.trainer import (
     ParallelConfig,
     ResumeError,
     World,
+    loop,
+    storage,
 )
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
@@ -376,7 +379,10 @@ def test_what_has_trained_cannot_begin_anew_and_its_records_stay(tmp_path: Path)
 
 def test_an_error_before_the_training_loses_no_update(tmp_path: Path) -> None:
     trainer = TinyTrainer(
-        _config(checkpoint=CheckpointConfig(every=2, at_end=False)), run_dir=tmp_path, world=ALONE, callbacks=[StopAt(5)]
+        _config(checkpoint=CheckpointConfig(every=2, at_end=False)),
+        run_dir=tmp_path,
+        world=ALONE,
+        callbacks=[StopAt(5)],
     )
     assert trainer.fit().steps == 5
     for asked, kind in (("never", ConfigError), (str(tmp_path / "nowhere"), CheckpointError)):
@@ -462,7 +468,8 @@ def test_what_an_error_has_left_is_no_part_of_the_fit_that_follows(
 
 def _break_on_ranks(world: World, folder: str, strategy: str) -> bool:
     parallel = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
-    config = _config(micro_batch_size=1, checkpoint=CheckpointConfig(every=4), parallel=parallel)
+    # Two updates in an epoch: it breaks in the fourth of four.
+    config = _config(micro_batch_size=1, checkpoint=CheckpointConfig(every=2), parallel=parallel)
     whole_run = TinyTrainer(config, run_dir=f"{folder}/whole", world=world)
     whole_run.fit()
     broken = Breaks(config, run_dir=f"{folder}/broken", world=world)
@@ -481,6 +488,28 @@ def _break_on_ranks(world: World, folder: str, strategy: str) -> bool:
 def test_after_an_error_inside_an_update_ranks_go_on_as_if_there_had_been_none(tmp_path: Path, strategy: str) -> None:
     """FSDP2 cannot drop the gradients of a broken update, so there it takes a new trainer."""
     assert run_on_ranks(_break_on_ranks, 2, str(tmp_path), strategy) == [True, True]
+
+
+def _break_in_a_slow_save(world: World, folder: str) -> tuple[str, int]:
+    loop._PATIENCE_S = 0.0
+    commit = storage._Local.commit
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        commit(*args)
+
+    storage._Local.commit = slowly  # type: ignore[method-assign]
+    broken = Breaks(_config(micro_batch_size=1, checkpoint=CheckpointConfig(every=3)), run_dir=folder, world=world)
+    with pytest.raises(LookupError):
+        broken.fit()
+    result = broken.fit()
+    assert result.resumed_from is not None
+    return result.resumed_from, result.steps
+
+
+def test_a_save_that_an_error_has_left_under_way_is_waited_for(tmp_path: Path) -> None:
+    wanted = f"{tmp_path}/checkpoints/step-00000003", 4
+    assert run_on_ranks(_break_in_a_slow_save, 2, str(tmp_path)) == [wanted, wanted]
 
 
 def _on_ranks(world: World, folder: str, checkpoint: str) -> dict[str, Any]:

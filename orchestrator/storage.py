@@ -169,6 +169,16 @@ class Folder:
         except Exception as error:
             raise StorageError(f"{self.path(name)} cannot be removed: {error}") from error
 
+    def remove_folder(self, name: str) -> None:
+        """Removes a folder with all that is in it, if it is there."""
+        try:
+            self._fs.invalidate_cache(self._root)
+            self._fs.rm(join(self._root, name), recursive=True)
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise StorageError(f"{self.path(name)} cannot be removed: {error}") from error
+
     def exists(self, name: str) -> bool:
         """Whether there is such a file or folder."""
         try:

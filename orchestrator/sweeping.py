@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from .asking import Stop, ask_to_stop, asked_to_stop
 from .claiming import open_run, open_sweep, origin_of
 from .config import to_plain, to_yaml
 from .donors import Donors
-from .errors import RunConflictError, TrainingFailedError
+from .errors import RunConflictError, StorageError, TrainingFailedError
 from .events import read_events
 from .experiment import Experiment
 from .quiet import quiet_environment
@@ -34,6 +33,7 @@ from .training import check_training, one_line
 
 # Until Ray Tune has let go of trials that are to end at once.
 _LEAVE_S = 10.0
+_RAYS_FILES = ".ray-tune"
 
 
 def sweep(
@@ -199,7 +199,7 @@ class _Lead:
         from .tuning import tune_trials
 
         scheduler = self._search.scheduler
-        place = self._sweep.folder.path(".ray-tune")
+        place = self._sweep.folder.path(_RAYS_FILES)
         try:
             with by_value(self._experiment):
                 experiment = cloudpickle.dumps(self._experiment)
@@ -229,8 +229,8 @@ class _Lead:
         except BaseException as error:
             self._error = error
         finally:
-            if self._sweep.folder.is_local:
-                shutil.rmtree(place, ignore_errors=True)
+            with suppress(StorageError):
+                self._sweep.folder.remove_folder(_RAYS_FILES)
 
     def _next(self) -> tuple[Trial, Values] | None:
         """Returns the trial to train next and what it is told, or None: first those that an earlier driver began."""

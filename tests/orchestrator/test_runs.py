@@ -357,6 +357,18 @@ def test_threads_of_one_writer_lose_no_event_of_each_other() -> None:
     assert [event["event"] for event in read_events(Folder("slow://run"))] == ["first", "second"]
 
 
+@pytest.mark.parametrize("place", ["disk", "memory://removing"])
+def test_a_folder_is_removed_with_all_that_is_in_it_wherever_it_lies(tmp_path: Path, place: str) -> None:
+    folder = Folder(str(tmp_path) if place == "disk" else place)
+    below = Folder(folder.path("a/b"))
+    below.prepare()
+    below.write("x", "1")
+    folder.write("kept", "2")
+    folder.remove_folder("a")
+    folder.remove_folder("a")
+    assert (below.read("x"), folder.folders(), folder.read("kept")) == (None, [], "2")
+
+
 def test_errors_survive_pickling() -> None:
     failed = TrainingFailedError("it failed", rank=1, attempt=2, step=3, worker_traceback="here")
     again = pickle.loads(pickle.dumps(failed))

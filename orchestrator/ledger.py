@@ -72,11 +72,6 @@ class Ledger:
         """The share of the time that went into the updates that counted: forward, backward and optimizer."""
         return self.share("compute")
 
-    @property
-    def gap_s(self) -> float:
-        """What the classes lack of the wall time, or exceed it by: clocks that were set, and rounding."""
-        return self.wall_s - sum(self.seconds.values())
-
     def share(self, name: str) -> float:
         """Returns what a class has of the wall time."""
         return self.seconds[name] / self.wall_s if self.wall_s > 0 else 0.0

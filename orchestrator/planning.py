@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headway.trainer.errors import ConfigError
+from headway.trainer.memory import human_bytes
 from headway.trainer.progress import Duration
 from headway.trainer.sketch import DataSize, Sketch
 
@@ -126,7 +127,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "precision", config.precision + (", linear layers in float8" if config.float8 else "")
     for name, size in sketch.models.items():
         frozen = f", {size.frozen:,} of them frozen" if size.frozen else ""
-        yield name, f"{size.kind}, {_many(size.parameters, 'parameter')}{frozen}, {_human(size.parameter_bytes)}"
+        yield name, f"{size.kind}, {_many(size.parameters, 'parameter')}{frozen}, {_about(size.parameter_bytes)}"
     state = sketch.optimizer_bytes
     for name, kind in sketch.optimizers.items():
         yield name, kind
@@ -142,7 +143,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     known += [(name, size) for name, size in (("buffers", memory.buffers), ("gathered", memory.gathered)) if size]
     yield (
         "memory",
-        f"{_human(memory.total)} per rank: {' + '.join(f'{name} {_human(size)}' for name, size in known)}",
+        f"{_about(memory.total)} per rank: {' + '.join(f'{name} {_about(size)}' for name, size in known)}",
     )
     if memory.offloaded:
         yield "", "weights, gradients and optimizer of it in the memory of the CPU"
@@ -199,14 +200,14 @@ def _checkpoints(plan: Plan) -> str:
     config, each, number = plan.experiment.config.checkpoint, plan.sketch.checkpoint_bytes, plan.num_checkpoints
     every = "on request only" if config.every is None else f"every {config.every}"
     every += " and at the end" if config.at_end else ""
-    size = "of unknown size" if each is None else f"of about {_human(each)}"
+    size = "of unknown size" if each is None else f"of about {_about(each)}"
     many = "" if number is None else f"{number:,} "
     kept = "all are kept" if config.keep_last == "all" else f"the last {config.keep_last} are kept"
     if config.keep_last != "all":
         kept += f", the {config.keep_best} best" if config.keep_best > 1 and plan.sketch.validation else ""
         for every_so in (config.keep_every, config.keep_every_time):
             kept += f", and one every {every_so}" if every_so is not None else ""
-    return f"{every}: {many}{size}; {kept}" + ("" if plan.storage_bytes is None else f" ({_human(plan.storage_bytes)})")
+    return f"{every}: {many}{size}; {kept}" + ("" if plan.storage_bytes is None else f" ({_about(plan.storage_bytes)})")
 
 
 def _amount(size: DataSize) -> str:
@@ -218,10 +219,5 @@ def _many(number: int, one: str, several: str = "") -> str:
     return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
-def _human(size: float) -> str:
-    """Writes bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:,.3g} TiB"
+def _about(size: float) -> str:
+    return human_bytes(size, digits=3)

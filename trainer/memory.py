@@ -51,13 +51,13 @@ def explain(error: BaseException, trainer: Trainer[Any]) -> None:
         error.add_note(f"{_taken(trainer)}. {_in_force(trainer)}. {_advice(trainer)}.")
 
 
-def human_bytes(num_bytes: float) -> str:
-    """Writes bytes for people: "512 B", "1.5 GiB"."""
+def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
+    """Writes bytes for people: "512 B", "1.5 GiB"; with so many digits that count."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
+            return f"{num_bytes:.{digits}g} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
+    return f"{num_bytes:.{digits}g} TiB"
 
 
 def _taken(trainer: Trainer[Any]) -> str:

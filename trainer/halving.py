@@ -82,6 +82,7 @@ class HalvingUpdate(Update):
         buffers = [buffer.clone() for buffer in self._buffers]
         micro_batches = self._trainer.progress.micro_batches
         while True:
+            self._take_shared_buffers()
             try:
                 return super()._make(batch if self.pieces == 1 else _cut(batch, self.pieces))
             except _RanOut as error:
@@ -145,10 +146,17 @@ class HalvingUpdate(Update):
         return super()._step(optimizers)
 
     def _share_buffers(self) -> None:
-        """Has DDP give all ranks the main one's buffers with the next forward pass, as after a backward of its own."""
+        """Has DDP give all ranks the main one's buffers before the next pass, as after a backward of its own."""
         for model in self._models.values():
             if isinstance(model, DistributedDataParallel):
                 model.require_forward_param_sync = True
+
+    def _take_shared_buffers(self) -> None:
+        """Does so here, where all ranks are, and not in a pass that a rank without memory may not come to."""
+        for model in self._models.values():
+            if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                model._sync_buffers()  # type: ignore[no-untyped-call]
+                model.require_forward_param_sync = False
 
     def _agree_to_halve(self, batch: GlobalBatch, error: BaseException | None) -> str:
         """Returns what to say of it, equal on every rank. Every rank must call this.

@@ -234,6 +234,39 @@ def on_rank(world: World) -> list[dict[str, Any]]:
     return [halved, small]
 
 
+class CrampedPair(TinyTrainer):
+    """Runs out of memory between the first forward passes of its two models, both of which have buffers."""
+
+    def configure_models(self) -> None:
+        self.model = Normed(self.config.width, self.config.dropout)
+        self.critic = Normed(self.config.width, self.config.dropout)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD([*self.model.parameters(), *self.critic.parameters()], lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        if self.training and self.world.rank == 1 and len(batch["x"]) > 2 and batch_idx % 2 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return outputs["loss"] + self.critic(batch["x"]).square().mean()
+
+
+def pair_on_rank(world: World) -> tuple[bool, list[bool]]:
+    trainers = []
+    for micro_batch_size in (8, 2):
+        trainer = CrampedPair(config(micro_batch_size=micro_batch_size, max_epochs=1), world=world)
+        trainer.fit()
+        trainers.append(weights(trainer))
+    halved, small = trainers
+    return len(halved) > 20, [torch.equal(halved[name], value) for name, value in small.items()]
+
+
+def test_a_rank_that_runs_out_of_memory_between_two_models_finds_the_others() -> None:
+    for has_all, equals in run_on_ranks(pair_on_rank, 2, timeout_s=40):
+        assert has_all
+        assert all(equals)
+
+
 def test_all_ranks_halve_when_one_runs_out_of_memory() -> None:
     ranks = run_on_ranks(on_rank, 2)
     for halved, small in ranks:

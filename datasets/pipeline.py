@@ -17,6 +17,7 @@ import torch
 from .assemble import GlobalBatch, Shelves
 from .collate import Rows
 from .engines import read_with_ray, read_with_threads
+from .errors import DataError
 from .plan import Batch, EpochPlan, Read, Slice, Tail
 from .reading import Job, read
 from .sources import Source
@@ -176,6 +177,10 @@ class Pipeline:
             while not self._ready.empty():
                 self._ready.get()
             self._thread.join(timeout=0.02)
+        while not self._ready.empty():
+            self._ready.get()
+        # Nobody puts anything there any more: who still reads would wait for ever.
+        self._ready.put(DataError("the stream was closed, or opened again, while somebody read from it"))
 
     def _run(self) -> None:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from .assemble import GlobalBatch
 from .engines import connected_to_ray
@@ -72,6 +72,10 @@ class ParquetStream:
         self.shuffle, self.tail, self.shards, self.readers, self.engine = shuffle, tail, shards, readers, engine
         self._opened: Recipe | None = None
         self._pipeline: Pipeline | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, here or in another process, is not open.
+        return {**vars(self), "_opened": None, "_pipeline": None}
 
     @property
     def fingerprint(self) -> str:

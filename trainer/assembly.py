@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,14 +126,15 @@ def open_data(trainer: Trainer[Any]) -> tuple[BatchStream, dict[str, BatchStream
     """
     loaders = trainer.configure_dataloaders()
     train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
-    data, sets = _open(trainer, train, training=True), {} if validation is None else open_sets(trainer, validation)
+    data = _open(trainer, train, training=True, in_use=())
+    sets = {} if validation is None else open_sets(trainer, validation, in_use=[data])
     if trainer.config.exact:
         check_exact_data(data, sets, trainer.world)
     return data, sets
 
 
-def open_sets(trainer: Trainer[Any], data: Any) -> dict[str, BatchStream]:
-    """Opens validation data: one set, whose name is "", or several by name.
+def open_sets(trainer: Trainer[Any], data: Any, *, in_use: Sequence[BatchStream]) -> dict[str, BatchStream]:
+    """Opens validation data: one set, whose name is "", or several by name; copies of streams that are in use.
 
     Raises:
         ConfigError, DataError: it is no data, empty, or called by no name.
@@ -140,7 +142,9 @@ def open_sets(trainer: Trainer[Any], data: Any) -> dict[str, BatchStream]:
     sets = data if isinstance(data, Mapping) else {"": data}
     if not all(isinstance(name, str) and (name or sets is not data) for name in sets):
         raise ConfigError(f"sets of validation data are called by text, not by {', '.join(map(repr, sets))}")
-    return {name: _open(trainer, each, training=False) for name, each in sets.items() if each is not None}
+    return {
+        name: _open(trainer, each, training=False, in_use=in_use) for name, each in sets.items() if each is not None
+    }
 
 
 def check_data(trainer: Trainer[Any], streams: Sequence[BatchStream]) -> None:
@@ -156,9 +160,12 @@ def check_data(trainer: Trainer[Any], streams: Sequence[BatchStream]) -> None:
     check_agreement(trainer.world, {"data": facts})
 
 
-def _open(trainer: Trainer[Any], data: Any, *, training: bool) -> BatchStream:
+def _open(trainer: Trainer[Any], data: Any, *, training: bool, in_use: Sequence[BatchStream]) -> BatchStream:
     config = trainer.config
     stream = as_stream(data)
+    if any(stream is each for each in in_use):
+        # A stream is opened once: opened for an evaluation, it would no longer be what the training reads.
+        stream = copy.copy(stream)
     stream.open(
         Feed(
             rank=trainer.world.rank,

@@ -349,8 +349,9 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
     """Whether the loader draws all rows of a map-style dataset once, which is what our own order does."""
     sampler: Any = loader.sampler
     dataset: Any = loader.dataset
-    plain = isinstance(sampler, (SequentialSampler, DistributedSampler)) or (
-        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
+    # A class derived from one of these may have an order of its own.
+    plain = type(sampler) in (SequentialSampler, DistributedSampler) or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
     )
     return plain and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
 

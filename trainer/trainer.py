@@ -468,7 +468,8 @@ class Trainer(OwnHooks, Generic[C]):
                 "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
             )
         with ExitStack() as opened:
-            sets = self._validation if data is None else assembly.open_sets(self, data)
+            in_use = [each for each in (self._data, *self._validation.values()) if each is not None]
+            sets = self._validation if data is None else assembly.open_sets(self, data, in_use=in_use)
             for stream in sets.values() if data is not None else ():
                 opened.callback(stream.close)
             if checkpoint is not None:

@@ -109,6 +109,50 @@ def test_an_error_says_which_rows_of_which_file_D8(tmp_path: Path) -> None:
     assert 21 in [read_row(path, row)["id"] for row in rows]
 
 
+class Watched(Trainer[TrainerConfig]):
+    """Trains on a stream, and evaluates on the same one while it reads from it."""
+
+    def configure_models(self) -> None:
+        self.model = torch.nn.Linear(4, 1)
+        self.seen: dict[str, list[int]] = {"training": [], "validation": []}
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
+
+    def configure_dataloaders(self) -> Any:
+        self.stream = ParquetStream(self.path, engine="threads")
+        return (self.stream, self.stream) if self.twice else self.stream
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.validation_step(batch, batch_idx, "training")
+
+    def validation_step(self, batch: Any, batch_idx: int, kind: str = "validation") -> Any:
+        self.seen[kind] += batch["id"].tolist()
+        return self.model(batch["tokens"].float()).square().mean()
+
+    def on_step_end(self) -> None:
+        if not self.twice and self.progress.step == 3:
+            self.evaluate(self.stream)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_one_stream_may_train_and_evaluate_at_a_time(folder: Path, twice: bool) -> None:
+    trainer = Watched(TrainerConfig(max_epochs=1, global_batch_size=8), world=World.alone("cpu"))
+    trainer.path, trainer.twice = folder, twice
+    trainer.fit()
+    assert sorted(trainer.seen["validation"]) == list(range(103))
+    assert [trainer.seen["training"][i : i + 8] for i in range(0, 96, 8)] == steps(folder)
+
+
+def test_who_reads_from_a_stream_that_is_opened_again_is_told(folder: Path) -> None:
+    stream = opened(folder)
+    batches = stream.epoch(0)
+    next(batches)
+    stream.open(feed_of(0, 1, training=False))
+    with pytest.raises(DataError, match="opened again, while somebody read"):
+        list(batches)
+
+
 @pytest.mark.parametrize(("tail", "count"), [("drop", 12), ("keep", 13)])
 def test_103_rows_4_ranks_batches_of_8_E1(folder: Path, engine: str, tail: str, count: int) -> None:
     batches = steps(folder, world_size=4, engine=engine, tail=tail)

@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     WeightedRandomSampler,
 )
@@ -160,6 +161,11 @@ def test_a_distributed_sampler_is_replaced() -> None:
     assert list(itertools.chain(*_epoch(loader, 2))) != list(range(20))
 
 
+class Reversed(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(19, -1, -1))
+
+
 class Backwards(Sampler[int]):
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -180,6 +186,7 @@ class Backwards(Sampler[int]):
     [
         Backwards(20),
         WeightedRandomSampler([1.0] * 20, 20),
+        Reversed(range(20)),
         RandomSampler(range(20), replacement=True),
         RandomSampler(range(20), num_samples=7),
     ],

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    get_worker_info,
 )
 
 from .errors import ConfigError, DataError
@@ -196,7 +198,7 @@ class LoaderStream:
                     "prefetch_factor": loader.prefetch_factor,
                     "persistent_workers": loader.persistent_workers,
                     "multiprocessing_context": loader.multiprocessing_context,
-                    "worker_init_fn": loader.worker_init_fn,
+                    "worker_init_fn": partial(_begin_worker, loader.worker_init_fn),
                     "timeout": loader.timeout,
                 }
             self._reader = DataLoader(
@@ -334,6 +336,15 @@ class _SeededRows(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+
+def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Begins a worker process, where `get_worker_info` gives the loader's own dataset, and not what seeds its rows."""
+    info: Any = get_worker_info()
+    # Frozen for everybody else; the process reads its rows through what it holds itself.
+    object.__setattr__(info, "dataset", info.dataset._dataset)
+    if init is not None:
+        init(worker)
 
 
 def _end_workers(batches: Iterator[Any] | None) -> None:

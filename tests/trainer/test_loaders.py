@@ -24,6 +24,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from headway.trainer import CheckpointConfig, ConfigError, DataError, World, recorder
@@ -200,6 +201,28 @@ def test_a_sampler_of_ones_own_is_kept(sampler: Any) -> None:
     if isinstance(sampler, Backwards):
         assert rows == list(range(19, -1, -1))
         assert sampler.epochs == [4]
+
+
+class Opened(Numbers):
+    """Rows of a file that each worker process opens for itself."""
+
+    file: int | None = None
+
+    def __getitem__(self, row: int) -> int:
+        assert self.file is not None
+        return self.file + row
+
+
+def _open_file(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.file = 100
+
+
+def test_a_worker_finds_its_own_dataset_when_it_begins() -> None:
+    stream = _open(DataLoader(Opened(4), batch_size=4, num_workers=1, worker_init_fn=_open_file))
+    (batch,) = stream.epoch(0)
+    assert batch.micro_batches[0].tolist() == [100, 101, 102, 103]
+    stream.close()
 
 
 def test_rows_draw_the_same_in_any_worker_process() -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from .errors import CheckpointError
 from .manifest import MANIFEST, Checkpoint, parse_manifest
 from .storage import Storage, open_storage
 from .summing import FileSum
+
+T = TypeVar("T")
+
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_TRIES, _PAUSE_S = 3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +33,25 @@ class Entry:
 
 
 def scan(storage: Storage) -> list[Entry]:
-    """Returns all that was ever committed, in the order of the commits; what cannot be read counts as newest."""
+    """Returns all that was ever committed, in the order of the commits; what is damaged counts as newest.
+
+    Raises:
+        CheckpointError: a manifest cannot be read, for another reason than that it is missing.
+    """
     entries = []
     names = storage.names()
     for name in names:
         if not name.startswith("step-") or not storage.committed(name):
             continue
         try:
-            checkpoint, files = parse_manifest(storage.path_of(name), storage.read(name, MANIFEST))
+            text = _read(f"{storage.path_of(name)}/{MANIFEST}", partial(storage.read, name, MANIFEST))
+            checkpoint, files = parse_manifest(storage.path_of(name), text)
             entries.append(Entry(name, checkpoint, files, None))
-        except FileNotFoundError:
+        except _MISSING:
             entries.append(Entry(name, None, {}, f"{MANIFEST} is missing"))
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
             entries.append(Entry(name, None, {}, str(error)))
     if set(storage.names()) != set(names):
         return scan(storage)  # a run that is still going on has replaced one just now: look again
@@ -43,19 +59,44 @@ def scan(storage: Storage) -> list[Entry]:
 
 
 def fault(storage: Storage, name: str, file: str, expected: FileSum) -> str | None:
-    """Returns what is wrong with one file of a checkpoint, or None. Reads all of it, once its size is right."""
-    try:
+    """Returns what is wrong with one file of a checkpoint, or None. Reads all of it, once its size is right.
+
+    Raises:
+        CheckpointError: the file cannot be read, for another reason than that it is missing.
+    """
+
+    def look() -> str | None:
         if (size := storage.size_bytes(name, file)) != expected.size_bytes:
             return f"{file} has {size} of {expected.size_bytes} bytes"
         with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
             found = FileSum.of(storage.fetch(name, file, Path(scratch)), algorithm=expected.algorithm)
-        if found != expected:
-            return f"{file} is not what was written: its checksum differs"
-    except FileNotFoundError:
+        return None if found == expected else f"{file} is not what was written: its checksum differs"
+
+    try:
+        return _read(f"{storage.path_of(name)}/{file}", look)
+    except _MISSING:
         return f"{file} is missing"
-    except OSError as error:
-        return f"{file} cannot be read ({error})"
-    return None
+
+
+def _read(what: str, read: Callable[[], T]) -> T:
+    """Reads, in several tries if need be: a place that cannot be read now does not make a checkpoint a damaged one.
+
+    Raises:
+        CheckpointError: it cannot be read, though nobody says that it is missing.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return read()
+        except _MISSING:
+            raise
+        except OSError as error:
+            if not left:
+                raise CheckpointError(
+                    f"{what} cannot be read ({type(error).__name__}: {error}), so nobody knows whether it is whole: "
+                    "make it readable, or move its checkpoint away to go on without it"
+                ) from error
+            time.sleep(_PAUSE_S)
+    raise AssertionError
 
 
 def locate(path: str) -> tuple[Storage, str]:

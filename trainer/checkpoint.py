@@ -94,6 +94,7 @@ class CheckpointStore:
 
     Attributes:
         passed_over: what `newest_good` found damaged the last time, and what is wrong with it.
+        began_after: the number of the last commit that is none of this run, which has begun anew; 0 where it has not.
 
     Raises:
         ConfigError: what is to be kept is no such number or time.
@@ -128,7 +129,7 @@ class CheckpointStore:
         self._tensor_files = TensorFiles()
         # Not around each save: filters are common to all threads. We know when there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        self._sequence = 0
+        self._sequence = self.began_after = 0
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
@@ -260,7 +261,11 @@ class CheckpointStore:
 
     def best(self) -> Checkpoint | None:
         """Returns the one with the best value of the metric, not verified; None if none has it. Any process may."""
-        return self._retention.best(self.list())
+        return self._retention.best(self.own())
+
+    def own(self) -> Sequence[Checkpoint]:
+        """Returns those of `list` that this run has saved, and not one before it that began anew."""
+        return [each for each in self.list() if each.sequence > self.began_after]
 
     def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
         """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
@@ -351,11 +356,37 @@ class CheckpointStore:
         self._together(f"write to {self._storage.path_of('')}", check)
 
     def clean(self) -> None:
-        """Removes what killed saves have left. Call it before the first save; the main rank acts."""
-        if not self.world.is_main:
-            return
-        for name in self._storage.leftovers():
-            self._remove(name, self._storage.remove_leftover)
+        """Removes what killed saves have left. Every rank must call this, before the first save; the main rank acts.
+
+        Raises:
+            CheckpointError: nobody can tell what lies there.
+        """
+
+        def clean() -> None:
+            for name in self._storage.leftovers():
+                self._remove(name, self._storage.remove_leftover)
+
+        self._on_main(f"look for what killed saves have left in {self._storage.path_of('')}", clean)
+
+    def read(self, path: str) -> Checkpoint:
+        """Reads what a checkpoint says of itself, wherever it lies. Every rank must call this.
+
+        Raises:
+            CheckpointError: there is no checkpoint at this path or URI.
+        """
+        return self._on_main(f"read {path}", lambda: read_checkpoint(path))
+
+    def begin_anew(self) -> None:
+        """Leaves the checkpoints that are there to the run that saved them. Every rank must call this.
+
+        They stay until their steps are saved again: this run deletes no others, and none of them is its best.
+
+        Raises:
+            CheckpointError: nobody can tell what lies there.
+        """
+        self.clean()
+        entries = self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._look)
+        self.began_after = max((each.checkpoint.sequence for each in entries if each.checkpoint), default=0)
 
     def _plan(self, step: int) -> tuple[int, str, str]:
         """Sequence number, name and token of the next save."""
@@ -417,7 +448,11 @@ class CheckpointStore:
             for entry in scan(self._storage)
             if entry.checkpoint is not None and entry.name not in doomed
         }
-        checkpoints = [entry.checkpoint for entry in there.values() if entry.checkpoint is not None]
+        checkpoints = [
+            entry.checkpoint
+            for entry in there.values()
+            if entry.checkpoint is not None and entry.checkpoint.sequence > self.began_after
+        ]
         doomed += [there[each.path].name for each in self._retention.superseded(checkpoints)]
         for name in doomed:
             if self._storage.path_of(name) not in self._loaded and not is_pinned(self._storage, name):
@@ -441,7 +476,10 @@ class CheckpointStore:
     def _verify(self, storage: Storage, name: str, files: Mapping[str, FileSum]) -> str | None:
         """What is wrong with a checkpoint, the same on every rank; the ranks share the reading."""
         mine = sorted(files, key=lambda file: -files[file].size_bytes)[self.world.rank :: self.world.size]
-        problems = [problem for file in mine if (problem := fault(storage, name, file, files[file]))]
+        problems = self._together(
+            f"verify {storage.path_of(name)}",
+            lambda: [problem for file in mine if (problem := fault(storage, name, file, files[file]))],
+        )
         return "; ".join(problem for each in self.world.gather(problems) for problem in each) or None
 
     def _on_main(self, doing: str, do: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ import torch
 
 from .best import Best
 from .certificate import Certifier
-from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, Digests, read_checkpoint
+from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, Digests
 from .config import CheckpointConfig
 from .errors import ConfigError, DataError
 from .initial_weights import BorrowedWeights, InitialWeights
@@ -134,6 +134,7 @@ class RunState:
             "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
             "data": self._trainer.data_identity,
             "total_steps": trainer.total_steps,
+            "began_after": self._require_store().began_after,
             "versions": versions(),
         }
 
@@ -201,6 +202,8 @@ class RunState:
         if store is None or resume == "never":
             if resume not in ("auto", "never"):
                 raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir to go on in")
+            if store is not None:
+                store.begin_anew()
             self.initialise()
             return None
         if config.init_from is not None and resume != "auto":
@@ -208,7 +211,7 @@ class RunState:
                 f"init_from={config.init_from!r} takes weights only, and resume={resume!r} takes all: choose one"
             )
         store.clean()
-        checkpoint = store.newest_good() if resume == "auto" else read_checkpoint(resume)
+        checkpoint = store.newest_good() if resume == "auto" else store.read(resume)
         if checkpoint is None:
             self.initialise()
             return None
@@ -226,6 +229,8 @@ class RunState:
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         self.is_half_restored = True
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        if resume == "auto":
+            store.began_after = checkpoint.meta.get("began_after", 0)
         if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
             self._give_numbers_to_new_ranks(checkpoint)
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
@@ -308,8 +313,9 @@ class RunState:
             seed_everything(config.seed, rank=world.rank, step=checkpoint.step)
 
     def _load_alone(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
-        checkpoint = read_checkpoint(path)
-        CheckpointStore(path, world=self._trainer.world).load(parts, rank_parts={}, checkpoint=checkpoint)
+        store = CheckpointStore(path, world=self._trainer.world)
+        checkpoint = store.read(path)
+        store.load(parts, rank_parts={}, checkpoint=checkpoint)
         return checkpoint
 
     def _check_data(self, checkpoint: Checkpoint, components: Collection[str]) -> bool:
@@ -353,7 +359,7 @@ class RunState:
     def result(self, status: Status, reason: str, resumed_from: Checkpoint | None) -> FitResult:
         """Says how the run ended, as of now."""
         trainer = self._trainer
-        kept = self._store.list() if self._store is not None else []
+        kept = self._store.own() if self._store is not None else []
         best = self._store.best() if self._store is not None else None
         return FitResult(
             status=status,

@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from headway.trainer import catalog
 from headway.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.manifest import MANIFEST
@@ -416,6 +417,22 @@ def test_keep_last_is_checked(tmp_path: Path, keep_last: Any) -> None:
         CheckpointStore(str(tmp_path), world=ALONE, keep_last=keep_last)
 
 
+def test_a_run_that_begins_anew_keeps_its_own_best_and_leaves_those_of_the_run_before_B6(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"world": ALONE, "keep_last": 1, "monitor": "loss"}
+    save(CheckpointStore(str(tmp_path), **options), 30, {"loss": 0.1})
+    (tmp_path / ".partial-step-00000031-ab12").mkdir()
+    store = CheckpointStore(str(tmp_path), **options)
+    store.begin_anew()
+    assert store.best() is None
+    for step, loss in ((1, 0.8), (2, 0.9), (3, 0.9)):
+        save(store, step, {"loss": loss})
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001", "step-00000003", "step-00000030"]
+    assert [each.step for each in store.own()] == [1, 3]
+    best = store.best()
+    assert best is not None
+    assert best.step == 1
+
+
 def test_leftovers_are_removed_and_never_mistaken_B11(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)
@@ -426,6 +443,59 @@ def test_leftovers_are_removed_and_never_mistaken_B11(tmp_path: Path) -> None:
     assert steps(store) == [1]
     store.clean()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "step-00000001"]
+
+
+def test_a_file_that_cannot_be_read_now_is_no_damage_and_nobody_goes_on_from_an_older_one_B2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    save(store, 1)
+    newest = save(store, 2)
+    failures = [OSError("try again")] * 2
+    fetch = type(store._storage).fetch
+
+    def fails(self: Any, name: str, file: str, into: Path) -> Path:
+        if name == "step-00000002" and failures:
+            raise failures.pop()
+        return fetch(self, name, file, into)
+
+    monkeypatch.setattr(catalog, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(type(store._storage), "fetch", fails)
+    assert store.newest_good() == newest
+    assert not failures
+    failures += [OSError("no space left")] * 99
+    with pytest.raises(CheckpointError, match="cannot verify .*step-00000002.*no space left.*nobody knows whether"):
+        store.newest_good()
+
+
+def _client_fails_on_rank_1(world: World, root: str) -> list[str]:
+    """A store's client raises what is no OSError, on one rank: in a check of a file, and on main in a listing."""
+    store, told = CheckpointStore(root, world=world), []
+
+    def fails(*args: Any) -> Any:
+        raise LookupError("the client is confused")
+
+    looks = [(1, "size_bytes", store.newest_good), (0, "leftovers", store.clean)]
+    for rank, method, look in looks:
+        if world.rank == rank:
+            setattr(store._storage, method, fails)
+        try:
+            look()
+        except CheckpointError as error:
+            told.append(str(error))
+        vars(store._storage).pop(method, None)
+    newest = store.newest_good()
+    assert newest is not None
+    return [*told, str(newest.step)]
+
+
+def test_what_a_client_of_one_rank_raises_is_an_error_on_all_B8(tmp_path: Path) -> None:
+    save(CheckpointStore(str(tmp_path), world=ALONE), 1)
+    first, second = run_on_ranks(_client_fails_on_rank_1, 2, str(tmp_path), timeout_s=30.0)
+    assert first == second
+    assert "rank 1: LookupError: the client is confused" in first[0]
+    assert "rank 0: LookupError: the client is confused" in first[1]
+    assert first[2] == "1"
 
 
 def test_what_does_not_pickle_is_named_with_its_part_and_key_B13(tmp_path: Path) -> None:

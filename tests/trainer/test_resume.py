@@ -25,6 +25,7 @@ from headway.trainer import (
     loop,
     storage,
 )
+from headway.trainer.checkpoint import CheckpointStore
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
@@ -427,6 +428,22 @@ def test_a_restore_that_failed_when_all_was_loaded_is_made_again(tmp_path: Path)
     result = trainer.fit()
     assert result.resumed_from is not None
     assert result.steps == 8
+
+
+def test_a_run_that_began_anew_knows_its_own_best_after_a_resume_as_well(tmp_path: Path) -> None:
+    evaluated = {"max_epochs": None, "max_steps": 8, "evaluate_every": "2 steps", "checkpoint": CheckpointConfig()}
+    earlier = _fit(tmp_path, **evaluated)[0]
+    store = CheckpointStore(tmp_path / "checkpoints", world=ALONE, keep_last="all")
+    store.save({}, rank_parts={}, step=99, epoch=0, metrics={"validation/loss": -1.0}, meta={})
+    make = lambda *callbacks: TinyTrainer(_config(**evaluated), run_dir=tmp_path, world=ALONE, callbacks=callbacks)  # noqa: E731
+    first = make(StopAt(4)).fit(resume="never")
+    assert (first.resumed_from, first.steps) == (None, 4)
+    result = make().fit()
+    assert result.resumed_from == first.last_checkpoint
+    assert result.best_metric == earlier.best_metric
+    assert result.best_checkpoint is not None
+    assert "step-00000099" not in result.best_checkpoint
+    assert (tmp_path / "checkpoints" / "step-00000099").is_dir()
 
 
 class Breaks(TinyTrainer):

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import threading
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 import typer
 
@@ -45,6 +46,8 @@ app.add_typer(cluster_app, name="cluster")
 _Address = Annotated[
     str, typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="Of the cluster: where its dashboard answers.")
 ]
+# Threads of `fit` and `sweep` that wait for Ray.
+_WAITING = ("headway-ray-train", "headway-ray-tune")
 _DASHBOARD = "http://127.0.0.1:8265"
 _Job = Annotated[str, typer.Argument(help="Name of the job, or of its run: then its last job.")]
 _Storage = Annotated[str, typer.Option(help="Folder or URI that holds the runs.")]
@@ -373,8 +376,19 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # What typer finds wrong with the line it shows itself, and exits with 2; a command exits by raising typer.Exit.
         app(arguments, prog_name="headway")
+    except SystemExit as end:
+        _exit(end.code, is_own=arguments is None)
     except Exception as error:
-        sys.exit(_explain(error))
+        _exit(_explain(error), is_own=arguments is None)
+
+
+def _exit(code: str | int | None, *, is_own: bool) -> NoReturn:
+    """Exits. Where workers that never came were given up, a thread waits in Ray, and may crash Python's end."""
+    if is_own and isinstance(code, int) and any(each.name.startswith(_WAITING) for each in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _resolved(target: str, overrides: list[str]) -> Experiment:

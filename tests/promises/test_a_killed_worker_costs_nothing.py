@@ -162,6 +162,8 @@ def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_pa
     spared = experiment("spared", tmp_path, data, max_epochs=None, max_steps=10_000, pause_s=0.05)
     spared = replace(spared, retries=Retries(spares=True))
     spares: set[int] = set()
+    # What earlier tests have left in this Ray, idle and with torch too, is of another kind.
+    before = {int(each) for each in os.listdir("/proc") if each.isdigit()}
 
     def kill_when_there_are_spares() -> None:
         folder = Folder(spared.run_dir)
@@ -169,7 +171,7 @@ def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_pa
         pids = {worker["pid"] for worker in started["workers"]}
         while len(spares) < 2:
             time.sleep(0.1)
-            spares.update(_warm(min(pids)))
+            spares.update(_warm(min(pids)) - before)
         os.kill(min(pids), signal.SIGKILL)
         _attempts(folder, 2)
         ask_to_stop(folder, Stop(reason="seen"))
@@ -180,7 +182,7 @@ def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_pa
     killer.join(timeout=60)
     assert (result.status, result.attempts) == ("stopped", 2)
     _, again = _attempts(Folder(spared.run_dir), 2)
-    assert {worker["pid"] for worker in again["workers"]} == spares
+    assert {worker["pid"] for worker in again["workers"]} <= spares
 
 
 def _attempts(folder: Folder, count: int) -> list[Event]:

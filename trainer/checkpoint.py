@@ -129,7 +129,8 @@ class CheckpointStore:
         self._tensor_files = TensorFiles()
         # Not around each save: filters are common to all threads. We know when there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        self._sequence = self.began_after = 0
+        self.began_after: int = 0
+        self._sequence = 0
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()

@@ -335,7 +335,7 @@ def test_threads_of_one_writer_lose_no_event_of_each_other() -> None:
     second_is_there = threading.Event()
 
     class Slow(MemoryFileSystem):
-        protocol = "slow"
+        protocol = "lagging"
         store: ClassVar[dict[str, Any]] = {}
         pseudo_dirs: ClassVar[list[str]] = [""]
 
@@ -347,14 +347,14 @@ def test_threads_of_one_writer_lose_no_event_of_each_other() -> None:
             if b"second" in value:
                 second_is_there.set()
 
-    fsspec.register_implementation("slow", Slow)
-    log = EventLog(Folder("slow://run"), "rank-0")
+    fsspec.register_implementation("lagging", Slow)
+    log = EventLog(Folder("lagging://run"), "rank-0")
     first = threading.Thread(target=log.add, args=("first",))
     first.start()
     time.sleep(0.1)
     log.add("second")
     first.join()
-    assert [event["event"] for event in read_events(Folder("slow://run"))] == ["first", "second"]
+    assert [event["event"] for event in read_events(Folder("lagging://run"))] == ["first", "second"]
 
 
 @pytest.mark.parametrize("place", ["disk", "memory://removing"])

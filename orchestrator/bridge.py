@@ -141,6 +141,9 @@ class Bridge(Callback):
             return
         left_s = None if notice.deadline is None else notice.deadline - time.time()
         saves = leaves_time(left_s, trainer.save_took_s)
+        if saves:
+            # First: the storage may be away, and what is told there with it.
+            trainer.request_save(at_once=True)
         self._tell(
             "preemption_notice",
             attempt=trainer.attempt,
@@ -151,15 +154,16 @@ class Bridge(Callback):
             saves=saves,
         )
         where = f"the machine{'s'[: len(notice.nodes) > 1]} of rank {', '.join(map(str, notice.ranks))}"
-        when = "soon" if left_s is None else f"in {left_s:.0f} s"
+        when = "soon" if left_s is None else f"in {left_s:.0f} s" if left_s > 0 else "now"
         if saves:
             trainer.print(f"{where} will be taken away {when}: saving a checkpoint, and going on")
-            trainer.request_save(at_once=True)
-        else:
-            trainer.print(
-                f"{where} will be taken away {when}, and a checkpoint takes about {trainer.save_took_s:.0f} s: none is "
-                "begun, and what comes after the last one will be trained again"
-            )
+            return
+        took_s = trainer.save_took_s
+        takes = "how long a checkpoint takes is not known yet" if took_s is None else f"one takes about {took_s:.0f} s"
+        trainer.print(
+            f"{where} will be taken away {when}, which leaves no time for a checkpoint ({takes}): none is begun, and "
+            "what comes after the last one will be trained again"
+        )
 
     def _listen(self, trainer: Trainer[Any]) -> None:
         while not self._ended.wait(0.3 if self._folder.is_local else 3.0):

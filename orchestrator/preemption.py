@@ -6,7 +6,9 @@ in a thread of its own, as often as the others do and never on the path of a ste
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +64,12 @@ class Notices:
                 return
             if info is not None and not set(info.preempted_node_ids) <= known:
                 known |= set(info.preempted_node_ids)
-                self._heed(notice_of(info))
+                try:
+                    self._heed(notice_of(info))
+                except Exception as error:
+                    # The thread must live: there may be a next notice. The warning goes to the storage as well.
+                    with contextlib.suppress(Exception):
+                        warnings.warn(f"a notice was not heeded: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def notice_of(info: Any) -> Notice:

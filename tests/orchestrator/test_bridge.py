@@ -20,6 +20,7 @@ from headway.orchestrator import preemption
 from headway.orchestrator.asking import Stop, ask_to_stop
 from headway.orchestrator.bridge import Bridge
 from headway.orchestrator.claiming import open_run
+from headway.orchestrator.errors import StorageError
 from headway.orchestrator.events import Event, EventLog, read_events
 from headway.orchestrator.failures import Failure, was_preempted
 from headway.orchestrator.preemption import endings, leaves_time
@@ -133,17 +134,20 @@ class Noticed(TinyTrainer):
         time.sleep(0.01)
 
 
-def noticed(run: Run, monkeypatch: pytest.MonkeyPatch, *, left_s: float, save_took_s: float) -> list[Event]:
-    """The events of a short run that gets notices of one node, later of a second one."""
+def noticed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, left_s: float, save_took_s: float | None, then_s: float | None = None
+) -> list[Event]:
+    """The events of a short run that gets notices of one node, later of a second one, which may leave another time."""
     deadline_ms: list[int] = []
 
     def get_preemption_info() -> Any:
         if trainer.global_step < 10:
             return None
         deadline_ms.append(int((time.time() + left_s) * 1000))
-        return ray.train.PreemptionInfo(
-            deadline_ms[0], {"a": [1], "b": [0]} if trainer.global_step > 40 else {"a": [1]}
-        )
+        if trainer.global_step <= 40:
+            return ray.train.PreemptionInfo(deadline_ms[0], {"a": [1]})
+        other_ms = deadline_ms[0] if then_s is None else int((time.time() + then_s) * 1000)
+        return ray.train.PreemptionInfo(other_ms, {"a": [1], "b": [0]})
 
     monkeypatch.setattr(ray.train, "get_preemption_info", get_preemption_info)
     monkeypatch.setattr(preemption, "POLL_S", 0.01)
@@ -180,7 +184,38 @@ def test_a_checkpoint_that_would_come_too_late_is_not_begun_C5(tmp_path: Path, m
     events = noticed(run, monkeypatch, left_s=10.0, save_took_s=20.0)
     assert [event["saves"] for event in events if event["event"] == "preemption_notice"] == [False, False]
     assert checkpoints(run) == []
-    assert "a checkpoint takes about 20 s: none is begun" in events[-1]["lines"][0]
+    assert "no time for a checkpoint (one takes about 20 s): none is begun" in events[-1]["lines"][0]
+
+
+def test_after_a_notice_that_came_too_late_the_next_one_is_heard_C5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(experiment(tmp_path)).run
+    events = noticed(run, monkeypatch, left_s=-1.0, save_took_s=None, then_s=60.0)
+    assert [event["saves"] for event in events if event["event"] == "preemption_notice"] == [False, True]
+    assert len(checkpoints(run)) == 1
+    first, second = events[-1]["lines"]
+    assert "will be taken away now, which leaves no time for a checkpoint (how long a checkpoint takes is not" in first
+    assert "saving a checkpoint, and going on" in second
+
+
+def test_a_notice_is_heeded_although_nobody_can_be_told_of_it_C4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage of the run may be away for a moment: the save is asked for all the same, and the ears stay open."""
+    run = open_run(experiment(tmp_path)).run
+    add = EventLog.add
+
+    def away(self: EventLog, kind: str, **details: Any) -> None:
+        if kind == "preemption_notice":
+            raise StorageError("the store is away")
+        add(self, kind, **details)
+
+    monkeypatch.setattr(EventLog, "add", away)
+    with pytest.warns(UserWarning, match="a notice was not heeded: StorageError: the store is away") as warned:
+        noticed(run, monkeypatch, left_s=60.0, save_took_s=1.0)
+    assert len(warned) == 2
+    assert len(checkpoints(run)) == 2
 
 
 @pytest.mark.parametrize(

@@ -41,19 +41,21 @@ _GRACE_S = 10.0
 
 
 class Signals:
-    """Counts SIGINT and SIGTERM, in the main thread; elsewhere signals go where they went before.
+    """Takes SIGINT and SIGTERM, in the main thread; elsewhere signals go where they went before.
 
-    Two within a second count as one: a terminal sends Ctrl-C to the whole group, and wrappers forward it once more.
+    The first one counts, and each Ctrl-C that comes a second after another one: a terminal sends it to the whole group,
+    and wrappers forward it once more. A repeated SIGTERM changes nothing: schedulers send several, and who wants more
+    has SIGKILL.
 
     Attributes:
-        count: how many there were.
+        count: how many counted; more than one means "at once".
         number: of the first one.
-        raises: whether they raise KeyboardInterrupt besides.
+        raises: whether those that count raise KeyboardInterrupt besides.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._last_s = -math.inf
+        self._interrupted_s: float | None = None
         self.number: int | None = None
         self.raises = True
         self._before: dict[int, Any] = {}
@@ -81,9 +83,12 @@ class Signals:
                 self._before.setdefault(number, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._last_s < 1.0:
+        now_s, before_s = time.monotonic(), self._interrupted_s
+        is_again = number == signal.SIGINT and before_s is not None and now_s - before_s >= 1.0
+        if number == signal.SIGINT and (before_s is None or is_again):
+            self._interrupted_s = now_s
+        if self.count and not is_again:
             return
-        self._last_s = time.monotonic()
         self.count += 1
         self.number = self.number or number
         if self.raises:
@@ -184,7 +189,7 @@ class Supervision:
         except StorageError:
             now_s = time.monotonic()
             self._away_since_s = min(self._away_since_s, now_s)
-            # Two signals mean "at once", and it could not be told to anybody.
+            # A second Ctrl-C means "at once", and it could not be told to anybody.
             if now_s - self._away_since_s > STORAGE_PATIENCE_S or self._signals.count > 1:
                 raise
         else:
@@ -261,7 +266,7 @@ class Supervision:
         self._waits_since, self._taken = time.monotonic(), places_taken()
 
     def _heed_signals(self) -> None:
-        """The first signal asks for a checkpoint and the end, the second one for the end."""
+        """The first signal asks for a checkpoint and the end, a second Ctrl-C for the end."""
         if self._signals.count == self._signals_seen:
             return
         count = self._signals.count
@@ -341,7 +346,7 @@ class Supervision:
 
 
 def _again(stop: Stop) -> str:
-    return "once more" if stop.status == "interrupted" else "`headway runs stop --now`"
+    return "once more" if stop.reason == "Ctrl-C" else "`headway runs stop --now`"
 
 
 def _patience_s(experiment: Experiment) -> float:

@@ -42,7 +42,7 @@ def sweep(
     """Trains trials of an experiment, or goes on with them, and shows how they stand.
 
     Uses the Ray that `fit` would use. In the main thread, the first SIGINT or SIGTERM saves a checkpoint of each trial
-    and ends the sweep as "interrupted"; the second one ends it at once. The same call again goes on: what has ended is
+    and ends the sweep as "interrupted"; a second Ctrl-C ends it at once. The same call again goes on: what has ended is
     not trained again, what was under way goes on from its checkpoint, and suggestions are the same.
 
     Args:

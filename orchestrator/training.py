@@ -38,8 +38,8 @@ def fit(
     """Trains an experiment with its workers, or goes on with it, and shows it while it trains.
 
     Uses the Ray that this process is connected to, else that of RAY_ADDRESS, else starts a quiet one for the time of
-    the run. In the main thread, the first SIGINT or SIGTERM saves a checkpoint and ends the run as "interrupted"; the
-    second one ends it at once.
+    the run. In the main thread, the first SIGINT or SIGTERM saves a checkpoint and ends the run as "interrupted"; a
+    second Ctrl-C ends it at once.
 
     Args:
         experiment: what to train.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -242,6 +244,48 @@ def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: p
     driver._away_since_s -= 61
     with pytest.raises(StorageError, match="the store is away"):
         driver._turn()
+
+
+@pytest.mark.parametrize(("number", "aborts"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_second_sigterm_leaves_a_slow_save_its_time_C1_C2(
+    tmp_path: Path, number: signal.Signals, aborts: bool
+) -> None:
+    """A scheduler may repeat it; a person who presses Ctrl-C again means it."""
+    asked = experiment(tmp_path)
+    run = open_run(asked).run
+
+    def train(*_: Any, **__: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), number)
+        wait_for(lambda: asked_to_stop(run.folder))
+        time.sleep(1.1)
+        os.kill(os.getpid(), number)
+        # What saves looks as often as here whether it is to end at once.
+        deadline_s = time.monotonic() + (20 if aborts else 1)
+        while time.monotonic() < deadline_s:
+            stop = asked_to_stop(run.folder)
+            if stop is not None and stop.abort:
+                return {}
+            time.sleep(0.05)
+        return {"status": "interrupted", "reason": "saved"}
+
+    with Signals() as signals:
+        driver = Supervision(
+            asked, run, signals, Display(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
+            spares=False, train=train,
+        )  # fmt: skip
+        signals.raises = False
+        driver._has_workers = True
+        result = driver.run()
+    assert result.signal == number
+    assert ("at once" in result.reason) is aborts
+    assert aborts or (result.status, result.reason) == ("interrupted", "saved")
+
+
+def wait_for(what: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
@@ -62,6 +63,34 @@ def patiently(do: Callable[[], T]) -> T:
             if time.monotonic() > deadline_s:
                 raise
         time.sleep(_AGAIN_S)
+
+
+class Patience:
+    """Passes a storage that is away over, for up to a minute: for who looks at it turn by turn, and must not wait."""
+
+    def __init__(self) -> None:
+        self._away_since_s = math.inf
+
+    def take(self, turn: Callable[[], T], *, is_at_once: Callable[[], bool]) -> T | None:
+        """Returns what one turn does, or None if a `StorageError` has ended it.
+
+        Args:
+            turn: what is done again and again.
+            is_at_once: whether whoever waits has no patience left.
+
+        Raises:
+            StorageError: the storage has been away in all turns of a minute.
+        """
+        try:
+            value = turn()
+        except StorageError:
+            now_s = time.monotonic()
+            self._away_since_s = min(self._away_since_s, now_s)
+            if now_s - self._away_since_s > STORAGE_PATIENCE_S or is_at_once():
+                raise
+            return None
+        self._away_since_s = math.inf
+        return value
 
 
 class Folder:

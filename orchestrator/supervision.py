@@ -29,7 +29,7 @@ from .resizing import RESIZING, Growth
 from .result import RunResult
 from .resumption import Resumption
 from .runs import Run
-from .storage import STORAGE_PATIENCE_S, patiently
+from .storage import Patience, patiently
 from .watching import Watch
 
 # A group that has not come up after so long, on a cluster that could hold it, is given up; Scaling.wait says otherwise.
@@ -143,7 +143,8 @@ class Supervision:
         self._waits_since = self._told_waiting_s = time.monotonic()
         self._taken = places_taken()
         self._told_waiting: str | None = None
-        self._away_since_s = self._taken_away_at = math.inf
+        self._taken_away_at = math.inf
+        self._patience = Patience()
         self._unheeded: list[Event] = []
         self._watch = Watch(experiment, run.folder, self._events)
         self._event_lines = Follower(run.folder, "events", from_now=True)
@@ -179,21 +180,16 @@ class Supervision:
             ConfigError: the workers do not come up.
             StorageError: the folder of the run has been away for a minute.
         """
-        try:
-            self._look()
-            self._heed_signals()
-            if (reason := self._heed_stop()) is not None:
-                return reason
-            self._grow()
-            self._heed_the_clock()
-        except StorageError:
-            now_s = time.monotonic()
-            self._away_since_s = min(self._away_since_s, now_s)
-            # A second Ctrl-C means "at once", and it could not be told to anybody.
-            if now_s - self._away_since_s > STORAGE_PATIENCE_S or self._signals.count > 1:
-                raise
-        else:
-            self._away_since_s = math.inf
+        # A second Ctrl-C means "at once", and it could not be told to anybody.
+        return self._patience.take(self._look_around, is_at_once=lambda: self._signals.count > 1)
+
+    def _look_around(self) -> str | None:
+        self._look()
+        self._heed_signals()
+        if (reason := self._heed_stop()) is not None:
+            return reason
+        self._grow()
+        self._heed_the_clock()
         return None
 
     def _leave(self, thread: threading.Thread) -> None:

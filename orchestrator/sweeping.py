@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headway.trainer.callbacks.progress_bar import human_duration
@@ -24,7 +25,7 @@ from .experiment import Experiment
 from .quiet import quiet_environment
 from .runs import Run, now
 from .search import Search, Values
-from .storage import Folder
+from .storage import Folder, Patience, patiently
 from .sweep_display import SweepDisplay, shown
 from .sweep_result import SweepResult
 from .sweep_retention import delete_checkpoints, surplus
@@ -96,7 +97,7 @@ def sweep(
 def _end(
     sweep: Sweep, display: SweepDisplay, status: Any, reason: str = "all trials have ended", signal: int | None = None
 ) -> SweepResult:
-    sweep.update(status=status, reason=reason, ended=now())
+    patiently(lambda: sweep.update(status=status, reason=reason, ended=now()))
     result = SweepResult.read(sweep.sweep_dir, signal=signal)
     display.end(result)
     return result
@@ -128,6 +129,7 @@ class _Lead:
         self._stop_since_s = 0.0
         self._signals_seen = 0
         self._is_over = False
+        self._patience = Patience()
 
     def run(self, at_once: int, told: str, *, leave_s: float) -> tuple[Any, str]:
         """Runs the trials, so many at once, and returns how that ended, and why.
@@ -136,6 +138,10 @@ class _Lead:
             at_once: how many train at a time.
             told: the same, for people.
             leave_s: how long to wait for Ray Tune when all is to end at once.
+
+        Raises:
+            StorageError: the folder of the sweep has been away for a minute.
+            TrainingFailedError: Ray Tune has failed, or that minute was over in its thread.
         """
         done = sum(trial.has_ended for trial in self._trials.values())
         self._display.begin(self._experiment, self._search, told, done=done, going_on=len(self._waiting))
@@ -147,9 +153,8 @@ class _Lead:
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
-            self._sweep.beat()
             self._display.refresh()
-            if (reason := self._heed()) is not None and self._stop is not None:
+            if (reason := self._turn()) is not None and self._stop is not None:
                 self._is_over = True
                 thread.join(leave_s)
                 return self._stop.status, reason
@@ -165,20 +170,28 @@ class _Lead:
             return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
         return "completed", "all trials have ended"
 
+    def _turn(self) -> str | None:
+        """As `_heed`; None also where the storage is away for the moment."""
+        return self._patience.take(self._heed, is_at_once=lambda: self._signals.count > 1)
+
     def _heed(self) -> str | None:
-        """Passes a wish to end on to the trials; returns why to leave without them, or None to wait for them."""
-        if self._signals.count > self._signals_seen:
-            self._signals_seen = self._signals.count
-            abort = self._signals_seen > 1
-            ask_to_stop(self._sweep.folder, Stop(reason=self._signals.name, status="interrupted", abort=abort))
+        """Says that the driver lives, and passes a wish to end on to the trials.
+
+        Returns:
+            Why to leave without them, or None to wait for them.
+        """
+        self._sweep.beat()
+        if (count := self._signals.count) > self._signals_seen:
+            ask_to_stop(self._sweep.folder, Stop(reason=self._signals.name, status="interrupted", abort=count > 1))
+            self._signals_seen = count
         asked = asked_to_stop(self._sweep.folder)
         if asked is None:
             return None
         if asked != self._stop:
+            self._ask_trials(asked)
             self._stop, self._stop_since_s = asked, time.monotonic()
             if not asked.abort:
                 self._display.line(f"{asked.reason}: saving a checkpoint of each trial and ending")
-            self._ask_trials(asked)
         if asked.within_s is not None and time.monotonic() - self._stop_since_s > asked.within_s:
             self._ask_trials(replace(asked, abort=True))
             return f"{asked.reason}, without checkpoints after {human_duration(asked.within_s)}"
@@ -216,10 +229,10 @@ class _Lead:
                     imports=import_folders(),
                     current_dir=os.getcwd(),
                 ),
-                next_trial=self._next,
+                next_trial=lambda: patiently(self._next),
                 ended=self._ended,
                 reported=self._reported,
-                exploited=self._exploited,
+                exploited=lambda *told: patiently(lambda: self._exploited(*told)),
                 is_over=lambda: self._is_over,
                 resources=resources_of(self._experiment.scaling),
                 at_once=at_once,
@@ -233,14 +246,15 @@ class _Lead:
                 self._sweep.folder.remove_folder(_RAYS_FILES)
 
     def _next(self) -> tuple[Trial, Values] | None:
-        """Returns the trial to train next and what it is told, or None: first those that an earlier driver began."""
+        """Returns the trial to train next and what it is told, or None: first those that an earlier driver began.
+
+        Where the storage is away, the same call again does the same.
+        """
         if self._signals.count or self._stop is not None:
             return None
         # Before a trial is taken from who trains it.
         self._sweep.check_lease()
-        if self._waiting:
-            trial = self._waiting.pop(0)
-        else:
+        if not self._waiting:
             index = len(self._trials)
             if index >= self._search.num_trials:
                 return None
@@ -251,12 +265,15 @@ class _Lead:
             # Before anything of it is there: whoever goes on tries the same.
             self._sweep.note("trial_suggested", trial=name, index=index, values=values)
             self._trials[name] = trial
+            self._waiting.append(trial)
+        trial = self._waiting[0]
         open_run(
             self._trial_experiment(trial),
             accept_changes=bool(self._search.varied),
             take_over=True,
             origin=self._origin,
         )
+        del self._waiting[0]
         with self._lock:
             self._training.add(trial.name)
         self._display.started(trial)
@@ -271,28 +288,33 @@ class _Lead:
         return {path: _at(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
 
     def _ended(self, name: str, error: str | None) -> None:
-        self._sweep.check_lease()
+        trial = self._trials[name] = patiently(lambda: self._write_down(name, error))
         with self._lock:
             self._training.discard(name)
-        # What was ended at once has not failed.
-        if error is not None and self._stop is None:
-            with suppress(ConfigError):
-                Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
-        trial = self._sweep.trial_as_it_is(self._trials[name])
-        self._trials[name] = trial
         if not trial.has_ended:
             if asked_to_stop(Folder(trial.run_dir)) is not None:
                 self._left.add(name)
             self._display.left(trial)
             return
         self._donors.let_go(name)
-        self._sweep.note(
-            "trial_ended", trial=name, status=trial.status, reason=trial.reason, error=trial.error,
-            metric=trial.metric, steps=trial.steps,
-        )  # fmt: skip
         self._display.ended(trial)
         if self._search.keep_best_trials is not None:
             self._make_room(self._search.keep_best_trials)
+
+    def _write_down(self, name: str, error: str | None) -> Trial:
+        """Returns a trial as its files say, once it stands in the journal if it has ended."""
+        self._sweep.check_lease()
+        # What was ended at once has not failed.
+        if error is not None and self._stop is None:
+            with suppress(ConfigError):
+                Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
+        trial = self._sweep.trial_as_it_is(self._trials[name])
+        if trial.has_ended:
+            self._sweep.note(
+                "trial_ended", trial=name, status=trial.status, reason=trial.reason, error=trial.error,
+                metric=trial.metric, steps=trial.steps,
+            )  # fmt: skip
+        return trial
 
     def _make_room(self, keep: int) -> None:
         """Deletes the checkpoints of finished trials that are not among the best so far."""
@@ -304,7 +326,8 @@ class _Lead:
                 except OSError as error:
                     self._display.line(f"the checkpoints of {trial.name} are not deleted: {error}", "yellow")
                     continue
-                self._sweep.note("checkpoints_deleted", trial=trial.name, checkpoints=deleted)
+                note = partial(self._sweep.note, "checkpoints_deleted", trial=trial.name, checkpoints=deleted)
+                patiently(note)
 
     def _exploited(self, name: str, checkpoint: str, values: Values) -> tuple[Values, str]:
         """Writes down that a trial goes on from another one's checkpoint with other values.
@@ -325,7 +348,7 @@ class _Lead:
     def _reported(self, name: str, report: Mapping[str, Any]) -> None:
         self._display.reported(name, report)
         # It also hears of the report that had the trial changed.
-        if self._donors.waits(name) and self._sweep.goes_on_by_itself(name):
+        if self._donors.waits(name) and patiently(lambda: self._sweep.goes_on_by_itself(name)):
             self._donors.let_go(name)
 
 

@@ -181,8 +181,9 @@ class Sweep:
         if "driver" not in changes:
             self.check_lease()
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=Driver.this().heartbeat)
-        self.record = replace(self.record, driver=driver, **changes)
-        self.folder.write(SWEEP, json.dumps(asdict(self.record), indent=2) + "\n")
+        record = replace(self.record, driver=driver, **changes)
+        self.folder.write(SWEEP, json.dumps(asdict(record), indent=2) + "\n")
+        self.record = record
 
     def beat(self) -> None:
         """Tells others that the driver lives, if it has been a while."""

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.cloudpickle
 from ray import tune
@@ -36,6 +36,9 @@ from .storage import Folder
 from .supervision import Signals, Supervision
 from .training import close, one_line
 from .worker import run_attempt
+
+if TYPE_CHECKING:
+    from .search import Search
 
 # What a scheduler takes for the value of an evaluation that gave none.
 _WORST = 1e30
@@ -162,10 +165,10 @@ class Relay(Display):
         )
 
 
-def report_of(task: SweepTask, value: float, evaluations: int, step: int) -> dict[str, Any]:
+def report_of(asked: SweepTask | Search, value: float, evaluations: int, step: int) -> dict[str, Any]:
     """Returns what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
-    worst = _WORST if task.mode == "min" else -_WORST
-    return {task.metric: value if math.isfinite(value) else worst, "evaluations": evaluations, "step": step}
+    worst = _WORST if asked.mode == "min" else -_WORST
+    return {asked.metric: value if math.isfinite(value) else worst, "evaluations": evaluations, "step": step}
 
 
 def _check_metric(metric: str, metrics: Mapping[str, float], of: str) -> None:

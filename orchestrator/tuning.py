@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray import tune
@@ -26,10 +26,11 @@ from ray.tune.schedulers import (
 from ray.tune.search import Searcher
 
 from .asking import Stop, ask_to_stop
+from .recall import earlier_reports
 from .schedulers import ASHA, PBT, HyperBand, MedianStopping
 from .search import Search, Values
 from .space import Axis, Choice, LogUniform, RandInt, Uniform
-from .storage import Folder
+from .storage import Folder, patiently
 from .sweeps import PRUNED, Sweep, Trial
 from .trial import SweepTask, pointer_in, run_trial
 
@@ -80,7 +81,10 @@ def tune_trials(
     """
     os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
     kind = type(search.scheduler).__name__
-    scheduler = Gentle(_scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited)
+    scheduler = Gentle(
+        _scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited,
+        earlier=patiently(lambda: earlier_reports(sweep, search)),
+    )  # fmt: skip
     # It looks for files of loggers that are off.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
@@ -180,6 +184,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         kind: its name, for people.
         at_once: how many may train.
         exploited: is told when a trial goes on from another one's checkpoint, with other values.
+        earlier: by name, the reports of trials that have ended under an earlier driver, by which others are judged too.
     """
 
     def __init__(
@@ -190,8 +195,10 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         kind: str,
         at_once: int,
         exploited: Exploited,
+        earlier: Mapping[str, Sequence[dict[str, Any]]],
     ) -> None:
         super().__init__()
+        self._earlier = earlier
         self._kind = kind
         self._inner, self._sweep, self._at_once, self._exploited = inner, sweep, at_once, exploited
         self._is_pbt = isinstance(inner, PopulationBasedTraining)
@@ -214,6 +221,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
             # Or the process of a trial is started when that of the one before it is up: one that ends sooner hands its
             # own on, and short trials never train but one at a time.
             controller.update_max_pending_trials(self._at_once)
+            self._recall(controller)
         self._controller = controller
         self._inner.on_trial_add(_Searchless(controller), trial)
 
@@ -233,7 +241,8 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         if decision == TrialScheduler.STOP:
             self._stopped.add(trial.trial_id)
             reason = f"{PRUNED}({self._kind}) after {result['evaluations']} evaluations"
-            ask_to_stop(Folder(self._sweep.folder.path(_name(trial))), Stop(reason=reason))
+            folder = Folder(self._sweep.folder.path(_name(trial)))
+            patiently(lambda: ask_to_stop(folder, Stop(reason=reason)))
             return str(TrialScheduler.CONTINUE)
         if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once:
             # It makes room for a trial that waits, and there is room for all.
@@ -241,8 +250,9 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         return decision
 
     def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
-        """Passes it on."""
-        self._inner.on_trial_complete(controller, trial, result)
+        """Passes it on, unless it has never reported: inner ones take any last report for one of an evaluation."""
+        if "evaluations" in result:
+            self._inner.on_trial_complete(controller, trial, result)
 
     def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
         """Passes it on."""
@@ -265,12 +275,37 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
     def restore(self, checkpoint_path: str) -> None:
         """Restores nothing."""
 
+    def _recall(self, controller: Any) -> None:
+        """Tells the inner one of the trials that it has not seen."""
+        for name, reports in self._earlier.items():
+            if not reports:
+                continue
+            trial = _Ended(name)
+            self._inner.on_trial_add(controller, trial)
+            for report in reports:
+                if self._inner.on_trial_result(controller, trial, report) == TrialScheduler.STOP:
+                    break
+            self._inner.on_trial_complete(controller, trial, reports[-1])
+
     def _change(self, trial: TuneTrial, before: dict[str, Any]) -> None:
         checkpoint = trial.run_metadata.checkpoint_manager._latest_checkpoint_result.checkpoint
         name = str(before["trial"])
         values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
         typed, resume = self._exploited(name, pointer_in(checkpoint)["checkpoint"], values)
         trial.set_config({**typed, "trial": name, "resume": resume})
+
+
+class _Ended:
+    """As much of a trial that Ray Tune does not know as a scheduler asks of one.
+
+    Args:
+        name: of the trial.
+    """
+
+    status = TuneTrial.TERMINATED
+
+    def __init__(self, name: str) -> None:
+        self.trial_id, self.config = name, {"trial": name}
 
 
 class _Searchless:

@@ -241,7 +241,7 @@ def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: p
     assert asked_to_stop(run.folder) is not None, "a signal in the meantime was not lost"
     monkeypatch.setattr(Leaving, "is_away", True)
     assert driver._turn() is None
-    driver._away_since_s -= 61
+    driver._patience._away_since_s -= 61
     with pytest.raises(StorageError, match="the store is away"):
         driver._turn()
 

@@ -1,0 +1,29 @@
+"""What trials reported that have ended under an earlier driver of a sweep, from their files: its scheduler is new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .events import read_events
+from .search import Search
+from .storage import Folder
+from .sweeps import Sweep
+from .trial import report_of
+
+
+def earlier_reports(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
+    """Returns the evaluations of trials that have ended, by name, as Ray Tune was told of them.
+
+    None for a `PBT`: it chooses among trials that train.
+    """
+    if search.scheduler is None or search.scheduler.pauses:
+        return {}
+    ended = dict.fromkeys(each["trial"] for each in read_events(sweep.folder) if each["event"] == "trial_ended")
+    return dict(sweep.folder.map(lambda name: (name, _reports_of(sweep.folder.path(name), search)), ended))
+
+
+def _reports_of(run_dir: str, search: Search) -> list[dict[str, Any]]:
+    # One that was made again after a failure counts once.
+    evaluated = {each["step"]: each["metrics"] for each in read_events(Folder(run_dir)) if each["event"] == "evaluated"}
+    values = [(step, metrics[search.metric]) for step, metrics in evaluated.items() if search.metric in metrics]
+    return [report_of(search, value, number, step) for number, (step, value) in enumerate(values, start=1)]

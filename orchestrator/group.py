@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray import cloudpickle
-from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.world import backend
@@ -49,6 +47,10 @@ def train_group(
 
     Ray's own files go to a folder of this start: the same name and storage would make Ray Train resume by itself.
     """
+    # Here, for a trial of one worker does without: a tenth of a second.
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
     scaling, retries = experiment.scaling, experiment.retries
     task = task_of(experiment, run, since=since, resumption=resumption, verbose=verbose)
     rays_files = tempfile.mkdtemp(prefix="headway-ray-")

@@ -159,7 +159,8 @@ class Supervision:
         thread = threading.Thread(target=self._train, name="headway-ray-train", daemon=True)
         self._signals.raises = False
         thread.start()
-        pause_s = 0.1 if self._run.folder.is_local else 2.0
+        # A training in this very process wants its processor, and there are no workers to wait for.
+        pause_s = (0.5 if self._has_workers else 0.1) if self._run.folder.is_local else 2.0
         try:
             while thread.is_alive():
                 thread.join(pause_s)

@@ -234,7 +234,8 @@ class Reporter(Callback):
             self.was_paused = True
             trainer.request_stop(PAUSED, status="interrupted")
             return
-        if (asked := asked_to_stop(self._run.folder)) is not None:
+        # Who ends at once saves nothing, and hears of it from the bridge.
+        if (asked := asked_to_stop(self._run.folder)) is not None and not asked.abort:
             trainer.request_stop(asked.reason, status=asked.status)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -35,10 +35,15 @@ METADATA = ".metadata"
 
 
 class TensorFiles:
-    """Writes the tensors of one save after another. Of one rank; keep it from save to save."""
+    """Writes the tensors of one save after another. Of one rank; keep it from save to save.
+
+    The layout of what one process wrote last, alone, is also known to the next in it: a sweep has it train one trial
+    after another.
+    """
+
+    _of_one_rank: ClassVar[_Layout | None] = None
 
     def __init__(self) -> None:
-        self._frames = _Frames()
         self._helper = Worker("headway-sum", is_behind=True)
         self._layout: _Layout | None = None
 
@@ -49,9 +54,11 @@ class TensorFiles:
         """
         shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
         layout, self._layout = self._layout, None
+        if world.size == 1:
+            layout = layout or TensorFiles._of_one_rank
         is_known = layout is not None and layout.shapes == shapes
         if not all(world.gather(is_known)):
-            writer = _Writer(folder, self._frames, self._helper)
+            writer = _Writer(folder, self._helper)
             group, alone = world.control, world.size == 1
             save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
             metadata = (folder / METADATA).read_bytes() if world.is_main else b""
@@ -61,12 +68,14 @@ class TensorFiles:
             assert layout is not None
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner(dict(tensors))
-            file = _RankFile(folder / layout.file, self._frames, self._helper)
+            file = _RankFile(folder / layout.file, self._helper)
             file.write(layout.items, planner.resolve_data)
             if world.is_main:
                 (folder / METADATA).write_bytes(layout.metadata)
         if file.is_framed:
             self._layout = layout
+            if world.size == 1:
+                TensorFiles._of_one_rank = layout
         return Written(file.path.name, file.sum, file.part_sums)
 
 
@@ -118,8 +127,8 @@ class _RankFile:
 
     sum: Future[FileSum]
 
-    def __init__(self, path: Path, frames: _Frames, helper: Worker) -> None:
-        self.path, self._frames, self._helper = path, frames, helper
+    def __init__(self, path: Path, helper: Worker) -> None:
+        self.path, self._helper = path, helper
         self.part_sums: list[tuple[str, Future[TensorSum]]] = []
         self.is_framed = True
 
@@ -141,7 +150,7 @@ class _RankFile:
         assert item.tensor_data is not None
         name, offsets, size = item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.size
         is_plain = has_sum(tensor) and not tensor.is_conj() and not tensor.is_neg()
-        if not is_plain or (frame := self._frames.around(tensor)) is None:
+        if not is_plain or (frame := _frame(tensor.shape, tensor.dtype)) is None:
             self.is_framed = False
             stream = io.BytesIO()
             torch.save(tensor.cpu().clone(), stream)  # of a view it would write all that lies around it
@@ -161,31 +170,24 @@ class _RankFile:
         file.write(frame[1])
 
 
-class _Frames:
-    """What `torch.save` writes before and after the numbers of a tensor: the same for all of its shape and dtype."""
+@functools.cache
+def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes] | None:
+    """What `torch.save` writes before and after the numbers of a tensor: the same for all of its shape and dtype.
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[bytes, bytes] | None] = {}
-
-    def around(self, tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
-        """Returns both; None where this torch writes tensors in another way than those that we know."""
-        kind = (tensor.shape, tensor.dtype)
-        if kind not in self._known:
-            self._known[kind] = self._find(torch.empty(tensor.shape, dtype=tensor.dtype))
-        return self._known[kind]
-
-    def _find(self, tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
-        recorder = _Recorder(tensor)
-        # The zip format has a checksum of its own, which torch computes but never reads; we have better ones.
-        computes = get_crc32_options()
-        set_crc32_options(False)
-        try:
-            torch.save(tensor, cast(IO[bytes], recorder))
-        finally:
-            set_crc32_options(computes)
-        if tensor.numel() and not recorder.has_seen_it:
-            return None
-        return b"".join(recorder.before), b"".join(recorder.after)
+    None where this torch writes tensors in another way than those that we know.
+    """
+    tensor = torch.empty(shape, dtype=dtype)
+    recorder = _Recorder(tensor)
+    # The zip format has a checksum of its own, which torch computes but never reads; we have better ones.
+    computes = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        torch.save(tensor, cast(IO[bytes], recorder))
+    finally:
+        set_crc32_options(computes)
+    if tensor.numel() and not recorder.has_seen_it:
+        return None
+    return b"".join(recorder.before), b"".join(recorder.after)
 
 
 class _Recorder:
@@ -216,14 +218,14 @@ class _Writer(FileSystemWriter):
     file: _RankFile
     items: Sequence[WriteItem]
 
-    def __init__(self, folder: Path, frames: _Frames, helper: Worker) -> None:
+    def __init__(self, folder: Path, helper: Worker) -> None:
         super().__init__(folder, sync_files=False)  # the storage does, for all files
-        self._folder, self._frames, self._helper = folder, frames, helper
+        self._folder, self._helper = folder, helper
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Writes what the plan gives to this rank."""
         self.items = plan.items
-        self.file = _RankFile(self._folder / f"{plan.storage_data.prefix}0.distcp", self._frames, self._helper)
+        self.file = _RankFile(self._folder / f"{plan.storage_data.prefix}0.distcp", self._helper)
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(self.file.write(plan.items, planner.resolve_data))
         return future

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from headway.orchestrator.events import Event, read_events
 from headway.orchestrator.storage import Folder
 from headway.trainer import Duration
 from headway.trainer.trackers.jsonl import read_records
+from tests.machines import machines
 from tests.on_ray import OnRay, OnRayConfig, write_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -33,16 +32,8 @@ IN_EPOCH = ROWS // BATCH
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head that holds no worker, and one node that holds one."""
-    # Or whoever calls ray.init() on this machine would find this cluster. Short: sockets lie in it.
-    rays_files = tempfile.mkdtemp(prefix="hw-")
-    monkeypatch.setenv("RAY_TMPDIR", rays_files)
-    # For the machine may be busy.
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.add_node(num_cpus=1)
-    yield made
-    made.shutdown()
-    shutil.rmtree(rays_files, ignore_errors=True)
+    with machines(monkeypatch, 1) as cluster:
+        yield cluster
 
 
 def _wait(until: Callable[[], Any], driver: subprocess.Popen[str], *, timeout_s: float = 240) -> None:

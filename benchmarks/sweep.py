@@ -186,9 +186,13 @@ def kills(folder: str, seed: int = 0) -> Row:
         before.update(now)
 
     began = time.time()
-    for _ in range(KILLS):
+    for number in range(KILLS):
+        since = time.time()
         driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
-        time.sleep(generator.uniform(3, 14))
+        if number % 3:
+            # However long Ray takes to come up: most die while trials train, begin and end.
+            await_training(place, since)
+        time.sleep(generator.uniform(0, 5))
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
         look()
@@ -207,6 +211,8 @@ def kills(folder: str, seed: int = 0) -> Row:
         f"{len(suggested) - len(set(suggested))} suggestions made twice"
     )
     faults = lost + again + len(suggested) - len(set(suggested))
+    if attempts == KILLED_TRIALS:
+        raise RuntimeError("no trial was under way when its driver died: nothing was measured")
     return Row(
         f"sweep: driver killed {KILLS} times",
         f"{again} re-run",
@@ -215,6 +221,15 @@ def kills(folder: str, seed: int = 0) -> Row:
         "0",
         not faults,
     )
+
+
+def await_training(place: Path, since: float) -> None:
+    """Waits until a trial trains that a driver of this life has started."""
+    while True:
+        folders = [Folder(str(each)) for each in place.glob("trial-*")]
+        if any(each["event"] == "training" and each["time"] > since for one in folders for each in read_events(one)):
+            return
+        time.sleep(0.1)
 
 
 def journal(place: Path) -> list[dict[str, object]]:

@@ -7,6 +7,7 @@ A field whose name has changed keeps its old one as `field(metadata={"deprecated
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import warnings
@@ -207,7 +208,7 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 def _rebuilt(current: Any, tree: Mapping[str, Any], path: str) -> Any:
     """Returns a dataclass with the fields changed that the tree names; sections keep their class."""
     changes: dict[str, Any] = {}
-    hints = _hints(type(current))
+    hints = _hints(type(current))  # type: ignore[arg-type]  # it doubts that classes have a hash
     sections = {field.name: type(getattr(current, field.name)) for field in _settable(type(current))}
     for field, written in _matched(type(current), tree, path, sections):
         where, value = _at(path, field.name), getattr(current, field.name)
@@ -226,7 +227,7 @@ def _built(cls: type[Any], tree: Any, path: str) -> Any:
         return tree
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}={tree!r}: it has fields, so give {path}.field=value")
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     sections = {**hints, **{name: type(value) for name, value in tree.items()}}
     for field, written in _matched(cls, tree, path, sections):
@@ -280,6 +281,7 @@ def _unknown(cls: type[Any], key: str, path: str, names: list[str], sections: Ma
     return f"{text}; it has {', '.join(names)}"
 
 
+@functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     try:
         return get_type_hints(cls)

@@ -267,24 +267,19 @@ class _Lead:
             self._trials[name] = trial
             self._waiting.append(trial)
         trial = self._waiting[0]
-        open_run(
-            self._trial_experiment(trial),
-            accept_changes=bool(self._search.varied),
-            take_over=True,
-            origin=self._origin,
-        )
+        experiment = self._trial_experiment(trial)
+        open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, origin=self._origin)
         del self._waiting[0]
         with self._lock:
             self._training.add(trial.name)
         self._display.started(trial)
-        return trial, self._typed(trial)
+        return trial, self._typed(trial, experiment)
 
     def _trial_experiment(self, trial: Trial) -> Experiment:
         return self._search.trial(self._experiment, trial.name, trial.values)
 
-    def _typed(self, trial: Trial) -> Values:
+    def _typed(self, trial: Trial, experiment: Experiment) -> Values:
         """All that a trial is told, by path, as its config has it."""
-        experiment = self._trial_experiment(trial)
         return {path: _at(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
 
     def _ended(self, name: str, error: str | None) -> None:
@@ -341,9 +336,10 @@ class _Lead:
         self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned)
         self._trials[name] = trial
         run = Run(trial.run_dir)
-        run.folder.write("config.yaml", to_yaml(self._trial_experiment(trial)))
+        experiment = self._trial_experiment(trial)
+        run.folder.write("config.yaml", to_yaml(experiment))
         self._display.line(f"{name} goes on from {checkpoint} with {shown(tried)}", "dim")
-        return self._typed(trial), checkpoint
+        return self._typed(trial, experiment), checkpoint
 
     def _reported(self, name: str, report: Mapping[str, Any]) -> None:
         self._display.reported(name, report)

@@ -93,14 +93,29 @@ def _inner(kind: pa.DataType) -> tuple[int, ...]:
 
 def _to_arrow(column: npt.NDArray[Any]) -> pa.Array:
     if column.dtype == object:
-        # Arrow takes a list of flat arrays as it is, and no deeper ones.
-        return pa.array([each.tolist() if isinstance(each, np.ndarray) and each.ndim > 1 else each for each in column])
+        return _objects_to_arrow(list(column))
     if column.ndim < 2:
         return pa.array(column)
     flat = pa.array(np.ascontiguousarray(column).reshape(-1))
     for length in reversed(column.shape[1:]):
         flat = pa.FixedSizeListArray.from_arrays(flat, length)
     return flat
+
+
+def _objects_to_arrow(objects: list[Any]) -> pa.Array:
+    """Arrays of any lengths and depth become lists of what is in them, of its own dtype; None becomes null."""
+    lists = [each for each in objects if each is not None]
+    if not lists or not all(isinstance(each, np.ndarray) and each.ndim for each in lists):
+        return pa.array(objects)
+    # The empty ones do not know what they are empty of.
+    full = [each for each in lists if len(each)] or lists[:1]
+    if any(each.ndim > 1 or each.dtype == object for each in full):
+        values = _objects_to_arrow([item for each in full for item in each])
+    else:
+        values = pa.array(np.concatenate(full))
+    ends = np.cumsum([0 if each is None else len(each) for each in objects])
+    is_null = np.array([each is None for each in objects] + [False])
+    return pa.ListArray.from_arrays(pa.array(np.concatenate(([0], ends)), pa.int32(), mask=is_null), values)
 
 
 def same_kind(parts: Sequence[npt.NDArray[Any]]) -> bool:

@@ -387,8 +387,14 @@ class Update:
         own: Weight = sum(weights, start=0.0)
         if size == 1 and not isinstance(own, torch.Tensor):
             return [weight / own if own else 0.0 for weight in weights]
-        # float64 counts any number of tokens exactly; the device may be far behind, so nothing is read back.
-        total = self._world.sum(torch.as_tensor(own, dtype=torch.float64, device=self._trainer.device).clone())
+        # float64 counts any number of tokens exactly; the device may be far behind, so nothing is read back, and no
+        # copy of a number waits for it either.
+        device = self._trainer.device
+        if isinstance(own, torch.Tensor):
+            total = own.to(device, torch.float64, non_blocking=True, copy=True)
+        else:
+            total = torch.full((), own, dtype=torch.float64, device=device)
+        self._world.sum(total)
         factor = (size / total.clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
 

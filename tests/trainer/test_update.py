@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from headway.trainer import Callback, CheckpointConfig, ConfigError, ParallelConfig, StepError, Trainer, World
+from headway.trainer.loaders import LoadedBatch
 from headway.trainer.parallel import whole
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
@@ -162,6 +163,48 @@ def _of_plain_torch(before: dict[str, torch.Tensor]) -> dict[str, Any]:
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.cat([value.flatten() for value in gradient.values()]).norm().item()
     return {"gradient": gradient, "loss": loss.item(), "norm": norm}
+
+
+class _Sums:
+    """A world of two ranks that have the same, as far as adding up goes."""
+
+    size = 2
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.mul_(2)
+
+
+class _Kernels(TorchDispatchMode):
+    """Takes note of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_that_are_numbers_get_to_the_device_without_a_copy_that_waits_D12(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    trainer = CountingTrainer(_config(max_steps=1), world=World.alone(device))
+    trainer.fit()
+    update = trainer._loop.update
+    update._world = _Sums()  # type: ignore[assignment]
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with _Kernels() as kernels:
+            scales = update._scales(LoadedBatch([], [1, 1], None), [3, 5])
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    # What torch makes of a number elsewhere and then copies, no dispatch shows: it must come out of a kernel.
+    assert kernels.names[0] == "aten::full"
+    assert [float(scale) for scale in scales] == pytest.approx([3 * 2 / 16, 5 * 2 / 16])
 
 
 def _assert_is_of_whole_batch(result: dict[str, Any]) -> None:

@@ -125,6 +125,7 @@ def task_of(experiment: Experiment, run: Run, *, since: float, resumption: Resum
         watched=experiment.retries.hang_timeout is not None,
         capture=not verbose,
         max_workers=scaling.max_workers,
+        timeout_s=experiment.config.parallel.timeout.amount,
     )
 
 

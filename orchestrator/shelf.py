@@ -10,6 +10,7 @@ from headway.trainer.catalog import Entry, fault, scan
 from headway.trainer.config import CheckpointConfig
 from headway.trainer.digests import digest_of
 from headway.trainer.errors import ConfigError
+from headway.trainer.manifest import Checkpoint
 from headway.trainer.pins import is_pinned
 from headway.trainer.retention import Retention
 from headway.trainer.snapshot import TENSOR_SUMS
@@ -26,11 +27,13 @@ class Shelf:
     Attributes:
         entries: in the order of their commits; never empty.
         rules: what the run keeps.
+        began_after: the number of the last commit before the run began anew: its rules are not for what was saved then.
     """
 
     storage: Storage
     entries: list[Entry]
     rules: Retention
+    began_after: int
 
     @classmethod
     def of(cls, run: str, storage: str, **rules: int | None) -> Shelf:
@@ -51,7 +54,8 @@ class Shelf:
             find_run(run, storage)
             raise ConfigError(f"the run {run} in {place} has no checkpoints")
         newest = next((each.checkpoint for each in reversed(entries) if each.checkpoint), None)
-        return cls(opened, entries, _rules(newest.meta if newest else {}, rules))
+        meta = newest.meta if newest else {}
+        return cls(opened, entries, _rules(meta, rules), meta.get("began_after", 0))
 
     def is_pinned(self, entry: Entry) -> bool:
         """Whether somebody wants to keep it."""
@@ -59,9 +63,10 @@ class Shelf:
 
     def reasons(self) -> dict[str, list[str]]:
         """What keeps each checkpoint that can be read, by its name."""
-        reasons = self.rules.reasons([each.checkpoint for each in self.entries if each.checkpoint])
+        reasons = self.rules.reasons(self._own())
         return {
-            entry.name: reasons[entry.checkpoint.path] + ["pinned"] * self.is_pinned(entry)
+            entry.name: reasons.get(entry.checkpoint.path, ["before it began anew"])
+            + ["pinned"] * self.is_pinned(entry)
             for entry in self.entries
             if entry.checkpoint
         }
@@ -97,12 +102,17 @@ class Shelf:
         """
         return [self._chosen(each) for each in dict.fromkeys(which)]
 
+    def _own(self) -> list[Checkpoint]:
+        """Those of the run as it began last."""
+        found = (each.checkpoint for each in self.entries)
+        return [each for each in found if each is not None and each.sequence > self.began_after]
+
     def _chosen(self, which: str) -> Entry:
         found: Entry | None
         if which == "newest":
             found = self.newest_good()
         elif which == "best":
-            best = self.rules.best([each.checkpoint for each in self.entries if each.checkpoint])
+            best = self.rules.best(self._own())
             found = next((each for each in self.entries if best is not None and each.checkpoint == best), None)
         else:
             # A step that was saved twice: the one saved last.

@@ -52,6 +52,7 @@ class Task:
         watched: whether the driver listens for ranks that hang.
         capture: whether what the main rank prints is sent to the driver through the run's events.
         max_workers: the most that there will ever be.
+        timeout_s: after which a rank that waits for the others gives up.
     """
 
     training: bytes
@@ -67,6 +68,7 @@ class Task:
     watched: bool
     capture: bool
     max_workers: int
+    timeout_s: float
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any
     sys.path[:0] = [path for path in task.imports if path not in sys.path]
     if task.on_cpu:
         torch.set_num_threads(task.threads)
-    world = World.attach("cpu" if task.on_cpu else None)
+    world = World.attach("cpu" if task.on_cpu else None, timeout_s=task.timeout_s)
     folder = Folder(task.run_dir)
     if is_lost(folder, task.lease):
         raise RunConflictError(taken_over(folder, "run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -20,6 +21,12 @@ T = TypeVar("T")
 
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRIES, _PAUSE_S = 3, 1.0
+# What a file system says of a disk that has lost what was written to it.
+_LOST = frozenset((errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)))
+
+
+class _LostError(Exception):
+    """A disk has lost what was written to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ def scan(storage: Storage) -> list[Entry]:
     """Returns all that was ever committed, in the order of the commits; what is damaged counts as newest.
 
     Raises:
-        CheckpointError: a manifest cannot be read, for another reason than that it is missing.
+        CheckpointError: a manifest cannot be read now, and is neither missing nor lost with its disk.
     """
     entries = []
     names = storage.names()
@@ -44,11 +51,13 @@ def scan(storage: Storage) -> list[Entry]:
         if not name.startswith("step-") or not storage.committed(name):
             continue
         try:
-            text = _read(f"{storage.path_of(name)}/{MANIFEST}", partial(storage.read, name, MANIFEST))
+            text = _read(storage, f"{name}/{MANIFEST}", partial(storage.read, name, MANIFEST))
             checkpoint, files = parse_manifest(storage.path_of(name), text)
             entries.append(Entry(name, checkpoint, files, None))
         except _MISSING:
             entries.append(Entry(name, None, {}, f"{MANIFEST} is missing"))
+        except _LostError as error:
+            entries.append(Entry(name, None, {}, str(error)))
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError):
                 raise
@@ -62,7 +71,7 @@ def fault(storage: Storage, name: str, file: str, expected: FileSum) -> str | No
     """Returns what is wrong with one file of a checkpoint, or None. Reads all of it, once its size is right.
 
     Raises:
-        CheckpointError: the file cannot be read, for another reason than that it is missing.
+        CheckpointError: the file cannot be read now, and is neither missing nor lost with its disk.
     """
 
     def look() -> str | None:
@@ -73,16 +82,22 @@ def fault(storage: Storage, name: str, file: str, expected: FileSum) -> str | No
         return None if found == expected else f"{file} is not what was written: its checksum differs"
 
     try:
-        return _read(f"{storage.path_of(name)}/{file}", look)
+        return _read(storage, f"{name}/{file}", look)
     except _MISSING:
         return f"{file} is missing"
+    except _LostError as error:
+        return str(error)
 
 
-def _read(what: str, read: Callable[[], T]) -> T:
+def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
     """Reads, in several tries if need be: a place that cannot be read now does not make a checkpoint a damaged one.
+
+    A disk of this machine that says that it cannot be read does: it will not come back, and another checkpoint on it
+    may be whole. A network file system says the same where it is only away.
 
     Raises:
         CheckpointError: it cannot be read, though nobody says that it is missing.
+        _LostError: it is lost, on a disk of this machine.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -90,12 +105,18 @@ def _read(what: str, read: Callable[[], T]) -> T:
         except _MISSING:
             raise
         except OSError as error:
-            if not left:
-                raise CheckpointError(
-                    f"{what} cannot be read ({type(error).__name__}: {error}), so nobody knows whether it is whole: "
-                    "make it readable, or move its checkpoint away to go on without it"
+            if left:
+                time.sleep(_PAUSE_S)
+                continue
+            if error.errno in _LOST and storage.is_disk():
+                name = file.rpartition("/")[2]
+                raise _LostError(
+                    f"{name} cannot be read in {_TRIES} tries ({error.strerror}): the disk is damaged"
                 ) from error
-            time.sleep(_PAUSE_S)
+            raise CheckpointError(
+                f"{storage.path_of(file)} cannot be read ({type(error).__name__}: {error}), so nobody knows whether it "
+                "is whole: make it readable, or move its checkpoint away to go on without it"
+            ) from error
     raise AssertionError
 
 

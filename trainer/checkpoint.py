@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import tempfile
@@ -67,6 +68,10 @@ class Digests:
         return cls(digest_of({name: str(each) for name, each in tensors.items()}), ranks)
 
 
+class _PlaceTakenError(CheckpointError):
+    """Somebody else saves in this place: to try again is no remedy."""
+
+
 Meta: TypeAlias = Mapping[str, Any] | Callable[[Digests], Mapping[str, Any]]
 
 
@@ -89,7 +94,8 @@ class CheckpointStore:
         keep_best: how many of the best.
         keep_every: steps or epochs; of the others, the first at or after each multiple of it stays for good.
         keep_every_time: seconds; of the others, the first in each such stretch of the clock stays for good.
-        retries: how often what could not be written is written again; each time with a warning.
+        retries: how often what could not be written is written again; each time with a warning. Not where somebody else
+            saves in the same place.
         retry_after_s: the pause before that.
 
     Attributes:
@@ -205,7 +211,7 @@ class CheckpointStore:
                 return self._try_to_write(doing, said, snapshot)
             except CheckpointError as error:
                 # All ranks are here, or none is.
-                if not left:
+                if not left or isinstance(error, _PlaceTakenError):
                     raise
                 what = f"{error}; trying again in {self._retry_after_s:g} s, up to {left} time{'s'[: left > 1]}"
             if self.world.is_main:
@@ -268,8 +274,14 @@ class CheckpointStore:
         """Returns those of `list` that this run has saved, and not one before it that began anew."""
         return [each for each in self.list() if each.sequence > self.began_after]
 
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint lies here, and not in another store. Any process may call this."""
+        return checkpoint.path == self._storage.path_of(locate(checkpoint.path)[1])
+
     def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
         """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
+
+        Those that a run that began anew has left behind are none of its own.
 
         Args:
             up_to: leaves out what was saved after more updates than this.
@@ -280,9 +292,12 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
         doing = f"look for checkpoints in {self._storage.path_of('')}"
-        entries = self._on_main(doing, self._look)
-        if up_to is not None:
-            entries = [entry for entry in entries if entry.checkpoint is None or entry.checkpoint.step <= up_to]
+        most = math.inf if up_to is None else up_to
+        entries = [
+            entry
+            for entry in self._on_main(doing, self._look)
+            if (each := entry.checkpoint) is None or (each.sequence > self.began_after and each.step <= most)
+        ]
         self.passed_over = []
         found: Checkpoint | None = None
         for entry in reversed(entries):
@@ -420,7 +435,7 @@ class CheckpointStore:
         self._known &= there
         for name in sorted(there - self._known):
             if name.startswith("step-") and self._storage.committed(name):
-                raise CheckpointError(
+                raise _PlaceTakenError(
                     f"{_writer(self._storage, name)} has saved {name} here since this run began or went on: two runs "
                     "write to one place. Stop one of them, or give each a run_dir of its own"
                 )
@@ -500,12 +515,11 @@ class CheckpointStore:
             box.append(do())
         except (Exception, CheckpointException) as error:
             failure = error
-        told = {
-            rank: line for each in self.world.gather(_told(failure, self.world.rank)) for rank, line in each.items()
-        }
-        if told:
+        gathered = self.world.gather((_told(failure, self.world.rank), isinstance(failure, _PlaceTakenError)))
+        if told := {rank: line for lines, _ in gathered for rank, line in lines.items()}:
             lines = told.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in told.items()]
-            raise CheckpointError(f"cannot {doing}: {'; '.join(lines)}") from failure
+            kind = _PlaceTakenError if any(is_taken for _, is_taken in gathered) else CheckpointError
+            raise kind(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]
 
 

@@ -34,7 +34,7 @@ from .config import ParallelConfig, Precision
 from .errors import ConfigError
 from .precision import cast_weights
 from .recomputation import recomputed
-from .world import World
+from .world import World, set_group_timeout
 
 
 def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World) -> None:
@@ -265,6 +265,8 @@ def _fully_shard(
         assert config.shard_size is not None
         shape = (world.size // config.shard_size, config.shard_size)
         mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():
+            set_group_timeout(group, config.timeout.amount)
     else:
         mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(

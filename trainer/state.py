@@ -31,6 +31,7 @@ from .spikes import SpikeDetector
 from .streams import BatchStream, Stateful
 from .table import Table
 from .update import Update
+from .world import World
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -74,7 +75,7 @@ class RunState:
             self._store = CheckpointStore(
                 f"{trainer.run_dir.rstrip('/')}/checkpoints",
                 # Its thread's collectives must not get between those of the training.
-                world=trainer.world.apart(),
+                world=self._apart(),
                 keep_last=config.keep_last,
                 monitor=config.monitor,
                 mode=config.mode,
@@ -104,7 +105,10 @@ class RunState:
     def rejoin(self) -> None:
         """Lets the ranks' saving threads meet in another process group. Every rank must call this."""
         if self._store is not None:
-            self._store.world = self._trainer.world.apart()
+            self._store.world = self._apart()
+
+    def _apart(self) -> World:
+        return self._trainer.world.apart(timeout_s=self._trainer.config.parallel.timeout.amount)
 
     def begin_save(self) -> Saving:
         """Begins to write a checkpoint in the background. Every rank must call this, and ask for the result later.
@@ -229,7 +233,7 @@ class RunState:
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         self.is_half_restored = True
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
-        if resume == "auto":
+        if resume == "auto" or store.holds(checkpoint):
             store.began_after = checkpoint.meta.get("began_after", 0)
         if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
             self._give_numbers_to_new_ranks(checkpoint)

@@ -8,6 +8,7 @@ written last, is the commit.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -19,6 +20,26 @@ from .manifest import MANIFEST
 from .summing import FileSum
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
+_MOUNTS = Path("/proc/self/mountinfo")
+# Of the others, network file systems among them, nobody knows.
+_ON_DISKS = frozenset(
+    (
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "jfs",
+        "bcachefs",
+        "overlay",
+        "tmpfs",
+        "vfat",
+        "exfat",
+        "ntfs3",
+    )
+)
 
 
 class Storage(Protocol):
@@ -26,6 +47,10 @@ class Storage(Protocol):
 
     def path_of(self, name: str) -> str:
         """Where a checkpoint lies, for people and for messages."""
+        ...
+
+    def is_disk(self) -> bool:
+        """Whether it is known to be a disk of this machine: what cannot be read there is lost, and not away."""
         ...
 
     def names(self) -> list[str]:
@@ -113,6 +138,9 @@ class _Local:
 
     def path_of(self, name: str) -> str:
         return str(self.root / name)
+
+    def is_disk(self) -> bool:
+        return _file_system(self.root) in _ON_DISKS
 
     def names(self) -> list[str]:
         return (
@@ -207,6 +235,9 @@ class _Remote:
     def path_of(self, name: str) -> str:
         return f"{self.uri}/{name}"
 
+    def is_disk(self) -> bool:
+        return False
+
     def names(self) -> list[str]:
         self.fs.invalidate_cache()
         if not self.fs.exists(self.root):
@@ -277,6 +308,22 @@ class _Remote:
 
     def remove_leftover(self, name: str) -> None:
         self.fs.rm(f"{self.root}/{name}", recursive=True)
+
+
+def _file_system(path: Path) -> str | None:
+    """The kind of file system that a path lies on, as Linux calls it; None where that is not known."""
+    try:
+        mounts = _MOUNTS.read_bytes().splitlines()
+    except OSError:
+        return None
+    kinds: dict[Path, str] = {}
+    for mount in mounts:
+        place, _, kind = mount.partition(b" - ")
+        # Whatever would end a field is written as "\\040"; a later mount hides an earlier one.
+        name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), place.split(b" ")[4])
+        kinds[Path(os.fsdecode(name))] = os.fsdecode(kind.split(b" ")[0])
+    resolved = path.resolve()
+    return next((kinds[each] for each in (resolved, *resolved.parents) if each in kinds), None)
 
 
 def _sync(path: Path) -> None:

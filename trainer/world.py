@@ -23,6 +23,7 @@ from .errors import ConfigError
 
 T = TypeVar("T")
 
+TIMEOUT_S = 1800.0
 _GIVE_BACK_S = 0.05
 _APART = "headway-apart"
 
@@ -58,7 +59,7 @@ class World:
         return cls(rank=0, size=1, local_rank=0, device=torch.device(device) if device else _best_device(0))
 
     @classmethod
-    def from_environment(cls, *, timeout_s: float = 1800.0, with_cpus: bool = False) -> World:
+    def from_environment(cls, *, timeout_s: float = TIMEOUT_S, with_cpus: bool = False) -> World:
         """Joins the process group that `torchrun` describes in the environment; alone where there is none.
 
         A process group that exists already is joined, and left standing by `close`. One that this begins is ended by
@@ -72,7 +73,7 @@ class World:
             ConfigError: the environment describes a process group only in part.
         """
         if dist.is_available() and dist.is_initialized():
-            return cls.attach()
+            return cls.attach(timeout_s=timeout_s)
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls.alone()
         if missing := {"MASTER_ADDR", "MASTER_PORT"} - set(os.environ):
@@ -83,13 +84,18 @@ class World:
         device = _best_device(int(os.environ.get("LOCAL_RANK", "0")))
         rendezvous = Rendezvous.from_environment(device, backend(device.type, with_cpus=with_cpus), timeout_s)
         rendezvous.begin_process_group()
-        world = replace(cls.attach(), rendezvous=rendezvous)
+        world = replace(cls.attach(timeout_s=timeout_s), rendezvous=rendezvous)
         atexit.register(world.close)
         return world
 
     @classmethod
-    def attach(cls, device: torch.device | str | None = None) -> World:
-        """Joins the process group that somebody else began and will end; alone where there is none."""
+    def attach(cls, device: torch.device | str | None = None, *, timeout_s: float = TIMEOUT_S) -> World:
+        """Joins the process group that somebody else began and will end; alone where there is none.
+
+        Args:
+            device: where this rank computes; without one the best that it has.
+            timeout_s: after which a collective gives up, of a group that this begins besides.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return cls.alone(device)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -99,24 +105,20 @@ class World:
             size=dist.get_world_size(),
             local_rank=local_rank,
             device=on,
-            control=dist.new_group(backend="gloo") if on.type != "cpu" else None,
+            control=_new_group(timeout_s) if on.type != "cpu" else None,
         )
 
     def set_timeout(self, seconds: float) -> None:
-        """Lets every collective from here on give up after so long, but for those `apart`. Every rank must call this.
-
-        Source: torchtitan does the same after its first step, by the same function, in `set_pg_timeouts` of
-        torchtitan/distributed/utils.py at cfb9326; torch has no public one.
-        """
+        """Lets all collectives from here on give up after so long, but for those `apart`. Every rank must call this."""
         if self.size > 1:
             # What was begun under the longer time is over: nobody gives up on a rank that is still in its first step.
             self.barrier()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             # A save may take much longer than a step, and its ranks wait for the slowest.
-            groups = [group for group in distributed_c10d._world.pg_map if group.group_desc != _APART]
-            for group in groups:
-                distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            for group in list(distributed_c10d._world.pg_map):
+                if group.group_desc != _APART:
+                    set_group_timeout(group, seconds)
 
     @property
     def owns_process_group(self) -> bool:
@@ -133,13 +135,13 @@ class World:
         """Whether a tensor on the CPU of each rank can be added up by the default process group."""
         return self.size == 1 or not dist.is_initialized() or "cpu:" in dist.get_backend_config()
 
-    def apart(self) -> World:
-        """The same ranks with a process group of their own, for another thread's collectives. Every rank must call."""
-        return (
-            replace(self, rendezvous=None, control=dist.new_group(backend="gloo", group_desc=_APART))
-            if self.size > 1
-            else self
-        )
+    def apart(self, *, timeout_s: float = TIMEOUT_S) -> World:
+        """The same ranks with a process group of their own, for another thread's collectives. Every rank must call.
+
+        Args:
+            timeout_s: after which one of these gives up.
+        """
+        return replace(self, rendezvous=None, control=_new_group(timeout_s, _APART)) if self.size > 1 else self
 
     @property
     def is_main(self) -> bool:
@@ -249,7 +251,8 @@ class World:
         if self.rendezvous is not None and self.has_ended:
             self.rendezvous.begin_process_group()
             # Frozen for everybody else: it is the same world, which many hold on to.
-            object.__setattr__(self, "control", World.attach(self.device).control)
+            timeout_s = self.rendezvous.timeout.total_seconds()
+            object.__setattr__(self, "control", World.attach(self.device, timeout_s=timeout_s).control)
 
     def __enter__(self) -> World:
         return self
@@ -294,6 +297,22 @@ class Rendezvous:
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
+
+
+def _new_group(timeout_s: float, description: str | None = None) -> dist.ProcessGroup:
+    """Begins a process group of all ranks' CPUs. Torch would give it a time of its own, whatever the first one's is."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=description)
+    return group
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Lets the collectives of a process group give up after so long, from here on.
+
+    Source: torchtitan does the same after its first step, by the same function, in `set_pg_timeouts` of
+    torchtitan/distributed/utils.py at cfb9326; torch has no public one.
+    """
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def backend(device_type: str, *, with_cpus: bool = False) -> str:

@@ -123,6 +123,33 @@ def test_prune_keeps_what_is_good_pinned_or_wanted_B6(capsys: pytest.CaptureFixt
     assert there(storage) == sorted({5, best.step} - {2, 6})
 
 
+def test_what_was_saved_before_a_run_began_anew_is_neither_its_best_nor_pruned_B6(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "one/checkpoints", world=ALONE, keep_last="all")
+
+    def save(step: int, loss: float) -> None:
+        meta = {
+            "config": {"checkpoint": {"monitor": "validation/loss", "mode": "min", "keep_last": "all"}},
+            "began_after": store.began_after,
+        }
+        store.save({}, rank_parts={}, step=step, epoch=0, metrics={"validation/loss": loss}, meta=meta)
+
+    save(30, 0.1)
+    save(40, 0.2)
+    store.begin_anew()
+    for step, loss in ((1, 0.8), (2, 0.7), (3, 0.9), (4, 0.9)):
+        save(step, loss)
+    place = ("--storage", str(tmp_path))
+    assert run(capsys, "verify", "one", "best", *place) == (0, "step-00000002  whole\n", "")
+    rows = run(capsys, "ls", "one", *place)[1].splitlines()[1:]
+    assert [row.rstrip().endswith("before it began anew") for row in rows] == [True, True, *[False] * 4]
+    run(capsys, "prune", "one", "--keep-last", "1", *place)
+    assert there(tmp_path) == [30, 40, 2, 4]
+    run(capsys, "prune", "one", "30", *place)
+    assert there(tmp_path) == [40, 2, 4]
+
+
 def test_weights_are_exported(capsys: pytest.CaptureFixture[str], storage: Path, tmp_path: Path) -> None:
     place, file = ("--storage", str(storage)), tmp_path / "weights.safetensors"
     damage(storage, 6, "*.distcp")

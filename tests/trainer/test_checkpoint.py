@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer import catalog
+from headway.trainer import storage as storage_module
 from headway.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.manifest import MANIFEST
@@ -366,7 +369,8 @@ def test_what_a_person_pins_stays_while_the_run_goes_on_B6(tmp_path: Path) -> No
 
 def test_two_runs_in_one_place_are_found_out(tmp_path: Path) -> None:
     for root in (str(tmp_path), f"memory://{uuid.uuid4().hex}/checkpoints"):
-        first, second = (CheckpointStore(root, world=ALONE, keep_last=3) for _ in range(2))
+        # Final, however often they may try: a store that tries again warns, and warnings are errors here.
+        first, second = (CheckpointStore(root, world=ALONE, keep_last=3, retries=9) for _ in range(2))
         assert [first.newest_good(), second.newest_good()] == [None, None]
         save(first, 1)
         who = f"process {os.getpid()} on {socket.gethostname()} has saved step-00000001 here since this run began"
@@ -431,6 +435,10 @@ def test_a_run_that_begins_anew_keeps_its_own_best_and_leaves_those_of_the_run_b
     best = store.best()
     assert best is not None
     assert best.step == 1
+    # Nor does it go back to what another run had learned.
+    assert store.newest_good(up_to=2) == best
+    (tmp_path / "step-00000001").rename(tmp_path / "elsewhere")
+    assert store.newest_good(up_to=2) is None
 
 
 def test_leftovers_are_removed_and_never_mistaken_B11(tmp_path: Path) -> None:
@@ -466,6 +474,89 @@ def test_a_file_that_cannot_be_read_now_is_no_damage_and_nobody_goes_on_from_an_
     failures += [OSError("no space left")] * 99
     with pytest.raises(CheckpointError, match="cannot verify .*step-00000002.*no space left.*nobody knows whether"):
         store.newest_good()
+
+
+@pytest.mark.parametrize("what", ["file", "manifest"])
+def test_what_a_disk_of_this_machine_has_lost_is_damaged_and_what_a_network_cannot_give_is_not_B2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    good, bad = save(store, 1), save(store, 2)
+    if what == "manifest":
+        # Whoever reads that one from its beginning gets a real EIO.
+        (Path(bad.path) / MANIFEST).unlink()
+        (Path(bad.path) / MANIFEST).symlink_to("/proc/self/mem")
+    else:
+        fetch = type(store._storage).fetch
+
+        def fails(self: Any, name: str, file: str, into: Path) -> Path:
+            if name == "step-00000002":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return fetch(self, name, file, into)
+
+        monkeypatch.setattr(type(store._storage), "fetch", fails)
+    monkeypatch.setattr(catalog, "_PAUSE_S", 0.0)
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(storage_module, "_MOUNTS", mounts)
+    for place, kind, is_lost in (
+        (tmp_path, "ext4", True), (tmp_path, "nfs4", False), (tmp_path / "else", "ext4", False),
+    ):  # fmt: skip
+        root = str(place).replace(" ", "\\040")
+        mounts.write_text(f"1 0 8:1 / / rw - fuse a rw\n2 1 8:2 / {root} rw,relatime shared:1 - {kind} /dev/sda rw\n")
+        again = CheckpointStore(str(tmp_path), world=ALONE)
+        if is_lost:
+            with pytest.warns(
+                CheckpointWarning, match=r"step-00000002: .*cannot be read in 3 tries \(Input/output error"
+            ):
+                assert again.newest_good() == good
+            assert len(again.passed_over) == 1
+        else:
+            with pytest.raises(CheckpointError, match="step-00000002.*Input/output error.*nobody knows whether"):
+                again.newest_good()
+
+
+def test_where_a_path_lies_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert storage_module._file_system(Path("/proc/self")) == "proc"
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(storage_module, "_MOUNTS", mounts)
+    mounts.write_bytes(
+        b"1 0 8:1 / / rw - ext4 a rw\n"
+        b"2 1 0:3 / /data\\040of\\040m\xc3\xbcller rw,relatime shared:1 master:2 - nfs4 server:/a\\040b rw\n"
+        b"3 1 0:3 / /mnt rw - xfs b rw\n4 3 0:4 / /mnt rw - fuse.sshfs c rw\n"
+    )
+    (tmp_path / "link").symlink_to("/data of müller")
+    places = ("/", "/data of", "/data of müller/runs/checkpoints", "/mnt/a", tmp_path / "link/runs")
+    kinds = [storage_module._file_system(Path(place)) for place in places]
+    assert kinds == ["ext4", "ext4", "nfs4", "fuse.sshfs", "nfs4"]
+    mounts.unlink()
+    assert storage_module._file_system(Path("/")) is None
+    assert not open_storage("memory://somewhere").is_disk()
+
+
+def _lost_on_rank_1(world: World, root: str) -> tuple[Checkpoint | None, list[str]]:
+    store = CheckpointStore(root, world=world)
+    catalog._PAUSE_S = 0.0
+    if world.rank == 1:
+        fetch = store._storage.fetch
+
+        def fails(name: str, file: str, into: Path) -> Path:
+            if name == "step-00000002":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return fetch(name, file, into)
+
+        store._storage.fetch = fails  # type: ignore[method-assign]
+        store._storage.is_disk = lambda: True  # type: ignore[method-assign]
+    with pytest.warns(CheckpointWarning) if world.is_main else contextlib.nullcontext():
+        return store.newest_good(), store.passed_over
+
+
+def test_what_one_rank_cannot_read_from_its_disk_all_pass_over_B2(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    good, _ = save(store, 1), save(store, 2)
+    first, second = run_on_ranks(_lost_on_rank_1, 2, str(tmp_path))
+    assert first == second
+    assert first[0] == good
+    assert "the disk is damaged" in first[1][0]
 
 
 def _client_fails_on_rank_1(world: World, root: str) -> list[str]:
@@ -728,7 +819,7 @@ def fail_on_one_rank(world: World, root: str) -> list[str]:
     store = CheckpointStore(root, world=world)
     told = []
 
-    def attempt(step: int, part: Any) -> None:
+    def attempt(step: int, part: Any, store: CheckpointStore = store) -> None:
         try:
             store.save({"part": part}, rank_parts={}, step=step, epoch=0, metrics={}, meta={})
         except CheckpointError as error:
@@ -740,6 +831,11 @@ def fail_on_one_rank(world: World, root: str) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     attempt(3, Held(sharded(world, torch.ones(1 << 20))))
     attempt(4, Held(sharded(world, torch.ones(8))))
+    # The main rank finds out, and none tries again.
+    late = CheckpointStore(root, world=world, retries=1, retry_after_s=3600.0)
+    late.check()
+    attempt(5, Held(sharded(world, torch.ones(8))))
+    attempt(6, Held(sharded(world, torch.ones(8))), late)
     newest = store.newest_good()
     assert newest is not None
     told.append(str(newest.step))
@@ -756,13 +852,14 @@ def fail_on_one_rank(world: World, root: str) -> list[str]:
 def test_what_fails_on_one_rank_is_an_error_on_all_and_nobody_waits_B8(tmp_path: Path) -> None:
     first, second = run_on_ranks(fail_on_one_rank, 2, str(tmp_path))
     assert first == second
-    unpicklable, full, newest, refused = first
+    unpicklable, full, taken, newest, refused = first
     assert "rank 1: part 'part', key 'held' holds a _thread.lock" in unpicklable
     assert "cannot save step 3" in full
     assert "rank 1: OSError: [Errno 27] File too large" in full
-    assert newest == "4"
+    assert "has saved step-00000005 here" in taken
+    assert newest == "5"
     assert "rank 1: part 'part' does not take its state" in refused
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
 
 
 def damaged_on_ranks(world: World, root: str) -> tuple[Checkpoint | None, list[str]]:

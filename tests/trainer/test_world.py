@@ -1,11 +1,13 @@
 """The world: alone, every collective is the identity; together, every rank gets the same answer."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from headway.trainer import ConfigError, Duration, ParallelConfig, World
 from tests.distributed import run_on_ranks
@@ -90,6 +92,24 @@ def _keeps_its_time_apart(world: World) -> None:
 
 def test_a_group_apart_keeps_its_longer_time_and_a_new_one_gets_the_shorter_after_its_first_step() -> None:
     run_on_ranks(_keeps_its_time_apart, 2)
+
+
+def _times_of_groups(world: World, folder: str) -> list[float]:
+    before = set(distributed_c10d._world.pg_map)
+    # Each replica is whole, so that nothing is there to be sharded: what counts are the groups.
+    parallel = ParallelConfig(strategy="hsdp", shard_size=1, timeout=Duration(77, "seconds"))
+    TinyTrainer(TinyConfig(max_steps=1, parallel=parallel), world=world, run_dir=folder).fit()
+    World.from_environment(timeout_s=77.0)
+    # On no CPU: another group is begun for what must not wait for the device.
+    World.attach("meta", timeout_s=77.0)
+    began = [group for group in distributed_c10d._world.pg_map if group not in before]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in began]
+
+
+def test_all_groups_that_are_begun_take_the_time_of_the_run(tmp_path: Path) -> None:
+    for times in run_on_ranks(_times_of_groups, 2, str(tmp_path)):
+        assert len(times) >= 3  # apart, of the mesh, of the CPUs
+        assert set(times) == {77.0}
 
 
 def _fails_on_rank_1(world: World) -> None:

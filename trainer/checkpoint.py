@@ -150,6 +150,7 @@ class CheckpointStore:
         epoch: int,
         metrics: Mapping[str, float],
         meta: Meta,
+        is_steady: Callable[[torch.Tensor], bool] = lambda _: True,
     ) -> Checkpoint:
         """Writes a checkpoint and returns it once it is on the disk. Every rank must call this.
 
@@ -161,12 +162,14 @@ class CheckpointStore:
             metrics: floats of any kind.
             meta: JSON, kept in the manifest; or a function that returns it, called on the main rank by the thread that
                 saves, with the digests of what has been written.
+            is_steady: whether a tensor changes only when an optimizer steps, so that it is equal on all ranks, which
+                share the writing. Of what a rank may have changed by itself, as BatchNorm does, the main one's counts.
 
         Raises:
             CheckpointError: on every rank, whichever rank failed. What was saved before is untouched.
         """
         said = _Said(step, epoch, dict(metrics), meta)
-        return self._write(said, lambda: Snapshot.of(parts, rank_parts))
+        return self._write(said, lambda: self._snapshot(parts, rank_parts, is_steady))
 
     def begin_save(
         self,
@@ -186,7 +189,7 @@ class CheckpointStore:
         """
         said, alone = _Said(step, epoch, dict(metrics), meta), self.world.size == 1
         try:
-            snapshot = Snapshot.of(parts, rank_parts)
+            snapshot = self._snapshot(parts, rank_parts, is_steady)
             copy = self._staging.begin(snapshot.tensors, is_steady=is_steady)
         except Exception as error:
             # The other ranks are told where they can hear it.
@@ -200,6 +203,14 @@ class CheckpointStore:
             return replace(snapshot, tensors=copy.tensors)
 
         return self._savers.begin(copy.finish, lambda: self._write(said, copied), hold=copy.hold, waits_at_exit=alone)
+
+    def _snapshot(
+        self,
+        parts: Mapping[str, Stateful],
+        rank_parts: Mapping[str, Stateful],
+        is_steady: Callable[[torch.Tensor], bool],
+    ) -> Snapshot:
+        return Snapshot.of(parts, rank_parts, writes=lambda tensor: self.world.is_main or is_steady(tensor))
 
     def _write(self, said: _Said, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
         """Writes and commits a snapshot, in several tries if need be. Every rank must call this, in one thread."""

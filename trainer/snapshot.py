@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 from .digests import TensorSum, digest_of
 from .errors import CheckpointError
@@ -40,7 +41,7 @@ class Snapshot:
 
     Attributes:
         structures: of every part that the ranks share; gives its pickle.
-        tensors: of all of these, by name; equal on all ranks unless sharded.
+        tensors: of all of these, by name, that this rank may write.
         rank_states: of every part that this rank keeps to itself, structure and tensors.
     """
 
@@ -49,8 +50,19 @@ class Snapshot:
     rank_states: dict[str, tuple[Callable[[], bytes], dict[str, torch.Tensor]]]
 
     @classmethod
-    def of(cls, parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful]) -> Snapshot:
+    def of(
+        cls,
+        parts: Mapping[str, Stateful],
+        rank_parts: Mapping[str, Stateful],
+        *,
+        writes: Callable[[torch.Tensor], bool] = lambda _: True,
+    ) -> Snapshot:
         """Asks every part for its state.
+
+        Args:
+            parts: what the ranks share.
+            rank_parts: what this rank keeps to itself.
+            writes: whether this rank may write a shared tensor that is not sharded.
 
         Raises:
             CheckpointError: a state does not pickle, or two parts give their tensors the same name.
@@ -61,7 +73,7 @@ class Snapshot:
             structures[part], named = take_apart(part, owner.state_dict())
             if twice := named.keys() & tensors.keys():
                 raise CheckpointError(f"two parts have a tensor {min(twice)!r}: rename the part {part!r}")
-            tensors |= named
+            tensors |= {name: each for name, each in named.items() if isinstance(each, DTensor) or writes(each)}
         rank_states = {}
         for part, owner in rank_parts.items():
             structure, named = take_apart(part, owner.state_dict())

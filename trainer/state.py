@@ -98,7 +98,13 @@ class RunState:
             ConfigError: the trainer has no run directory.
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        checkpoint = self._require_store().save(self._parts(), rank_parts=self._rank_parts(), **self._description())
+        models = Models(self._trainer.models)
+        checkpoint = self._require_store().save(
+            self._parts(models),
+            rank_parts=self._rank_parts(),
+            **self._description(),
+            is_steady=moved_by_steps(models, self._trainer.optimizers),
+        )
         self.last_saved_step = checkpoint.step
         return checkpoint
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headway.trainer import CheckpointConfig, DataError, ParallelConfig, World
+from headway.trainer import Callback, CheckpointConfig, DataError, Duration, ParallelConfig, World
+from headway.trainer.export import load_weights
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 
@@ -132,3 +133,51 @@ def test_changed_data_is_refused_A13(tmp_path: Path) -> None:
     other = TinyTrainer(TinyConfig(**{**vars(CONFIG), "num_rows": 104}), run_dir=tmp_path, world=world)
     with pytest.raises(DataError, match=r"Rows\[103\] and is Rows\[104\]"):
         other.fit()
+
+
+class _Normalised(TinyTrainer):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.first = torch.nn.Sequential(self.model.first, torch.nn.BatchNorm1d(self.config.width))
+
+    def configure_dataloaders(self) -> Any:
+        return super().configure_dataloaders()[0]
+
+
+class _OfRank(Callback):
+    """Has a state that is another one on each rank, whatever it is told to share."""
+
+    def __init__(self, rank: int) -> None:
+        self.both = [torch.full((2,), float(rank)), torch.full((3,), float(rank))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"both": self.both}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.both = state["both"]
+
+
+def _running_statistics(world: World, folder: str) -> None:
+    every = CheckpointConfig(every=Duration(3, "steps"), keep_last="all")
+    config = TinyConfig(max_steps=6, batch_size=4, checkpoint=every)
+    reference = _Normalised(config, run_dir=f"{folder}/a", world=world, callbacks=[_OfRank(world.rank)])
+    reference.fit()
+    own = reference.model.module.first[1].running_mean
+    others = world.gather(own)
+    assert not torch.equal(others[0], others[1]), "the next forward pass gives all ranks those of the main one"
+    callback = _OfRank(world.rank)
+    resumed = _Normalised(config, run_dir=f"{folder}/b", world=world, callbacks=[callback])
+    # Saved in the background, and, at the end, at once.
+    resumed.fit(resume=f"{folder}/a/checkpoints/step-00000003")
+    for name, value in weights(reference).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+    assert [value.tolist() for value in callback.both] == [[0.0] * 2, [0.0] * 3]
+    if world.is_main:
+        for path, trainer in (("a", reference), ("b", resumed)):
+            saved = load_weights(f"{folder}/{path}/checkpoints/step-00000006")
+            for name, value in trainer.model.module.state_dict().items():
+                assert torch.equal(value, saved[name]), name
+
+
+def test_what_ranks_change_by_themselves_is_saved_as_the_main_rank_has_it_A2(tmp_path: Path) -> None:
+    run_on_ranks(_running_statistics, 2, str(tmp_path))

@@ -18,6 +18,7 @@ from .errors import ConfigError
 from .exact_limits import check_exact_data, check_exact_models
 from .freezing import freeze
 from .loaders import as_stream
+from .model_state import OptimizerState
 from .recorder import as_plain
 from .scheduling import check_intervals
 from .state import versions
@@ -108,10 +109,13 @@ def make_optimizers(trainer: Trainer[Any]) -> None:
     """Makes optimizers and schedulers over the models' parameters.
 
     Raises:
-        ConfigError: there is no optimizer, or a scheduler that never moves.
+        ConfigError: there is no optimizer, one holds a parameter of none of the models, or a scheduler never moves.
     """
     trainer.configure_optimizers()
     trainer.optimizers = _attributes(trainer, Optimizer)
+    for name, optimizer in trainer.optimizers.items():
+        # Now, and not at the first save: what is in no model is neither averaged over the ranks nor saved.
+        OptimizerState(trainer.models, name, optimizer)
     trainer.schedulers = _attributes(trainer, LRScheduler)
     check_intervals(trainer)
     if not trainer.optimizers:

@@ -40,6 +40,9 @@ class Evaluation:
         max_batches: of every set; None takes all.
         may_repeat: whether a request to save at once cuts it short as well: who calls it will call another one.
         is_rehearsal: finds out whether an evaluation works: no callback hears of it.
+
+    Attributes:
+        weight: how much the micro-batch in hand counts in means; 1 where none is in hand.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Evaluation:
         self._means = ExactMeans() if trainer.config.exact else MeanMetrics()
         self._prefix = "validation/"
         self._is_over = False
+        self.weight: Weight = 1.0
 
     def __call__(self) -> dict[str, float] | None:
         """Runs `validation_step` over all sets and returns the metrics, equal on every rank.
@@ -128,15 +132,16 @@ class Evaluation:
                     # A row that is there to keep the ranks in step counts nowhere.
                     metrics.counts = num_samples > 0
                     trainer.activity.begin_batch("evaluation")
-                    weight = trainer.loss_weight(micro_batch) if weighs_itself and num_samples else num_samples
+                    self.weight = trainer.loss_weight(micro_batch) if weighs_itself and num_samples else num_samples
                     if trainer.prepares_batches:
                         micro_batch = trainer.prepare_batch(micro_batch)
                     callbacks.on_evaluation_batch_start(trainer, micro_batch, batch_idx)
                     with autocast(trainer.config.precision, trainer.device):
                         outputs = _as_dict(trainer, trainer.validation_step(micro_batch, batch_idx))
                     if num_samples:
-                        self._means.add(outputs, weight, self._prefix)
+                        self._means.add(outputs, self.weight, self._prefix)
                     callbacks.on_evaluation_batch_end(trainer, outputs, micro_batch, batch_idx)
+                    self.weight = 1.0
                 num_batches += 1
                 agreed = self._requests.agree(often=True)
                 if agreed.evaluate:

@@ -112,6 +112,7 @@ class ExactUpdate(Update):
             self._activity.begin_batch("forward")
             if self._prepares:
                 micro_batch = trainer.prepare_batch(micro_batch)
+            self.weight = self._weights_in_hand[i]
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = part == num_parts - 1
             self._scale, self._micro_batch = scales[i], i
@@ -121,6 +122,7 @@ class ExactUpdate(Update):
             gradients.take(part)
             taken.append(outputs)
             callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
+            self.weight = 1.0
         progress.micro_batches, self.is_last_micro_batch = first + num_parts, True
         self._check_unchanged(before)
         self._activity.enter("optimizer")

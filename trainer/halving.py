@@ -100,7 +100,7 @@ class HalvingUpdate(Update):
             self._share_buffers()
             self.logged.forget()
             self._trainer.progress.micro_batches = micro_batches
-            self.is_last_micro_batch, self.is_padding = True, False
+            self.is_last_micro_batch, self.is_padding, self.weight = True, False, 1.0
             self.pieces *= 2
             self._trainer.print(message)
             self._trainer.callbacks.on_out_of_memory(self._trainer, message)

@@ -229,8 +229,11 @@ class Loop:
         ):
             yield
 
-    def log(self, name: str, value: float | torch.Tensor, weight: Weight, reduce: Reduce) -> None:
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight | None, reduce: Reduce) -> None:
         """Takes in a number that a step logs by itself."""
+        if weight is None:
+            in_hand = self.update.weight if self._evaluation is None else self._evaluation.weight
+            weight = in_hand if reduce == "mean" else 1.0
         if self._evaluation is not None:
             self._evaluation.log(name, value, weight, reduce)
         elif not self.update.is_padding and (not isinstance(self.update, ExactUpdate) or self.update.counts_here):

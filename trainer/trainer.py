@@ -366,13 +366,16 @@ class Trainer(OwnHooks, Generic[C]):
         """A context in which a forward pass computes in the precision of the config; steps run in one already."""
         return autocast(self.config.precision, self.device)
 
-    def log(self, name: str, value: float | torch.Tensor, weight: Weight = 1.0, *, reduce: Reduce = "mean") -> None:
+    def log(
+        self, name: str, value: float | torch.Tensor, weight: Weight | None = None, *, reduce: Reduce = "mean"
+    ) -> None:
         """Logs a number of this step under `train/<name>` or `validation/<name>`. On any subset of the ranks.
 
         Args:
             name: one name is reduced in one way for the whole run.
             value: a number or a tensor of one element, which may lie on the device: nothing waits for it.
-            weight: how much it counts in a mean.
+            weight: how much it counts in a mean; by default as much as the micro-batch in hand, as what the step
+                returns, and where none is in hand, between two updates, as 1.
             reduce: "mean" averages by weight over micro-batches, ranks and the interval between two records, as it is
                 done with what the step returns. "sum", "max" and "min" are over the same. "last" is the latest value,
                 of the first rank that has one.

@@ -58,6 +58,7 @@ class Update:
         is_last_micro_batch: whether the gradients of the micro-batch in hand complete the update.
         learning_rates: those that produced the last update, by name.
         logged: what a step logs by itself; it counts when the update has been applied.
+        weight: how much the micro-batch in hand counts in means; 1 where none is in hand.
         is_padding: whether the micro-batch in hand only keeps the ranks in step: nothing that its step logs counts.
         hold: called once before the next optimizer steps: waits until what a save copies may change.
 
@@ -97,6 +98,8 @@ class Update:
         }
         self.is_last_micro_batch = True
         self.is_padding = False
+        self.weight: Weight = 1.0
+        self._weights_in_hand: Sequence[Weight] = ()
         self.learning_rates: list[float] = []
         self.logged = MeanMetrics()
         self.hold: Callable[[], None] | None = None
@@ -118,6 +121,7 @@ class Update:
         except BaseException:
             # Whoever goes on after an error must not begin with half a gradient, or with one that is not finite.
             zero_gradients(self._optimizers)
+            self.weight = 1.0
             raise
 
     def _make(self, batch: GlobalBatch) -> str | None:
@@ -125,7 +129,7 @@ class Update:
         micro_batches = batch.micro_batches
         if self._moves:
             micro_batches = [move(micro_batch, trainer.device) for micro_batch in micro_batches]
-        weights = self._weights(batch, micro_batches)
+        self._weights_in_hand = weights = self._weights(batch, micro_batches)
         scales = self._scales(batch, weights)
         while True:
             overflows = self._scaler is not None and self._scaler.may_be_to_blame
@@ -223,6 +227,7 @@ class Update:
             self._activity.begin_batch("forward")
             if self._prepares:
                 micro_batch = trainer.prepare_batch(micro_batch)
+            self.weight = self._weights_in_hand[i]
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
             self._scale, self._micro_batch = scales[i], i
@@ -239,6 +244,7 @@ class Update:
             taken.append(outputs)
             progress.micro_batches += 1
             callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
+            self.weight = 1.0
         if not self._stepped:
             self._step(self._optimizers)
         else:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.trainer import CheckpointConfig, Duration, FitResult, StepError, read_history
+from headway.trainer import Callback, CheckpointConfig, Duration, FitResult, StepError, read_history
 from headway.trainer.metrics import MeanMetrics
 from headway.trainer.world import World
 from tests.distributed import run_on_ranks
@@ -24,7 +24,7 @@ class Logs(TinyTrainer):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         ids = batch["id"].double()
-        self.log("mean", ids.mean(), len(ids))
+        self.log("mean", ids.mean())
         self.log("sum", ids.sum(), reduce="sum")
         self.log("max", ids.max(), reduce="max")
         self.log("min", ids.min(), reduce="min")
@@ -68,6 +68,38 @@ def test_each_is_over_the_micro_batches_of_an_interval_and_of_an_epoch_F1(tmp_pa
     for epoch in result.history:
         assert {**epoch, **expected(range(40)), "train/last": 39} == epoch
     assert read_history(tmp_path / "run" / "metrics.jsonl") == result.history
+
+
+class OfBatch(Callback):
+    """Logs with a micro-batch in hand, and between two updates."""
+
+    def on_batch_end(self, trainer: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.log("by_hook", outputs["returned"])
+
+    def on_evaluation_batch_end(self, trainer: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.log("by_hook", outputs["returned"])
+
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.log("updates", float(trainer.global_step))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_mean_counts_as_much_as_what_the_step_returns_F1_F2(exact: bool) -> None:
+    class Tokens(TinyTrainer):
+        def loss_weight(self, batch: Any) -> torch.Tensor:
+            return (batch["id"] + 1).sum()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            value = batch["id"].double().mean()
+            self.log("logged", value)
+            return {**super().training_step(batch, batch_idx), "returned": value}
+
+    config = config_of(max_epochs=1, exact=exact, log_every=Duration(5, "steps"))
+    metrics = Tokens(config, world=ALONE, callbacks=[OfBatch()]).fit().metrics
+    for role in ("train", "validation"):
+        assert metrics[f"{role}/logged"] == metrics[f"{role}/by_hook"] == metrics[f"{role}/returned"]
+    assert metrics["train/returned"] > 25, "far from the 19.5 of equal weights"
+    assert metrics["train/updates"] == 3, "of five updates, between which no micro-batch is in hand"
 
 
 def on_ranks(world: World) -> tuple[list[dict[str, float]], list[dict[str, float]], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -116,7 +116,7 @@ def make_optimizers(trainer: Trainer[Any]) -> None:
     for name, optimizer in trainer.optimizers.items():
         # Now, and not at the first save: what is in no model is neither averaged over the ranks nor saved.
         OptimizerState(trainer.models, name, optimizer)
-    trainer.schedulers = _attributes(trainer, LRScheduler)
+    trainer.schedulers = _outermost(_attributes(trainer, LRScheduler))
     check_intervals(trainer)
     if not trainer.optimizers:
         raise ConfigError(f"configure_optimizers() of {type(trainer).__name__} set no optimizer: self.optimizer = ...")
@@ -189,6 +189,15 @@ def _open(trainer: Trainer[Any], data: Any, *, training: bool, in_use: Sequence[
 def _attributes(trainer: Trainer[Any], kind: type[T]) -> dict[str, T]:
     """What a `configure_` method has set, by name. A name with an underscore is nobody's business."""
     return {name: each for name, each in vars(trainer).items() if isinstance(each, kind) and not name.startswith("_")}
+
+
+def _outermost(schedulers: Mapping[str, LRScheduler]) -> dict[str, LRScheduler]:
+    """Leaves out those inside another, as in a `SequentialLR`, which steps and saves them itself."""
+    held: Iterable[LRScheduler] = schedulers.values()
+    inside: set[LRScheduler] = set()
+    while held := [inner for each in held for inner in getattr(each, "_schedulers", ())]:
+        inside.update(held)
+    return {name: each for name, each in schedulers.items() if each not in inside}
 
 
 def _replace(trainer: Trainer[Any], name: str, model: nn.Module) -> None:

@@ -1,13 +1,14 @@
-"""From what a trainer's `configure_` methods set to models, optimizers and schedulers: which attributes count as what."""
+"""What a trainer's `configure_` methods have set: which attributes are its models, optimizers and schedulers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from headway.trainer import ConfigError, World
-from tests.tiny import TinyConfig, TinyTrainer
+from tests.tiny import Losses, TinyConfig, TinyTrainer
 
 ALONE = World.alone("cpu")
 
@@ -22,3 +23,22 @@ def test_an_optimizer_over_a_parameter_in_no_module_is_refused_before_the_first_
     with pytest.raises(ConfigError, match=r"'optimizer' holds 1 parameters .* shape \(\): put each into a module"):
         trainer.fit()
     assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_scheduler_inside_another_is_stepped_by_that_alone(named: bool) -> None:
+    class Sequential(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            warmup = lr_scheduler.LinearLR(self.optimizer, start_factor=0.25, total_iters=3)
+            decay = lr_scheduler.ExponentialLR(self.optimizer, gamma=0.5)
+            first = lr_scheduler.SequentialLR(self.optimizer, [warmup, decay], milestones=[3])
+            self.scheduler = lr_scheduler.ChainedScheduler([first])
+            if named:
+                self.warmup, self.decay, self.first = warmup, decay, first
+
+    losses = Losses()
+    trainer = Sequential(TinyConfig(max_steps=6, log_every=1), world=ALONE, callbacks=[losses])  # type: ignore[arg-type]
+    trainer.fit()
+    assert list(trainer.schedulers) == ["scheduler"]
+    assert list(losses.of("lr").values()) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.5, 0.25])

@@ -126,11 +126,12 @@ class Loop:
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self._progress.elapsed_s)
         reason = self._reached_limit()
-        if reason is None:
+        has_work = reason is None or self._progress.is_closing
+        if has_work:
             self._state.check_storage()
         self.recorder.start(resumed=goes_on or resumed_from is not None)
         self._activity.enter("between updates")
-        if reason is None:
+        if has_work:
             if self._config.sanity_batches and self._progress.step == 0:
                 self._rehearse()
             self._trainer.callbacks.on_fit_start(self._trainer)
@@ -139,6 +140,8 @@ class Loop:
             elif self._progress.step and self._evaluations.due(self._progress, ended="steps"):
                 # The attempt before was told to stop just when it was due.
                 self._evaluate()
+            if self._progress.is_closing:
+                self._close_epoch()
             self._heed()
             reason = self.why_it_ends()
         if reason is None:
@@ -157,6 +160,8 @@ class Loop:
     def train_epoch(self) -> dict[str, float]:
         """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
         progress, epoch = self._progress, self._progress.epoch
+        if progress.is_closing:
+            return self._close_epoch()
         # Who trains on beyond a limit gets whole epochs.
         had_enough = self._has_enough()
         self._trainer.callbacks.on_epoch_start(self._trainer)
@@ -454,24 +459,32 @@ class Loop:
 
     def _end_epoch(self) -> dict[str, float]:
         progress, trainer = self._progress, self._trainer
-        dropped = self._ragged_samples
+        trainer.history.dropped_samples = self._ragged_samples
         if isinstance(self._data, DropsTail) and progress.step_in_epoch == self._data.steps_in_epoch(progress.epoch):
-            dropped = self._data.dropped_in_epoch(progress.epoch)
+            trainer.history.dropped_samples = self._data.dropped_in_epoch(progress.epoch)
         self._ragged_samples = 0
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0
+        # What is saved from here on goes on with the closing.
+        progress.is_closing = True
         for scheduler in schedulers_at(trainer, "epoch"):
             scheduler.step()
-        went_back = self._goes_back(self._flush())
-        if self._evaluations.due(progress, ended="epochs"):
-            self._evaluate()
-        metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step, dropped_samples=dropped)
+        self._goes_back(self._flush())
+        return self._close_epoch()
+
+    def _close_epoch(self) -> dict[str, float]:
+        """Evaluates if that is due, and closes the epoch; one whose evaluation a stop cuts short, the resume closes."""
+        progress, trainer = self._progress, self._trainer
+        if self._evaluations.due(progress, ended="epochs") and not self._evaluate():
+            return trainer.history.so_far()
+        progress.is_closing = False
+        metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
         self.recorder.epoch(metrics)
         trainer.callbacks.on_epoch_end(trainer, metrics)
         # What was saved of this update before does not know that the epoch has ended.
         self._state.last_saved_step = None
         self._save_if_best()
-        if went_back or self._checkpoints.due(progress, ended="epochs"):
+        if self._checkpoints.due(progress, ended="epochs"):
             self._save_unless_saved()
         self._heed()
         if not self._is_running:
@@ -491,10 +504,14 @@ class Loop:
         if agreed.stop and self._stopped is None and self._reached_limit() is None:
             self._stop(agreed.stop)
 
-    def _evaluate(self) -> None:
-        """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one."""
+    def _evaluate(self) -> bool:
+        """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one.
+
+        Returns:
+            Whether the weights as they are have been evaluated, so far as there is data; not if a stop cuts it short.
+        """
         if not self._validation or self._progress.evaluated_step == self._progress.step:
-            return
+            return True
         generators = RngState()
         before = generators.state_dict()
         while (metrics := self.evaluate(self._validation, may_repeat=True)) is None:
@@ -503,7 +520,7 @@ class Loop:
             agreed = self._requests.agree_now()
             if agreed.stop:
                 self._stop(agreed.stop)
-                return
+                return False
             self._save_unless_saved()
         self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1
@@ -514,6 +531,7 @@ class Loop:
             self.recorder.evaluation(metrics)
             self._best_is_unsaved = self._state.judge(metrics) and self._config.checkpoint.save_best
             follow_evaluation(self._trainer, metrics)
+        return True
 
     def _save_unless_saved(self) -> None:
         if self._trainer.run_dir is None or self._state.last_saved_step == self._progress.step:

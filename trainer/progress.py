@@ -96,6 +96,8 @@ class Progress:
         epoch: completed passes over the data, so also the index of the one in progress.
         step_in_epoch: updates of the epoch in progress, with those that were skipped.
         offset: samples of the epoch in progress that all ranks together have consumed.
+        is_closing: whether the last update was that of an epoch which counts as completed, but is yet to be evaluated,
+            recorded and told of.
         micro_batches: forward and backward passes of this rank.
         samples: samples learned from, over all ranks and epochs.
         tokens: tokens of these, where `Trainer.num_tokens` counts them; those since the last record are not in yet.
@@ -108,6 +110,7 @@ class Progress:
     epoch: int = 0
     step_in_epoch: int = 0
     offset: int = 0
+    is_closing: bool = False
     micro_batches: int = 0
     samples: int = 0
     tokens: int = 0

@@ -89,10 +89,12 @@ class History:
     Attributes:
         epochs: one dict per completed epoch.
         latest: the last value of every metric.
+        dropped_samples: of the epoch in progress that were left out.
     """
 
     epochs: list[dict[str, float]] = field(default_factory=list)
     latest: dict[str, float] = field(default_factory=dict)
+    dropped_samples: int = 0
     _sums: dict[str, list[float]] = field(default_factory=dict)
     _reduced: dict[str, float] = field(default_factory=dict)
     _evaluation: dict[str, float] = field(default_factory=dict)
@@ -124,12 +126,12 @@ class History:
         self.latest.update(metrics)
         self._evaluation.update(metrics)
 
-    def end_epoch(self, *, epoch: int, step: int, dropped_samples: int = 0) -> dict[str, float]:
+    def end_epoch(self, *, epoch: int, step: int) -> dict[str, float]:
         """Closes an epoch and returns its means, and how many samples of it were left out, if any were."""
-        dropped = {"dropped_samples": float(dropped_samples)} if dropped_samples else {}
+        dropped = {"dropped_samples": float(self.dropped_samples)} if self.dropped_samples else {}
         row = {"epoch": float(epoch), "step": float(step), **self.so_far(), **dropped}
         self.epochs.append(row)
-        self._sums, self._reduced, self._evaluation = {}, {}, {}
+        self._sums, self._reduced, self._evaluation, self.dropped_samples = {}, {}, {}, 0
         return row
 
     def rewind(self, step: int) -> None:
@@ -155,6 +157,7 @@ class History:
             "sums": self._sums,
             "reduced": self._reduced,
             "evaluation": self._evaluation,
+            "dropped_samples": self.dropped_samples,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,3 +169,4 @@ class History:
         }
         self._evaluation = dict(state["evaluation"])
         self._reduced = dict(state.get("reduced", {}))
+        self.dropped_samples = state.get("dropped_samples", 0)

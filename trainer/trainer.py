@@ -65,7 +65,7 @@ class Trainer(OwnHooks, Generic[C]):
         │  └─ configure_optimizers                                                    on_setup_end
         ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
         ├─ try `sanity_batches` of the validation data, of which no hook hears
-        ├─ on_fit_start; evaluate, if `evaluate_at_start`
+        ├─ on_fit_start; evaluate, if `evaluate_at_start`; end the epoch whose evaluation a stop has cut short
         ├─ loop(): until a limit (max_epochs, max_steps, ...) or a request to stop   on_epoch_start
         │  ├─ for each global batch                                (update.py)        on_step_start
         │  │  ├─ for each micro-batch of this rank: prepare_batch                     on_batch_start

@@ -416,6 +416,82 @@ def test_an_epoch_that_was_whole_at_a_stop_is_closed_by_the_resume(
     assert ended == list(range(trainer.current_epoch + 1, 4))
 
 
+class FollowsPlateaus(TinyTrainer):
+    """What an evaluation leaves behind is in every weight from there on; every epoch leaves out a tail."""
+
+    scheduler_interval: ClassVar[Any] = {"a": "epoch"}
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.a = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.9)
+        self.b = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0, threshold=0.9, factor=0.5)
+
+
+class CutsAnEvaluation(Callback):
+    """In that at the end of an epoch: a stop, or a save at once and the death of the process."""
+
+    def __init__(self, how: str, epoch: int) -> None:
+        self.how, self.epoch, self.batches, self.ended = how, epoch, 0, list[int]()
+
+    def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += trainer.current_epoch == self.epoch
+        if self.batches == 1 and self.how == "stop":
+            trainer.request_stop("cut", status="interrupted")
+        elif self.batches == 1 and self.how == "save":
+            trainer.request_save(at_once=True)
+        elif self.batches == 3 and self.how == "save":
+            raise KeyboardInterrupt
+
+    def on_evaluation_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+        if self.how == "saves itself" and trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint()
+            raise KeyboardInterrupt
+
+    def on_epoch_end(self, trainer: Trainer[Any], metrics: Any) -> None:
+        self.ended.append(trainer.current_epoch)
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+@pytest.mark.parametrize("how", ["stop", "save", "saves itself"])
+def test_an_epoch_whose_evaluation_was_cut_short_is_evaluated_and_ended_by_the_resume_A1(
+    tmp_path: Path, how: str, epoch: int
+) -> None:
+    config = _config(
+        num_rows=37, drop_last=True, max_epochs=3, evaluate_every="1 epochs", checkpoint=CheckpointConfig()
+    )
+    reference = FollowsPlateaus(config, world=ALONE)
+    wanted = reference.fit()
+    cut, ends = CutsAnEvaluation(how, epoch), CutsAnEvaluation("not", 0)
+    first = FollowsPlateaus(config, run_dir=tmp_path, world=ALONE, callbacks=[cut])
+    if how == "stop":
+        result = first.fit()
+        assert (result.status, result.reason, result.steps) == ("interrupted", "cut", 2 * epoch)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            first.fit()
+    resumed = FollowsPlateaus(config, run_dir=tmp_path, world=ALONE, callbacks=[ends])
+    result = resumed.fit()
+    assert (result.status, result.steps) == ("completed", 6)
+    assert cut.ended + ends.ended == [1, 2, 3]
+    assert resumed.progress.evaluations == reference.progress.evaluations == 3
+    assert resumed.optimizer.param_groups[0]["lr"] == reference.optimizer.param_groups[0]["lr"]
+    assert all(torch.equal(value, weights(reference)[name]) for name, value in weights(resumed).items())
+    names = ("epoch", "step", "train/loss", "validation/loss", "dropped_samples")
+    rows, wanted_rows = ([[row[name] for name in names] for row in each.history] for each in (result, wanted))
+    assert rows == wanted_rows
+    assert not resumed.progress.is_closing
+
+
+def test_an_epoch_whose_evaluation_was_cut_short_is_ended_by_the_next_piece_G9(tmp_path: Path) -> None:
+    config = _config(max_epochs=3, evaluate_every="1 epochs")
+    cut = CutsAnEvaluation("stop", 1)
+    trainer = TinyTrainer(config, world=ALONE, callbacks=[cut])
+    assert (trainer.fit().status, trainer.global_step, cut.ended) == ("interrupted", 2, [])
+    assert trainer.train_epoch()["epoch"] == 1
+    assert (trainer.global_step, trainer.progress.evaluations, cut.ended) == (2, 1, [1])
+    assert trainer.train_epoch()["epoch"] == 2
+
+
 def test_the_history_holds_whole_epochs_only() -> None:
     seen: list[Mapping[str, float]] = []
     trainer = TinyTrainer(

@@ -115,7 +115,10 @@ class Callback:
         """
 
     def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Fires after each epoch, also one in which a stop was asked for, with its training and evaluation means."""
+        """Fires after each epoch, also one in which a stop was asked for, with its training and evaluation means.
+
+        An epoch whose evaluation a stop has cut short ends in the run that goes on, after its evaluation.
+        """
 
     def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
         """Fires once, at the update at which all ranks have agreed to stop."""

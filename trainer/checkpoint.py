@@ -403,6 +403,10 @@ class CheckpointStore:
         """
         return self._on_main(f"read {path}", lambda: read_checkpoint(path))
 
+    def is_empty(self) -> bool:
+        """Whether nothing has ever been saved here, damaged or not. Every rank must call this."""
+        return not self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._look)
+
     def begin_anew(self) -> None:
         """Leaves the checkpoints that are there to the run that saved them. Every rank must call this.
 

@@ -209,6 +209,10 @@ class Loop:
         """Takes the weights that the config begins with, for what is called without `run`."""
         self._state.initialise()
 
+    def begin_alone(self) -> None:
+        """Does the same for what trains or saves, and refuses where it would do so over another run."""
+        self._state.begin_alone()
+
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
         self.let_weights_change()

@@ -87,7 +87,7 @@ class RunState:
             )
         self._best = Best(config.mode)
         self._misses_monitor = False
-        self._is_initialised = False
+        self._is_initialised = self._has_begun = False
         self.last_saved_step: int | None = None
         self.is_half_restored = False
 
@@ -214,6 +214,7 @@ class RunState:
                 raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir to go on in")
             if store is not None:
                 store.begin_anew()
+            self._has_begun = True
             self.initialise()
             return None
         if config.init_from is not None and resume != "auto":
@@ -223,6 +224,7 @@ class RunState:
         store.clean()
         checkpoint = store.newest_good() if resume == "auto" else store.read(resume)
         if checkpoint is None:
+            self._has_begun = True
             self.initialise()
             return None
         # A run that began with other weights goes on with its own; it must be the run that began with them.
@@ -249,6 +251,7 @@ class RunState:
             checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
         )
         self._tell_of_another_length(checkpoint)
+        self._has_begun = True
         self._trainer.callbacks.on_restored(self._trainer)
         self.is_half_restored = False
         return checkpoint
@@ -282,6 +285,22 @@ class RunState:
         self.last_saved_step = None
         trainer.callbacks.on_restored(trainer)
         return checkpoint
+
+    def begin_alone(self) -> None:
+        """Begins a run of what is called without `restore`. Every rank must call this.
+
+        Raises:
+            CheckpointError: nobody can tell what lies in the run directory, or `init_from` is no checkpoint.
+            ConfigError: there are checkpoints of another run, which this one would delete for its own.
+        """
+        if not self._has_begun:
+            if self._store is not None and not self._store.is_empty():
+                raise ConfigError(
+                    f"there are checkpoints of a run in {self._trainer.run_dir}, and without fit() they are not gone "
+                    "on from: call fit(), which goes on from the newest, or take another run_dir"
+                )
+            self._has_begun = True
+        self.initialise()
 
     def initialise(self) -> None:
         """Takes the weights that `init_from` names, once, before the first update. Every rank must call this.

@@ -485,11 +485,11 @@ class Trainer(OwnHooks, Generic[C]):
         """Saves the whole state. Every rank must call this, between two updates.
 
         Raises:
-            ConfigError: the trainer has no `run_dir`.
+            ConfigError: the trainer has no `run_dir`, or one with checkpoints of a run that `fit` has not gone on from.
             CheckpointError: it could not be written.
         """
         self.setup()
-        self._loop.initialise()
+        self._loop.begin_alone()
         return self._loop.save()
 
     def export(self, file: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -574,9 +574,13 @@ class Trainer(OwnHooks, Generic[C]):
             self._end(error, status)
 
     def train_epoch(self) -> dict[str, float]:
-        """Trains to the end of the epoch in progress and returns its metrics. Every rank must call this."""
+        """Trains to the end of the epoch in progress and returns its metrics. Every rank must call this.
+
+        Raises:
+            ConfigError: `run_dir` has checkpoints of a run that `fit` has not gone on from.
+        """
         self.setup()
-        self._loop.initialise()
+        self._loop.begin_alone()
         return self._loop.train_epoch()
 
     def train_step(self, batch: Any) -> dict[str, float]:
@@ -584,9 +588,12 @@ class Trainer(OwnHooks, Generic[C]):
 
         Inside `loop` it also does what is due, and returns metrics when `log_every` is due, otherwise nothing. The
         batch is none of the epoch's: the position in the training data stays.
+
+        Raises:
+            ConfigError: as `train_epoch`.
         """
         self.setup()
-        self._loop.initialise()
+        self._loop.begin_alone()
         rows = batch_size(batch)
         return self._loop.train_step(LoadedBatch([batch], [rows], rows if self.world.size == 1 else None))
 

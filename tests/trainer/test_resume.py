@@ -378,6 +378,22 @@ def test_what_has_trained_cannot_begin_anew_and_its_records_stay(tmp_path: Path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == records
 
 
+@pytest.mark.parametrize("piece", ["train_epoch", "save_checkpoint", "train_step"])
+def test_a_piece_alone_does_not_begin_over_a_run_that_is_there_G9(tmp_path: Path, piece: str) -> None:
+    result, _ = _fit(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    trainer = TinyTrainer(_config(), run_dir=tmp_path, world=ALONE)
+    arguments = [torch.utils.data.default_collate([Rows(4)[0]])] if piece == "train_step" else []
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="there are checkpoints of a run in .*: call fit.*, or take another run_"):
+            getattr(trainer, piece)(*arguments)
+    assert (sorted(tmp_path.rglob("*")), trainer.global_step) == (before, 0)
+    # What only looks may, and what has gone on may do all.
+    assert trainer.evaluate()["validation/loss"] > 0
+    assert trainer.fit().resumed_from == result.last_checkpoint
+    getattr(trainer, piece)(*arguments)
+
+
 def test_an_error_before_the_training_loses_no_update(tmp_path: Path) -> None:
     trainer = TinyTrainer(
         _config(checkpoint=CheckpointConfig(every=2, at_end=False)),

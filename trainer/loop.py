@@ -150,9 +150,15 @@ class Loop:
                 self._trainer.loop()
             finally:
                 self._is_running = False
+            # Before anybody goes on with these weights, saved or not.
+            self.update.settle()
             self.in_doubt = False
             reason = self.why_it_ends() or "loop() has returned"
-        self._finish()
+            self._finish()
+            # What a loop of one's own has left, saved before as in `train_epoch`.
+            self._flush()
+        else:
+            self._finish()
         self._requests.close()
         # Asked again: a stop may have cut the last evaluation short.
         return self._state.result(self._stopped or "completed", self.why_it_ends() or reason, resumed_from)
@@ -222,6 +228,7 @@ class Loop:
     def evaluate(self, sets: Mapping[str, BatchStream], *, may_repeat: bool = False) -> dict[str, float] | None:
         """Evaluates on these sets; None if a request cuts it short, one to save only where that may be repeated."""
         config, requests = self._config, self._requests
+        self.update.settle()
         return self._run_evaluation(
             Evaluation(self._trainer, sets, requests, max_batches=config.evaluate_batches, may_repeat=may_repeat)
         )
@@ -412,7 +419,11 @@ class Loop:
     def _flush(self) -> dict[str, float]:
         """Logs the interval since the last time, and warns once of a loss that poisons nothing but the log."""
         record = self.recorder.flush()
-        if not math.isfinite(loss := record.get("train/loss", 0.0)) and not self._has_warned and self._world.is_main:
+        if math.isfinite(loss := record.get("train/loss", 0.0)):
+            return record
+        # The gradient may not be finite either, and nobody have looked yet.
+        self.update.settle()
+        if not self._has_warned and self._world.is_main:
             self._has_warned = True
             warnings.warn(
                 f"train/loss is {loss} at step {self._progress.step}, and the gradient is finite: training goes on, "

@@ -739,6 +739,7 @@ class Trainer(OwnHooks, Generic[C]):
     ) -> None:
         self.setup()
         self._loop.initialise()
+        self._loop.update.settle()
         module = self.models[choose_model(name, self.models, type(self).__name__)]
         weights = gather_weights(module, self.world)
         write_on_main(self.world, where, lambda: write(module, cast(weights, dtype)))

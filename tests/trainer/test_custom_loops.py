@@ -37,17 +37,24 @@ class Alternates(TinyTrainer):
 
 def test_a_loop_of_ones_own_has_all_services_G9(tmp_path: Path) -> None:
     losses = Losses()
-    config = _config(log_every="5 steps", evaluate_every="3 steps", checkpoint=CheckpointConfig(every="4 steps"))  # type: ignore[arg-type]
+    config = _config(
+        max_steps=11, log_every="5 steps", evaluate_every="3 steps", checkpoint=CheckpointConfig(every="4 steps")
+    )  # type: ignore[arg-type]
     trainer = Alternates(config, run_dir=tmp_path, world=ALONE, callbacks=[losses])
     result = trainer.fit()
-    assert (result.status, result.reason, result.steps, result.epochs) == ("completed", "max_steps=10 reached", 10, 2)
-    assert list(losses.of("train/loss")) == [4, 5, 10]
-    assert list(losses.of("validation/loss")) == [3, 6, 9, 10]
-    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
-    assert [sorted(each)[-1:] for each in trainer.returned] == [["train/loss"], []]
+    assert (result.status, result.reason, result.steps, result.epochs) == ("completed", "max_steps=11 reached", 11, 2)
+    # The last record covers what was left at the end.
+    assert list(losses.of("train/loss")) == [4, 5, 10, 11]
+    assert list(losses.of("validation/loss")) == [3, 6, 9, 11]
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["step-00000008", "step-00000011"]
+    assert [sorted(each)[-1:] for each in trainer.returned] == [["train/loss"], [], []]
     assert [rows for step, rows in trainer.seen if step in (4, 5)] == [[90, 91, 92, 93, 94], [95, 96, 97, 98, 99]]
     # What is none of the epoch's does not move the place in it: the second epoch is whole.
-    assert sorted(row for step, rows in trainer.seen if step >= 6 for row in rows) == list(range(32))
+    assert sorted(row for step, rows in trainer.seen if 6 <= step < 10 for row in rows) == list(range(32))
+    # Who finds nothing left to do logs nothing again.
+    again = Losses()
+    assert Alternates(config, run_dir=tmp_path, world=ALONE, callbacks=[again]).fit().steps == 11
+    assert again.records == {}
 
 
 def test_a_loop_of_ones_own_stops_and_goes_on(tmp_path: Path) -> None:

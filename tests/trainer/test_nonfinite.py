@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from headway.trainer import Callback, CheckpointConfig, NonFiniteError, ParallelConfig, Trainer, World, update
+from headway.trainer import (
+    Callback,
+    CheckpointConfig,
+    ConfigError,
+    NonFiniteError,
+    ParallelConfig,
+    Trainer,
+    World,
+    nonfinite,
+    update,
+)
 from headway.trainer.checkpoint import CheckpointWarning
 from headway.trainer.parallel import whole
 from tests.distributed import run_on_ranks
-from tests.tiny import Losses, TinyConfig, TinyTrainer, weights
+from tests.tiny import Losses, Rows, TinyConfig, TinyTrainer, weights
 
 ALONE = World.alone("cpu")
 NAN = float("nan")
@@ -375,6 +385,40 @@ def test_where_norms_arrive_late_nothing_is_saved_that_is_not_finite(tmp_path: P
     _fit_although_changed(resumed)
     assert resumed.global_step == 2
     assert all(value.isfinite().all() for value in weights(resumed).values())
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["returns a loss", "returns none"])
+def test_weights_whose_norms_are_still_on_their_way_do_not_leave_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    """A loss that is not finite is seen in the log, and a step need not return one."""
+
+    class Last(TinyTrainer):
+        def configure_dataloaders(self) -> Any:
+            return super().configure_dataloaders()[0]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)["loss"] * (1.0 if self.global_step < 5 else NAN)
+            self.backward(loss)
+            return {"loss": loss} if returns else None
+
+    monkeypatch.setattr(update, "AT_ONCE", ())
+    monkeypatch.setattr(nonfinite.Arrival, "is_here", lambda self: False)
+    config = _config(micro_batch_size=None, checkpoint=CheckpointConfig(every=None, at_end=False))
+    trainer = Last(config, world=ALONE)
+    with pytest.raises(NonFiniteError, match="the norm of the gradient of step 6 is nan"):
+        trainer.fit()
+    with pytest.raises(ConfigError, match="nobody knows where it has left the models"):
+        trainer.fit()
+    batch = torch.utils.data.default_collate([Rows(4)[row] for row in range(4)])
+    for look in ("evaluate", "export"):
+        alone = Last(config, world=ALONE)
+        for _ in range(5):
+            alone.train_step(batch)
+        with pytest.raises(NonFiniteError, match="the norm of the gradient of step 6 is nan"):  # noqa: PT012
+            alone.train_step(batch)
+            getattr(alone, look)([batch] if look == "evaluate" else tmp_path / "weights.safetensors")
+    assert not (tmp_path / "weights.safetensors").exists()
 
 
 # ---- Losses --------------------------------------------------------------------------------------------------------

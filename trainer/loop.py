@@ -181,11 +181,8 @@ class Loop:
                     raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty, or has run out")
                 return self._end_epoch()
         # A stop leaves even a whole epoch open: the resumed run closes it, with the evaluation that belongs to it.
-        if not self._stopped:
-            is_whole = self._is_cut_here() or progress.step_in_epoch == self._data.steps_in_epoch(epoch)
-            # Iterables of unequal lengths end for all ranks where the shortest one does.
-            if self._world.any(is_whole):
-                return self._end_epoch()
+        if not self._stopped and self._state.is_epoch_whole():
+            return self._end_epoch()
         # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
         self._finish()
         self._flush()
@@ -609,8 +606,8 @@ class Loop:
 
     def _global_batches(self, epoch: int) -> Generator[GlobalBatch, None, None]:
         """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""
-        if self._is_cut_here():
-            # The attempt before was told to stop at the last update of the epoch, which is closed now.
+        if self._progress.step_in_epoch and self._state.is_epoch_whole():
+            # What was saved was saved at the last update of the epoch, which is closed now.
             return
         must_agree = self._world.size > 1 and self._data.guarantee != "exact"
         iterator = self._data.epoch(epoch, offset=self._progress.offset)

@@ -361,10 +361,19 @@ class RunState:
             "the data from its beginning"
         )
 
+    def is_epoch_whole(self) -> bool:
+        """Whether the epoch in progress has all its updates, as far as the data has a length. Every rank must ask."""
+        progress, config = self._trainer.progress, self._trainer.config
+        steps = progress.step_in_epoch
+        is_cut_here = config.steps_per_epoch is not None and steps >= config.steps_per_epoch
+        # Iterables of unequal lengths end for all ranks where the shortest one does.
+        return self._trainer.world.any(is_cut_here or steps == self._data.steps_in_epoch(progress.epoch))
+
     def _find_place(self, *, begin_epoch_again: bool) -> bool:
         """Begins the epoch in progress again, where the data cannot go on or is not to; returns whether it goes on."""
         progress = self._trainer.progress
-        if self._data.guarantee != "exact" and progress.step_in_epoch and not begin_epoch_again:
+        begun = progress.step_in_epoch > 0 and not begin_epoch_again
+        if begun and self._data.guarantee != "exact" and not self.is_epoch_whole():
             warnings.warn(
                 f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} "
                 f"begins again, and the samples of its first {progress.step_in_epoch} steps may be seen twice",

@@ -27,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from headway.trainer import CheckpointConfig, ConfigError, DataError, World, recorder
+from headway.trainer import Callback, CheckpointConfig, ConfigError, DataError, World, recorder
 from headway.trainer.loaders import IterableStream, LoaderStream, as_stream
 from headway.trainer.streams import Feed, GlobalBatch
 from tests.distributed import run_on_ranks
@@ -417,6 +417,34 @@ def test_a_resume_begins_the_epoch_of_an_iterable_again_and_says_so_A17(tmp_path
     assert '"guarantee": "epoch"' in manifest
 
 
+class Dies(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_start(self, trainer: Any) -> None:
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("data", "changes"),
+    [(lambda: _batches(4), {}), (lambda: lambda: iter(_batches(9)), {"steps_per_epoch": 4})],
+    ids=["list", "cut"],
+)
+def test_a_resume_closes_an_epoch_of_an_iterable_that_was_whole_A17(
+    tmp_path: Path, data: Any, changes: dict[str, Any]
+) -> None:
+    config = _config(max_epochs=3, checkpoint=CheckpointConfig(every="4 steps", background=False), **changes)  # type: ignore[arg-type]
+    ended: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        Brings(data(), config, run_dir=tmp_path, callbacks=[Dies(6)]).fit()
+    trainer = Brings(data(), config, run_dir=tmp_path, callbacks=[lambda trainer, epoch, _: ended.append(epoch)])
+    result = trainer.fit()
+    assert (result.resumed_from or "").endswith("step-00000004")
+    assert (result.steps, result.epochs, ended) == (12, 3, [1, 2, 3])
+    assert [(row["epoch"], row["step"]) for row in result.history] == [(1, 4), (2, 8), (3, 12)]
+
+
 # ---- On ranks ------------------------------------------------------------------------------------------------------
 
 
@@ -427,7 +455,17 @@ def _uneven(world: World, num_batches: list[int], config: dict[str, Any]) -> dic
     return {"steps": result.steps, "epochs": result.epochs, "losses": [row["train/loss"] for row in result.history]}
 
 
-def _uneven_on_ranks(world: World) -> list[Any]:
+def _resumed_uneven(world: World, folder: str) -> tuple[str | None, int, int]:
+    """What is saved when the shorter rank has read all, is of a whole epoch."""
+    config = _config(max_epochs=2, checkpoint=CheckpointConfig(every="3 steps", background=False))  # type: ignore[arg-type]
+    data = _batches([4, 3][world.rank])
+    with pytest.raises(KeyboardInterrupt):
+        Brings(data, config, world=world, run_dir=folder, callbacks=[Dies(4)]).fit()
+    result = Brings(data, config, world=world, run_dir=folder).fit()
+    return result.resumed_from, result.steps, result.epochs
+
+
+def _uneven_on_ranks(world: World, folder: str) -> list[Any]:
     found: list[Any] = [
         _uneven(world, num_batches, config)
         for num_batches, config in (
@@ -439,7 +477,7 @@ def _uneven_on_ranks(world: World) -> list[Any]:
     ]
     with pytest.raises(DataError, match="no batches") as raised:
         Brings(lambda: iter(_batches(3) if world.rank else []), _config(max_epochs=1), world=world).fit()
-    return [*found, str(raised.value)]
+    return [*found, _resumed_uneven(world, folder), str(raised.value)]
 
 
 class Slow:
@@ -480,10 +518,11 @@ def test_the_rank_that_waits_for_data_is_named_E6() -> None:
     assert re.search(r"rank 1 has spent \d+ % of the last 3 updates waiting for data", one["warned"][0])
 
 
-def test_iterables_of_unequal_lengths_end_together() -> None:
+def test_iterables_of_unequal_lengths_end_together(tmp_path: Path) -> None:
     """No rank waits for one that has run out, and all agree on steps and epochs."""
-    first, second = run_on_ranks(_uneven_on_ranks, 2)
-    assert first[-1] == second[-1]
+    first, second = run_on_ranks(_uneven_on_ranks, 2, str(tmp_path))
+    assert first[-2:] == second[-2:]
+    assert first[-2] == (f"{tmp_path}/checkpoints/step-00000003", 6, 2)
     for one, other, (steps, epochs) in zip(first, second, [(6, 2), (2, 2), (3, 1), (6, 2)], strict=False):
         assert (one["steps"], one["epochs"]) == (other["steps"], other["epochs"]) == (steps, epochs)
         assert len(one["losses"]) == epochs

@@ -155,7 +155,8 @@ class CheckpointConfig:
 class LossSpikeConfig:
     """When the loss has jumped away, and how often the run then goes back to a checkpoint from before.
 
-    The loss is judged whenever the log is flushed, as it is logged: the mean over the interval and over all ranks.
+    The loss is judged whenever the log is flushed, as it is logged: the mean over the interval and over all ranks. The
+    fewer samples an interval has, as at the end of an epoch, the further off its mean may lie.
 
     Attributes:
         metric: the name of the loss in the log.

@@ -441,8 +441,9 @@ class Loop:
             return False
         if config.metric not in record:
             raise ConfigError(f"loss_spike.metric is {config.metric!r}, but the log has {', '.join(record)}")
-        loss, limit = record[config.metric], spikes.limit()
-        if not spikes.is_spike(loss, step=progress.step):
+        loss, samples = record[config.metric], self.recorder.samples
+        limit = spikes.limit(samples=samples)
+        if not spikes.is_spike(loss, samples=samples, step=progress.step):
             return False
         what = f"{config.metric} is {loss:.6g} at step {progress.step}, where up to {limit:.6g} is usual"
         if spikes.rollbacks >= config.max_rollbacks:

@@ -50,6 +50,7 @@ class Recorder:
         waited_s: how long the loop has waited for data since the last flush; the loop adds to it.
         meters: asked at every flush, in their order, for what they add to the record.
         in_update: whether an update is being made; the loop says so.
+        samples: samples of the interval of the last record.
     """
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: Update) -> None:
@@ -57,6 +58,7 @@ class Recorder:
         self.trackers = TrackerList()
         self.meters: list[Meter] = []
         self.in_update = False
+        self.samples = 0
         self._counts_tokens = trainer.counts_tokens
         self._began_s = time.perf_counter()
         self._flushed_samples = 0
@@ -151,8 +153,8 @@ class Recorder:
             record |= meter(record)
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # The means cover what an interrupted attempt has added before, the throughput does not.
-        samples = progress.samples - self._flushed_samples
-        trainer.history.add(record, samples=samples, kinds=self._metrics.reduced.kinds)
+        self.samples = progress.samples - self._flushed_samples
+        trainer.history.add(record, samples=self.samples, kinds=self._metrics.reduced.kinds)
         self._flushed_samples = progress.samples
         self._log(record)
         self._new_interval()

@@ -21,6 +21,9 @@ class SpikeDetector:
     deviation: the median of their distances to the median, or a hundredth of the median where they hardly differ.
     Nothing finite is a spike before there are five. Losses that fall are never one.
 
+    Each is a mean over some samples, whose deviation goes with one over the root of their number: a short interval, as
+    at the end of an epoch, may lie further off.
+
     Attributes:
         rollbacks: how often the run went back, over all its attempts.
         good_step: the update whose loss was the last usual one.
@@ -28,23 +31,23 @@ class SpikeDetector:
 
     def __init__(self, config: LossSpikeConfig) -> None:
         self._config = config
-        self._usual: deque[float] = deque(maxlen=config.window)
+        self._usual: deque[tuple[float, int]] = deque(maxlen=config.window)
         self.rollbacks = 0
         self.good_step = 0
 
-    def limit(self) -> float:
-        """Returns the loss above which the next one would be a spike."""
+    def limit(self, *, samples: int) -> float:
+        """Returns the loss above which the next one, over so many samples, would be a spike."""
         if len(self._usual) < _ENOUGH:
             return math.inf
-        middle = median(self._usual)
-        deviation = _MAD_TO_DEVIATION * median(abs(loss - middle) for loss in self._usual)
+        middle = median(loss for loss, _ in self._usual)
+        deviation = _MAD_TO_DEVIATION * median(abs(loss - middle) * math.sqrt(of / samples) for loss, of in self._usual)
         return middle + self._config.factor * max(deviation, _LEAST_DEVIATION * abs(middle))
 
-    def is_spike(self, loss: float, *, step: int) -> bool:
-        """Whether the loss up to update `step` is one; if not, it becomes one of the usual."""
-        if not math.isfinite(loss) or loss > self.limit():
+    def is_spike(self, loss: float, *, samples: int, step: int) -> bool:
+        """Whether the loss over the last samples up to update `step` is one; if not, it becomes one of the usual."""
+        if not math.isfinite(loss) or loss > self.limit(samples=samples):
             return True
-        self._usual.append(loss)
+        self._usual.append((loss, samples))
         self.good_step = step
         return False
 
@@ -55,9 +58,15 @@ class SpikeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the usual losses, and the counts."""
-        return {"usual": list(self._usual), "rollbacks": self.rollbacks, "good_step": self.good_step}
+        return {
+            "usual": [loss for loss, _ in self._usual],
+            "samples": [samples for _, samples in self._usual],
+            "rollbacks": self.rollbacks,
+            "good_step": self.good_step,
+        }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Takes them over."""
-        self._usual = deque(state["usual"], maxlen=self._config.window)
+        """Takes them over; losses of which an earlier version has not saved the samples say nothing of others."""
+        usual = zip(state["usual"], state.get("samples", ()), strict=False)
+        self._usual = deque(usual, maxlen=self._config.window)
         self.rollbacks, self.good_step = state["rollbacks"], state["good_step"]

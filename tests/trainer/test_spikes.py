@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,35 @@ ALONE = World.alone("cpu")
 )
 def test_what_is_a_spike(losses: list[float], spikes: list[int]) -> None:
     detector = SpikeDetector(LossSpikeConfig(factor=10, window=20))
-    assert [i for i, loss in enumerate(losses) if detector.is_spike(loss, step=i)] == spikes
+    assert [i for i, loss in enumerate(losses) if detector.is_spike(loss, samples=8, step=i)] == spikes
     assert detector.good_step == max(i for i in range(len(losses)) if i not in spikes)
 
 
 def test_a_detector_goes_on_where_it_was() -> None:
     detector = SpikeDetector(LossSpikeConfig(window=5))
     for step in range(7):
-        detector.is_spike(1.0, step=step)
+        detector.is_spike(1.0, samples=8, step=step)
     detector.went_back(3)
     again = SpikeDetector(LossSpikeConfig(window=5))
     again.load_state_dict(json.loads(json.dumps(detector.state_dict())))
     assert (again.rollbacks, again.good_step) == (1, 3)
-    assert again.limit() == detector.limit() == pytest.approx(1.1)
+    assert again.limit(samples=8) == detector.limit(samples=8) == pytest.approx(1.1)
+    earlier = {name: value for name, value in detector.state_dict().items() if name != "samples"}
+    again.load_state_dict(earlier)
+    assert again.limit(samples=8) == math.inf
+
+
+def test_the_short_interval_at_the_end_of_an_epoch_is_no_spike() -> None:
+    """Epochs of 1001 updates of a loss that only scatters, logged every 50: each ends with an interval of one."""
+    scatter = random.Random(0)
+    for _ in range(40):
+        detector = SpikeDetector(LossSpikeConfig())
+        for _ in range(10):
+            for samples in [50] * 20 + [1]:
+                assert not detector.is_spike(2.5 + 0.3 * scatter.gauss(0, 1) / samples**0.5, samples=samples, step=1)
+        # A jump is one over few samples as well.
+        assert detector.is_spike(9.0, samples=1, step=1)
+        assert detector.is_spike(3.5, samples=50, step=1)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,8 @@ class IterableStream:
         self._data = data
         self._once = isinstance(data, Iterator)
         self._batches: Iterator[Any] | None = None
+        self._loader: DataLoader[Any] | None = None
+        self._epoch: int | None = None
         self._num_batches: int | None = len(data) if isinstance(data, Sized) and not _unsized(data) else None  # type: ignore[unreachable]
 
     @property
@@ -265,12 +267,15 @@ class IterableStream:
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields groups of batches from the beginning of the iterable, or from where a generator stands."""
-        set_epoch = getattr(getattr(self._data, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        made = self._make()
+        self._loader = made if isinstance(made, DataLoader) else None
+        if _tell_epoch(made, epoch) and epoch != self._epoch:
+            # Worker processes that stay have a dataset of the epoch before.
+            self._end_workers()
+        self._epoch = epoch
         window: list[Any] = []
         length = self._window
-        self._batches = batches = iter(self._make())
+        self._batches = batches = iter(made)
         for batch in batches:
             window.append(batch)
             if len(window) == length:
@@ -280,9 +285,14 @@ class IterableStream:
             yield self._group(window)
 
     def close(self) -> None:
-        """Ends the worker processes of a loader, unless they are to outlive its epochs: then they are their owner's."""
-        if not getattr(self._data, "persistent_workers", False):
-            _end_workers(self._batches)
+        """Ends the worker processes of a loader; the next epoch begins others."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        _end_workers(self._batches)
+        if self._loader is not None and self._loader._iterator is self._batches:
+            # Those that were to stay for the next epoch: a loader whose workers have ended does not know it.
+            self._loader._iterator = None
         self._batches = None
 
     @property
@@ -354,6 +364,15 @@ def _end_workers(batches: Iterator[Any] | None) -> None:
     """
     if (shut_down := getattr(batches, "_shutdown_workers", None)) is not None:
         shut_down()
+
+
+def _tell_epoch(data: Any, epoch: int) -> bool:
+    """Tells every part of a loader that asks for it which epoch begins; returns whether its dataset does."""
+    batch_sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
+    for part in (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset):
+        if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+    return hasattr(dataset, "set_epoch")
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

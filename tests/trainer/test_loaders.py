@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -295,6 +296,36 @@ def test_several_batches_of_an_iterable_make_an_update() -> None:
     assert [batch.micro_batches for batch in evaluation.epoch(0)] == [[[1]], [[2]]]
     assert _open(iter([1])).steps_in_epoch(0) is None
     assert _open(DataLoader(Short(), batch_size=4)).steps_in_epoch(0) is None
+
+
+class Streamed(IterableDataset[int]):
+    """Shuffles by the epoch that it is told, as a stream of Hugging Face's datasets does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_an_iterable_dataset_is_told_its_epoch_E2(options: dict[str, Any]) -> None:
+    stream = _open(DataLoader(Streamed(), batch_size=16, **options))
+    orders = [[batch.micro_batches[0].tolist() for batch in stream.epoch(epoch)] for epoch in (0, 1, 1, 2)]
+    stream.close()
+    assert orders == [
+        [torch.randperm(16, generator=torch.Generator().manual_seed(epoch)).tolist()] for epoch in (0, 1, 1, 2)
+    ]
+
+
+def test_a_sampler_inside_a_batch_sampler_is_told_its_epoch_E2() -> None:
+    sampler = DistributedSampler(Numbers(8), num_replicas=1, rank=0, seed=3)
+    stream = _open(DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 8, drop_last=False)))
+    first, second = ([batch.micro_batches for batch in stream.epoch(epoch)] for epoch in (0, 1))
+    assert isinstance(stream, IterableStream)
+    assert str(first) != str(second)
 
 
 class Brings(TinyTrainer):

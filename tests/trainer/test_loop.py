@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from headway.trainer import (
     Callback,
@@ -731,13 +731,29 @@ class BadRow(Dataset[Any]):
         return Rows(32)[row]
 
 
+class AsTheyCome(IterableDataset[Any]):
+    """The rows of a dataset, which nobody can look up."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[row] for row in range(len(self.rows)))
+
+
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("ending", ["success", "stop", "step", "row"])
+@pytest.mark.parametrize("ending", ["success", "stop", "step", "row", "iterable", "iterable row", "validation"])
 def test_worker_processes_end_with_the_run_C14(ending: str, persistent: bool) -> None:
     class WithWorkers(TinyTrainer):
         def configure_dataloaders(self) -> Any:
-            rows = BadRow() if ending == "row" else Rows(32)
-            return DataLoader(rows, batch_size=4, num_workers=1, persistent_workers=persistent), None
+            rows: Any = BadRow() if ending.endswith("row") else Rows(32)
+            if ending.startswith("iterable"):
+                rows = AsTheyCome(rows)
+            held_out = rows if ending == "validation" else None
+            return tuple(
+                None if each is None else DataLoader(each, batch_size=4, num_workers=1, persistent_workers=persistent)
+                for each in (rows, held_out)
+            )
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             assert multiprocessing.active_children()
@@ -746,8 +762,9 @@ def test_worker_processes_end_with_the_run_C14(ending: str, persistent: bool) ->
             return super().training_step(batch, batch_idx)
 
     callbacks = [StopAt(1)] if ending == "stop" else []
-    trainer = WithWorkers(_config(max_epochs=2, global_batch_size=8), world=ALONE, callbacks=callbacks)
-    if ending in ("step", "row"):
+    rows = None if ending.startswith("iterable") else 8
+    trainer = WithWorkers(_config(max_epochs=2, global_batch_size=rows), world=ALONE, callbacks=callbacks)
+    if ending in ("step", "row", "iterable row"):
         with pytest.raises(Boom if ending == "step" else LookupError) as raised:
             trainer.fit()
         assert raised.value.__traceback__ is not None, "what the traceback holds must not keep them alive"

@@ -85,8 +85,13 @@ class LoaderStream:
 
     @property
     def fingerprint(self) -> str:
-        """The kind and the length of the dataset: all that can be told without reading it."""
-        return f"{type(self._dataset).__qualname__}[{len(self._dataset)}]"
+        """The kind and the length of the dataset, and its own fingerprint if it has one, as Hugging Face's do.
+
+        That is all that can be told without reading it.
+        """
+        what = f"{type(self._dataset).__qualname__}[{len(self._dataset)}]"
+        own = getattr(self._dataset, "fingerprint", None) or getattr(self._dataset, "_fingerprint", None)
+        return f"{what} {own}" if isinstance(own, str) else what
 
     def open(self, feed: Feed) -> None:
         """Works out the batch sizes.

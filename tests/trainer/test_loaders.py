@@ -288,6 +288,17 @@ def test_iterables_say_what_they_guarantee() -> None:
         assert as_stream(stream) is stream
 
 
+@pytest.mark.parametrize("attribute", ["fingerprint", "_fingerprint"])
+def test_a_dataset_that_knows_its_rows_tells_other_ones_of_the_same_length_A13(attribute: str) -> None:
+    dataset = Numbers(8)
+    stream = as_stream(DataLoader(dataset))
+    assert stream.fingerprint == "Numbers[8]"
+    setattr(dataset, attribute, "c0ffee")
+    assert stream.fingerprint == "Numbers[8] c0ffee"
+    setattr(dataset, attribute, lambda: "of another kind")
+    assert stream.fingerprint == "Numbers[8]"
+
+
 def test_several_batches_of_an_iterable_make_an_update() -> None:
     stream = _open([[number] for number in range(5)], accumulation=2)
     assert [batch.micro_batches for batch in stream.epoch(0)] == [[[0], [1]], [[2], [3]], [[4]]]

@@ -233,7 +233,7 @@ class IterableStream:
         self._batches: Iterator[Any] | None = None
         self._loader: DataLoader[Any] | None = None
         self._epoch: int | None = None
-        self._num_batches: int | None = len(data) if isinstance(data, Sized) and not _unsized(data) else None  # type: ignore[unreachable]
+        self._num_batches = _length(data)
 
     @property
     def guarantee(self) -> Guarantee:
@@ -374,7 +374,8 @@ def _end_workers(batches: Iterator[Any] | None) -> None:
 def _tell_epoch(data: Any, epoch: int) -> bool:
     """Tells every part of a loader that asks for it which epoch begins; returns whether its dataset does."""
     batch_sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
-    for part in (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset):
+    parts = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset)
+    for part in {id(part): part for part in parts}.values():  # a batch sampler has mostly the loader's own sampler
         if (set_epoch := getattr(part, "set_epoch", None)) is not None:
             set_epoch(epoch)
     return hasattr(dataset, "set_epoch")
@@ -395,9 +396,14 @@ def _ceil(amount: int, divisor: int) -> int:
     return -(amount // -divisor)
 
 
-def _unsized(data: Any) -> bool:
-    """Whether `len` would raise or guess: a DataLoader takes its length from a dataset that may have none."""
-    return isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
+def _length(data: Any) -> int | None:
+    """Counts the batches, where that is known: a DataLoader asks its sampler, which may not know, or guesses."""
+    if not isinstance(data, Sized) or (isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)):
+        return None
+    try:
+        return len(data)
+    except TypeError:
+        return None
 
 
 def _role(feed: Feed) -> str:

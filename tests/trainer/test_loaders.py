@@ -361,9 +361,17 @@ def _collated(dataset: Any) -> DataLoader[Any]:
     )
 
 
+class Uneven:
+    """A batch sampler that does not know its length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3, 4], [5]])
+
+
 @pytest.mark.parametrize(
     ("data", "config", "steps", "epochs"),
     [
+        (lambda: DataLoader(Rows(8), batch_sampler=Uneven()), {"max_epochs": 2}, 6, 2),  # type: ignore[arg-type]
         (lambda: _batches(3), {"max_epochs": 2}, 6, 2),
         (lambda: lambda: iter(_batches(3)), {"max_epochs": 2}, 6, 2),
         (lambda: _collated(Short()), {"max_epochs": 2}, 6, 2),

@@ -129,6 +129,7 @@ class Loop:
         has_work = reason is None or self._progress.is_closing
         if has_work:
             self._state.check_storage()
+            self._warn_of_no_end()
         self.recorder.start(resumed=goes_on or resumed_from is not None)
         self._activity.enter("between updates")
         if has_work:
@@ -339,6 +340,23 @@ class Loop:
         self._activity.enter(phase)
         yield
         self._activity.enter("between updates")
+
+    def _warn_of_no_end(self) -> None:
+        """Says before the first epoch what may never come, where nobody can tell whether the data has an end."""
+        config, data, progress = self._config, self._data, self._progress
+        if config.steps_per_epoch or data.guarantee == "exact" or data.steps_in_epoch(0) or progress.epoch:
+            return
+        every = {
+            "evaluate_every": config.evaluate_every if self._validation else None,
+            "checkpoint.every": config.checkpoint.every if self._trainer.run_dir is not None else None,
+        }
+        waits = " and ".join(f'{name}="{each}"' for name, each in every.items() if each and each.unit == "epochs")
+        if waits and self._world.is_main:
+            warnings.warn(
+                f"what is due at the end of an epoch ({waits}) may never come: nobody can tell whether this training "
+                "data has an end. Set steps_per_epoch, or say it in steps or minutes",
+                stacklevel=2,
+            )
 
     def _rehearse(self) -> None:
         """Finds out before the first step whether an evaluation works. Draws no random number of the run's."""

@@ -413,6 +413,22 @@ def test_an_iterator_without_an_end_needs_one_E3() -> None:
         Brings(itertools.cycle(_batches(2)), _config(max_epochs=2)).fit()
 
 
+@pytest.mark.parametrize("data", [lambda: _collated(Endless()), lambda: lambda: itertools.cycle(_batches(2))])
+def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of_E3(tmp_path: Path, data: Any) -> None:
+    def fit(data: Any, name: str, **changes: Any) -> None:
+        config = TinyConfig(**{"max_steps": 3, **changes})
+        Brings((data, DataLoader(Rows(4))), config, run_dir=tmp_path / name).fit()
+
+    with pytest.warns(UserWarning, match="nobody can tell whether this training data has an end") as warned:
+        fit(data(), "epochs")
+    (told,) = [str(each.message) for each in warned]
+    assert '(evaluate_every="1 epochs" and checkpoint.every="1 epochs") may never come' in told
+    # Warnings are errors here: nobody is told who has said it, or whose data has an end.
+    fit(data(), "cut", steps_per_epoch=2)
+    fit(data(), "steps", evaluate_every="2 steps", checkpoint=CheckpointConfig(every="2 steps"))  # type: ignore[arg-type]
+    fit(_batches(2), "list")
+
+
 def test_an_iterator_that_runs_out_is_an_error() -> None:
     trainer = Brings(iter(_batches(3)), _config(max_steps=7))
     with pytest.raises(DataError, match="epoch 2 has no batches: the training data is empty, or has run out"):

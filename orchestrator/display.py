@@ -19,6 +19,9 @@ class Display:
 
     Args:
         console: where to; a terminal gets a bar, anything else one line per record.
+
+    Attributes:
+        goes_on: whether the run had begun before this start of it.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -26,7 +29,9 @@ class Display:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None
+        self.goes_on = False
         self._attempt = 0
+        self._is_anew = self._has_restored = False
         self._has_said_where = False
         self._pace = Pace()
 
@@ -56,8 +61,11 @@ class Display:
     def event(self, event: Event) -> None:
         """Shows an event of the run."""
         match event["event"]:
+            case "driver_started":
+                self._is_anew = event.get("resume") == "never"
             case "attempt_started":
                 self._attempt = event["attempt"]
+                self._has_said_where = self._has_restored = False
                 hosts = {worker["host"] for worker in event["workers"]}
                 size = event["world_size"]
                 self.line(
@@ -65,14 +73,18 @@ class Display:
                 )
             case "resized":
                 now, before = event["to"], event["from"]
-                self.line(f"{now} worker{'s'[: now > 1]} now ({before} before): going on from step {event['step']:,}")
+                where = f": going on from step {event['step']:,}" if event["step"] else ""
+                self.line(f"{now} worker{'s'[: now > 1]} now ({before} before){where}")
                 self._has_said_where = True
             case "restored":
                 if not self._has_said_where:
                     self.line(f"going on from step {event['step']:,} (attempt {self._attempt})")
-                self._has_said_where = False
+                self._has_said_where, self._has_restored = False, True
             case "training":
                 self._total = event.get("total_steps")
+                is_again = (self._attempt > 1 or self.goes_on) and not self._is_anew
+                if is_again and event["step"] == 0 and not self._has_restored:
+                    self.line("there is no checkpoint yet: beginning at step 0")
             case "evaluated":
                 self.line(f"step {event['step']:,} · {_numbers(event['metrics'])}", "bold")
             case "checkpoint_saved":

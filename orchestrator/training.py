@@ -139,6 +139,7 @@ def _finished(run: Run, display: Display) -> RunResult:
 
 
 def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
+    display.goes_on = opened.verdict == "goes on"
     display.line(f"{experiment.name}: {experiment.scaling.in_words}, {opened.verdict}; its files: {experiment.run_dir}")
     for change in opened.changes:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")

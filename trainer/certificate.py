@@ -165,16 +165,24 @@ class Certifier:
         )
 
     def _other_size(self, checkpoint: Checkpoint, said: Mapping[str, Any]) -> Iterator[_Change]:
-        before, now, trainer = said.get("samples_per_step"), self._samples_per_step(), self._trainer
-        if None in (before, now) or before == now:
+        """Finds out whether an update takes what it took, as far as the data tells: samples, or else its batches."""
+        config, ranks, ranks_now = self._trainer.config, checkpoint.world_size, self._trainer.world.size
+        before, now = said.get("samples_per_step"), self._samples_per_step()
+        what, keep = "samples", f"global_batch_size={before}"
+        if before is None or now is None:
+            before = ranks * checkpoint.meta.get("config", {}).get("gradient_accumulation_steps", 1)
+            now = ranks_now * config.gradient_accumulation_steps
+            what = "batches"
+            keep = "" if before % ranks_now else f"gradient_accumulation_steps={before // ranks_now}"
+        if before == now:
             return
-        if trainer.config.global_batch_size is None and checkpoint.world_size != trainer.world.size:
-            trainer.print(
-                f"an update takes {now} samples on {trainer.world.size} ranks, and took {before} on "
-                f"{checkpoint.world_size}: set global_batch_size to keep it the same on any number"
+        if ranks == ranks_now:
+            yield _Change(f"{what} of an update", str(before), str(now), _ACCEPT)
+        else:
+            remedy = f"{_ACCEPT}, with {keep} to have updates as large as before" if keep else _ACCEPT
+            yield _Change(
+                f"{what} of an update", f"{before} on {_ranks(ranks)}", f"{now} on {_ranks(ranks_now)}", remedy
             )
-            return
-        yield _Change("samples of an update", str(before), str(now), _ACCEPT)
 
     def _other_place(self, said: Mapping[str, Any], *, keeps_place: bool, accept_changes: bool) -> Iterator[_Change]:
         wanted, now = dict(said["position"]), _place(self._trainer.progress)
@@ -276,6 +284,10 @@ def code_of(trainer: type) -> dict[str, str]:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
                 code[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
     return code
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s'[: number > 1]}"
 
 
 def _edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

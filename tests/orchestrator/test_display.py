@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from headway.orchestrator.claiming import open_run
 from headway.orchestrator.display import Display
+from headway.orchestrator.events import Event
+from headway.orchestrator.training import _greet
+from tests.orchestrator.test_runs import experiment
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "attempt_started", "attempt": 1, "world_size": 2, "workers": [{"host": "a"}, {"host": "a"}]},
@@ -62,3 +68,40 @@ def test_a_terminal_gets_a_bar_below_the_lines() -> None:
     assert "step 5/100 · epoch 0 · loss 1.5" in text
     assert "━" in text
     assert "going on from step 10 (attempt 2)" in text
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "attempt", "resume", "events", "says"),
+    [
+        (True, 1, None, [], True),
+        (False, 2, None, [], True),
+        (True, 2, None, [{"event": "resized", "from": 1, "to": 2, "step": 0}], True),
+        (False, 1, None, [], False),
+        (True, 3, "never", [], False),
+        (True, 3, "elsewhere/step-00000010", [{"event": "restored", "step": 0, "epoch": 0}], False),
+    ],
+)
+def test_a_run_that_goes_on_from_nothing_says_so_B3(
+    goes_on: bool, attempt: int, resume: str | None, events: list[Event], says: bool
+) -> None:
+    file = io.StringIO()
+    display = Display(Console(file=file, width=100, highlight=False))
+    display.goes_on = goes_on
+    display.event({"event": "driver_started", **({"resume": resume} if resume else {})})
+    display.event({**EVENTS[0], "attempt": attempt})
+    for event in events:
+        display.event(event)
+    display.event({"event": "training", "step": 0, "total_steps": 100})
+    text = file.getvalue()
+    assert ("there is no checkpoint yet: beginning at step 0" in text) is says
+    assert "going on" not in text or not says
+
+
+def test_the_display_knows_whether_the_run_had_begun_B3(tmp_path: Path) -> None:
+    asked, display = experiment(tmp_path), Display(Console(file=io.StringIO()))
+    opened = open_run(asked)
+    _greet(opened, asked, display)
+    assert not display.goes_on
+    opened.run.update(status="interrupted")
+    _greet(open_run(asked), asked, display)
+    assert display.goes_on

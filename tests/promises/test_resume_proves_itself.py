@@ -329,3 +329,40 @@ def test_rank_files_that_have_changed_places(tmp_path: Path) -> None:
         for end in ends:
             assert "rng.torch of rank 0: " in end
             assert "rng.torch of rank 1: " in end
+
+
+class OwnBatches(TinyTrainer):
+    """Reads batches that nobody can cut."""
+
+    def configure_dataloaders(self) -> Any:
+        rows = Rows(64)
+        return [rows_of(rows, first) for first in range(0, 64, 8)]
+
+
+def rows_of(rows: Rows, first: int) -> dict[str, torch.Tensor]:
+    return {"id": torch.arange(first, first + 8), "x": rows.x[first : first + 8], "y": rows.y[first : first + 8]}
+
+
+def _saves_own_batches(world: World, folder: str) -> None:
+    for of in (TinyTrainer, OwnBatches):
+        _trainer(f"{folder}-{of.__name__}", StopAt(4), of=of, world=world, global_batch_size=None, max_epochs=1).fit()
+
+
+def test_another_number_of_ranks_does_not_change_the_batch_in_silence_A4(tmp_path: Path) -> None:
+    run_on_ranks(_saves_own_batches, 2, str(tmp_path / "run"))
+    own: dict[str, Any] = {"global_batch_size": None, "max_epochs": 1}
+    read, brought = (tmp_path / f"run-{name}" for name in ("TinyTrainer", "OwnBatches"))
+    _refused(read, r"samples of an update: 16 on 2 ranks -> 8 on 1 rank\n.*, with global_batch_size=16 to", **own)
+    _refused(
+        brought, r"batches of an update: 2 on 2 ranks -> 1 on 1 rank\n.*, with gradient_accumulation_steps=2 to",
+        of=OwnBatches, **own,
+    )  # fmt: skip
+
+    # As the messages say: what an update takes stays.
+    kept = _trainer(read, max_epochs=1)
+    assert kept.fit(accept_changes=True).samples == 6 * 16
+    assert {step: len(rows) for step, rows in kept.seen} == {step: 8 for step, _ in kept.seen}
+    assert [step for step, _ in kept.seen[:2]] == [kept.seen[0][0]] * 2, "two micro-batches make an update now"
+    with pytest.warns(UserWarning, match="guarantees 'epoch'"):
+        result = _trainer(brought, of=OwnBatches, **own).fit(accept_changes=True)
+    assert result.status == "completed"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, Digests
 from .config import MAY_CHANGE
 from .determinism import machine
-from .digests import digest_of, sums_of
+from .digests import TensorSum, digest_of, sums_of
 from .errors import ResumeError
 from .payload import named_tensors
 from .progress import Progress
@@ -213,7 +213,9 @@ class Certifier:
             for part, owner in certain.items()
             for path, tensor in named_tensors(owner.state_dict())
         }
-        sums = {name: str(each) for name, each in sums_of(live, self._trainer.world).items()}
+        # Of an earlier version, perhaps.
+        of = TensorSum.kind_of(next(iter(saved.values()), ""))
+        sums = {name: str(each) for name, each in sums_of(live, self._trainer.world, of=of).items()}
         changes = []
         for name in sorted(sums.keys() | saved.keys()):
             # Whatever a state holds inside objects has no name of its own: "part/#".

@@ -13,8 +13,9 @@ from .errors import CheckpointError
 from .summing import FileSum
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-_READABLE = (1, FORMAT)  # in 1 the checksums are CRC-32, as numbers
+FORMAT = 3
+# In 1 the checksums of files are CRC-32, as numbers; up to 2 the sums of tensors are of other numbers (digests.py).
+_READABLE = (1, 2, FORMAT)
 
 
 class CheckpointWarning(UserWarning):

@@ -98,7 +98,7 @@ class SummedFile:
     def write(self, data: Any) -> None:
         """Writes all of it. It must stay as it is until the helper is through with it."""
         view = memoryview(data).cast("B")
-        self.write_and_read(view, lambda first_look: first_look(view))
+        self.write_and_read(view, lambda also: also(view))
 
     def write_and_read(self, data: Any, read: Callable[[Callable[[Any], None]], T]) -> Future[T]:
         """Writes all of it, while the helper reads it for other purposes too; returns what comes of that.

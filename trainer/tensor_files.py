@@ -161,8 +161,8 @@ class _RankFile:
             return
         here = tensor.cpu().contiguous()
 
-        def read(first_look: Callable[[Any], None]) -> TensorSum:
-            return sum_of_part(here, offsets=offsets, size=size, first_look=lambda values: first_look(values.numpy()))
+        def read(also: Callable[[Any], None]) -> TensorSum:
+            return sum_of_part(here, offsets=offsets, size=size, also=also)
 
         file.write(frame[0])
         numbers = here.view(-1).view(torch.uint8).numpy().data

@@ -16,11 +16,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.datasets.stream import ParquetStream
-from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World
+from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World, manifest, tensor_files
 from headway.trainer.checkpoint import CheckpointWarning, read_checkpoint
+from headway.trainer.digests import TensorSum, sum_of_part
 from headway.trainer.loaders import LoaderStream
 from headway.trainer.manifest import MANIFEST, parse_manifest, write_manifest
-from headway.trainer.model_state import OptimizerState
+from headway.trainer.model_state import ModelState, OptimizerState
 from headway.trainer.progress import Progress
 from headway.trainer.summing import FileSum
 from tests.distributed import run_on_ranks
@@ -78,6 +79,15 @@ def _with_progress(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -
     _reseal(checkpoint)
 
 
+_load_models = ModelState.load_state_dict
+
+
+def _with_one_bit_flipped(self: ModelState, state: Any) -> None:
+    _load_models(self, state)
+    with torch.no_grad():
+        self._models["model"].last.weight.view(torch.int32)[2, 3] ^= 1  # type: ignore[union-attr,index,operator]
+
+
 def test_what_was_not_tampered_with_goes_on(tmp_path: Path) -> None:
     checkpoint = _interrupted(tmp_path)
     _reseal(checkpoint)
@@ -97,6 +107,30 @@ def test_a_checkpoint_without_a_certificate_goes_on(tmp_path: Path) -> None:
     (checkpoint / MANIFEST).write_bytes(write_manifest(said, files))
     (checkpoint / "tensors.json").unlink()
     assert _trainer(tmp_path).fit().steps == 12
+
+
+def test_a_checkpoint_with_the_sums_of_an_earlier_version_proves_itself_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to format 2 of the manifest, the elements of tensors were summed, and not the lanes of their bytes."""
+
+    def earlier(part: torch.Tensor, *, also: Any = None, **place: Any) -> TensorSum:
+        if also is not None:
+            also(part.contiguous().view(-1).view(torch.uint8).numpy())
+        return sum_of_part(part, of="elements", **place)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_files, "sum_of_part", earlier)
+        patched.setattr(manifest, "FORMAT", 2)
+        checkpoint = _interrupted(tmp_path)
+    assert '"format": 2,' in (checkpoint / MANIFEST).read_text()
+    assert "lanes" not in (checkpoint / "tensors.json").read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelState, "load_state_dict", _with_one_bit_flipped)
+        _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 [0-9a-f]{32} -> float32 [0-9a-f]{32}\n")
+    result = _trainer(tmp_path).fit()
+    assert result.steps == 12
+    assert "lanes" in (Path(result.last_checkpoint or "") / "tensors.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -206,17 +240,8 @@ def test_moments_of_another_parameter(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_weights_that_are_not_those_that_were_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path)
-    from headway.trainer.model_state import ModelState
-
-    load = ModelState.load_state_dict
-
-    def flipped(self: ModelState, state: Any) -> None:
-        load(self, state)
-        with torch.no_grad():
-            self._models["model"].last.weight.view(torch.int32)[2, 3] ^= 1  # type: ignore[union-attr,index,operator]
-
-    monkeypatch.setattr(ModelState, "load_state_dict", flipped)
-    _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 \w+ -> float32 \w+\nTo go on")
+    monkeypatch.setattr(ModelState, "load_state_dict", _with_one_bit_flipped)
+    _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 lanes:\w+ -> float32 lanes:\w+\nTo go on")
 
 
 class Unscheduled(TinyTrainer):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from headway.trainer import World
+from headway.trainer import World, digests
 from headway.trainer.digests import TensorSum, add_up, digest_of, sum_of_part, sums_of
 from tests.distributed import run_on_ranks
 
@@ -38,6 +40,11 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype) -> None:
             part = tensor.narrow(dim, begin, end - begin)
             parts.append({"it": sum_of_part(part, offsets=offsets, size=tensor.shape)})
         assert add_up(parts) == whole, dim
+    # A device has another way of its own.
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    offsets, size = [0] * numbers.dim(), numbers.shape
+    bits, places = digests._sums_of_elements(numbers, offsets, size, "lanes")
+    assert (bits % 2**64, places % 2**64) == (whole["it"].bits, whole["it"].places)
     assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)) or dtype == torch.bool
 
 
@@ -46,28 +53,80 @@ def test_longer_than_a_chunk_and_without_dimensions() -> None:
     halves = [{"it": sum_of_part(long[i : i + 1], offsets=(i, 0), size=long.shape)} for i in range(3)]
     assert add_up(halves) == sums_of({"it": long}, ALONE)
     assert _sum(torch.tensor(3.0)) != _sum(torch.tensor(4.0))
-    assert _sum(torch.empty(0)) == "float32 " + "0" * 32
+    assert _sum(torch.empty(0)) == "float32 lanes:" + "0" * 32
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [(torch.int32, -1), (torch.int32, 2**31 - 1), (torch.int32, -(2**31)), (torch.int16, -(2**15)), (torch.uint8, 255)],
-)
-def test_numbers_as_large_as_they_come_are_summed_exactly(dtype: torch.dtype, value: int) -> None:
-    count = 2**25 + 2**10 + 3  # more than is summed in 32 bits at once
-    tensor = torch.full((count,), value, dtype=dtype)
-    name = str(dtype).removeprefix("torch.")
-    expected = TensorSum(name, count * value % 2**64, count * (count - 1) // 2 * value % 2**64)
-    assert sums_of({"it": tensor}, ALONE) == {"it": expected}
+def _said(tensor: torch.Tensor) -> tuple[int, int]:
+    """The sums of the lanes of a tensor's bytes, and of each times its place, in Python's own numbers."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    lanes = np.frombuffer(data + bytes(-len(data) % 4), "<u4").tolist()
+    return sum(lanes) % 2**64, sum(place * each for place, each in enumerate(lanes)) % 2**64
 
 
-def test_the_sums_are_what_they_are_said_to_be_and_all_numbers_are_looked_at_once() -> None:
-    tensor, seen = _some(300_007), list[torch.Tensor]()
-    found = sum_of_part(tensor, offsets=(0,), size=tensor.shape, first_look=lambda piece: seen.append(piece.clone()))
-    bits = tensor.view(torch.int32).tolist()
-    assert found == ("float32", sum(bits) % 2**64, sum(place * each for place, each in enumerate(bits)) % 2**64)
-    assert len(seen) > 2
-    assert torch.equal(torch.cat(seen), tensor.view(torch.int32))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("value", [None, -1, -(2**7)])
+def test_the_sums_are_what_they_are_said_to_be_wherever_it_is_cut(dtype: torch.dtype, value: int | None) -> None:
+    """With a table and without one, in whole lanes and words and not; numbers as large as they come, and any."""
+    some = torch.randint(-(2**62), 2**62, (300_007,), generator=torch.Generator().manual_seed(1))
+    tensor = (some if value is None else torch.full_like(some, value)).to(dtype)
+    for count in (0, 1, 70_001, len(tensor)):
+        whole, seen = tensor[:count], list[bytes]()
+        found = sum_of_part(
+            whole, offsets=(0,), size=whole.shape, also=lambda piece, seen=seen: seen.append(bytes(piece))
+        )
+        assert (found.bits, found.places) == _said(whole), count
+        assert b"".join(seen) == whole.view(torch.uint8).numpy().tobytes()
+        assert len(seen) > 2 or count < len(tensor)
+        for cut in (1, 2, 3, count // 2 + 1):
+            parts = [
+                {"it": sum_of_part(part, offsets=(begin,), size=whole.shape)}
+                for begin, part in ((0, whole[:cut]), (cut, whole[cut:]))
+                if len(part)
+            ]
+            assert add_up(parts).get("it", found) == found, (count, cut)
+
+
+def test_more_than_fits_into_32_bits_is_summed_exactly() -> None:
+    count = 2**25 + 2**10 + 3
+    largest = torch.full((count,), -1, dtype=torch.int32)
+    lane = 2**32 - 1
+    expected = TensorSum("int32", count * lane % 2**64, count * (count - 1) // 2 * lane % 2**64)
+    assert sums_of({"it": largest}, ALONE) == {"it": expected}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool], ids=str)
+def test_each_flipped_bit_shows_and_each_two(dtype: torch.dtype) -> None:
+    """In a table's row and column, in the lower lane of a pair and in the upper, and behind the table."""
+    tensor = torch.zeros(300_007, dtype=dtype)
+    data = tensor.view(torch.uint8).numpy()
+    data[:] = torch.randint(0, 256, (len(data),), generator=torch.Generator().manual_seed(1)).numpy()
+    whole = _sum(tensor)
+    places = [0, 3, 4, 7, 8, 8192, 8199, 8192 * 9 + 15, len(data) - 1]
+    flips = [(place, 1 << bit) for place in places for bit in (0, 6, 7)]
+    for some in [*((flip,) for flip in flips), *itertools.combinations(flips, 2)]:
+        for place, bit in some:
+            data[place] ^= bit
+        assert _sum(tensor) != whole, some
+        for place, bit in some:
+            data[place] ^= bit
+    assert _sum(tensor) == whole
+
+
+def test_sums_of_elements_are_those_of_earlier_versions() -> None:
+    """As these wrote them into checkpoints of the formats 1 and 2."""
+    tensors = {
+        "float": _some(300_007),
+        "short": torch.arange(-9, 70_000).to(torch.int16),
+        "byte": torch.arange(9).byte(),
+    }
+    for name, tensor in tensors.items():
+        dtype = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]
+        bits = tensor.view(dtype).tolist()
+        places = sum(place * each for place, each in enumerate(bits))
+        found = sums_of({name: tensor}, ALONE, of="elements")[name]
+        text = f"{str(tensor.dtype).removeprefix('torch.')} {sum(bits) % 2**64:016x}{places % 2**64:016x}"
+        assert str(found) == text
+        assert [TensorSum.kind_of(each) for each in (text, _sum(tensor))] == ["elements", "lanes"]
 
 
 def test_a_conjugate_that_is_not_worked_out_yet_has_the_sum_of_its_numbers() -> None:

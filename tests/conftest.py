@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +36,27 @@ def ray_session() -> Iterator[None]:
     """A Ray on this machine with four logical CPUs: two for workers, two for reading data."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
+    with warm_process() as variables:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        yield
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def warm_process() -> Iterator[dict[str, str]]:
+    """Starts what is in tests/warm, and gives the variables with which a Ray has its workers forked from it."""
+    folder = Path(__file__).parent / "warm"
+    with tempfile.TemporaryDirectory(prefix="hw", dir="/tmp") as place, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{place}/warm")
+        server.listen(64)
+        command = [sys.executable, str(folder / "zygote.py"), str(server.fileno())]
+        settings: Any = {"pass_fds": [server.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
+        with subprocess.Popen(command, **settings) as process:
+            try:
+                found = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+                yield {"PYTHONPATH": os.pathsep.join(found), "HEADWAY_TESTS_ZYGOTE": f"{place}/warm"}
+            finally:
+                process.kill()

@@ -147,7 +147,7 @@ def trainer_of(run_dir: str | None) -> Tiny:
     trainer = Tiny(config(max_steps=10**9), world=World.alone("cpu"), run_dir=run_dir, printer=lambda text: None)
     trainer.setup()
     # What `fit` does besides before the first epoch; in pieces, the two can take turns.
-    trainer._loop.recorder.start(resumed=False)
+    trainer._loop.recorder.start(resumed=False, began_s=time.perf_counter())
     return trainer
 
 

@@ -97,8 +97,11 @@ class Loop:
         if config.loss_spike is not None and trainer.run_dir is None:
             raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
 
-    def run(self, resume: str, restore: Collection[str], *, accept_changes: bool) -> FitResult:
-        """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended."""
+    def run(self, resume: str, restore: Collection[str], *, accept_changes: bool, began_s: float) -> FitResult:
+        """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended.
+
+        `began_s` is when `fit` was called, by `time.perf_counter`: setting up is a part of the time that a run takes.
+        """
         if resume == "never" and self._progress.step:
             raise ConfigError(
                 f'resume="never" begins anew, and this trainer has made {self._progress.step} updates: make another '
@@ -123,14 +126,14 @@ class Loop:
                 "checkpoint to go back to: make a new trainer"
             )
         self.in_doubt = False
-        for schedule in (self._evaluations, self._checkpoints):
-            schedule.done(self._progress.elapsed_s)
         reason = self._reached_limit()
         has_work = reason is None or self._progress.is_closing
         if has_work:
             self._state.check_storage()
             self._warn_of_no_end()
-        self.recorder.start(resumed=goes_on or resumed_from is not None)
+        self.recorder.start(resumed=goes_on or resumed_from is not None, began_s=began_s)
+        for schedule in (self._evaluations, self._checkpoints):
+            schedule.done(self.recorder.elapsed_s())
         self._activity.enter("between updates")
         if has_work:
             if self._config.sanity_batches and self._progress.step == 0:

@@ -69,10 +69,15 @@ class Recorder:
         """Records to these trackers; the main rank's only."""
         self.trackers = TrackerList(trackers)
 
-    def start(self, *, resumed: bool) -> None:
-        """Begins the clock and the trackers, when a checkpoint has been restored or none is there."""
+    def start(self, *, resumed: bool, began_s: float) -> None:
+        """Begins the trackers, when a checkpoint has been restored or none is there.
+
+        Args:
+            resumed: whether one has been.
+            began_s: when `fit` was called, by `time.perf_counter`.
+        """
         trainer = self._trainer
-        self._began_s = time.perf_counter() - trainer.progress.elapsed_s
+        self._began_s = began_s - trainer.progress.elapsed_s
         run = RunInfo(
             name=PurePosixPath(trainer.run_dir).name if trainer.run_dir else type(trainer).__name__,
             run_dir=trainer.run_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -554,6 +555,7 @@ class Trainer(OwnHooks, Generic[C]):
             StepError, NonFiniteError: a step gave nothing to learn from.
             CheckpointError: no checkpoint is good, or none can be written.
         """
+        began_s = time.perf_counter()
         error: BaseException | None = None
         status: Status = "failed"
         try:
@@ -562,7 +564,7 @@ class Trainer(OwnHooks, Generic[C]):
             with pins, stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
                 self._check_config()
                 self.setup()
-                result = self._loop.run(resume, restore, accept_changes=accept_changes)
+                result = self._loop.run(resume, restore, accept_changes=accept_changes, began_s=began_s)
             status = result.status
             return result
         except BaseException as raised:

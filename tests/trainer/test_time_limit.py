@@ -16,17 +16,34 @@ from tests.tiny import TinyConfig, TinyTrainer
 ALONE = World.alone("cpu")
 
 
+class Clock:
+    """The real one, and what it is put forward by: what takes long takes no time."""
+
+    def __init__(self) -> None:
+        self._real, self.ahead_s = time.perf_counter, 0.0
+
+    def __call__(self) -> float:
+        return self._real() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
 class Slow(Callback):
     """Makes updates and batches of an evaluation take some time."""
 
-    def __init__(self, *, step_s: float = 0.0, batch_s: float = 0.0) -> None:
-        self.step_s, self.batch_s = step_s, batch_s
+    def __init__(self, clock: Clock, *, step_s: float = 0.0, batch_s: float = 0.0) -> None:
+        self.clock, self.step_s, self.batch_s = clock, step_s, batch_s
 
     def on_step_start(self, trainer: Any) -> None:
-        time.sleep(self.step_s)
+        self.clock.ahead_s += self.step_s
 
     def on_evaluation_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
-        time.sleep(self.batch_s)
+        self.clock.ahead_s += self.batch_s
 
 
 def _config(**changes: Any) -> TinyConfig:
@@ -52,36 +69,50 @@ def test_what_is_no_time_is_refused_when_it_is_made_C11(limit: Any) -> None:
         TimeLimit(limit)
 
 
-def test_the_limit_counts_over_attempts_saves_and_is_told_C11_H3(tmp_path: Path) -> None:
+def test_the_limit_counts_over_attempts_saves_and_is_told_C11_H3(tmp_path: Path, clock: Clock) -> None:
     """Three attempts of a fraction of the limit each, ended by a stop; a fourth has next to nothing left."""
 
     def fit(limit_s: float) -> Any:
-        callbacks = [Slow(step_s=0.02), TimeLimit(limit_s)]
+        callbacks = [Slow(clock, step_s=200.0), TimeLimit(limit_s)]
         return TinyTrainer(_config(), world=ALONE, callbacks=callbacks, run_dir=tmp_path).fit()
 
-    first = fit(0.4)
-    assert (first.status, first.reason) == ("time_limit", "the time limit of 0s is reached")
-    assert 0 < first.steps <= 20
+    first = fit(3600)
+    assert (first.status, first.reason) == ("time_limit", "the time limit of 1h00m is reached")
+    assert first.steps == 18
     assert first.last_checkpoint is not None
     # Time is up already: no update is made, and nothing is written over.
-    again = fit(0.4)
+    again = fit(3600)
     assert (again.status, again.steps, again.last_checkpoint) == ("time_limit", first.steps, first.last_checkpoint)
-    longer = fit(3.0)
-    assert longer.status == "time_limit"
-    assert first.steps < longer.steps <= 150
+    longer = fit(7200)
+    assert (longer.status, longer.steps) == ("time_limit", 36)
 
 
-def test_a_checkpoint_knows_the_time_up_to_it_though_nothing_was_logged(tmp_path: Path) -> None:
+def test_a_checkpoint_knows_the_time_up_to_it_though_nothing_was_logged(tmp_path: Path, clock: Clock) -> None:
     config = _config(max_steps=5, checkpoint=CheckpointConfig(every="5 steps", at_end=False))  # type: ignore[arg-type]
-    TinyTrainer(config, world=ALONE, callbacks=[Slow(step_s=0.02)], run_dir=tmp_path).fit()
+    TinyTrainer(config, world=ALONE, callbacks=[Slow(clock, step_s=200.0)], run_dir=tmp_path).fit()
     resumed = TinyTrainer(config, world=ALONE, run_dir=tmp_path)
     resumed.fit()
-    assert resumed.progress.elapsed_s >= 0.1
+    assert 1000 <= resumed.progress.elapsed_s < 1200
 
 
-def test_an_evaluation_is_cut_short_C11() -> None:
+def test_setting_up_counts_and_hastens_nothing_else_C11(tmp_path: Path, clock: Clock) -> None:
+    class Compiles(TinyTrainer):
+        def configure_models(self) -> None:
+            super().configure_models()
+            clock.ahead_s += 3600.0
+
+    config = _config(max_steps=3, checkpoint=CheckpointConfig(every="50m", at_end=False))  # type: ignore[arg-type]
+    trainer = Compiles(config, world=ALONE, run_dir=tmp_path)
+    result = trainer.fit()
+    assert (result.steps, result.last_checkpoint) == (3, None)
+    assert 3600 <= result.metrics["elapsed_s"] < 7200
+    result = Compiles(config, world=ALONE, callbacks=[TimeLimit("1h")]).fit()
+    assert (result.status, result.steps) == ("time_limit", 0)
+
+
+def test_an_evaluation_is_cut_short_C11(clock: Clock) -> None:
     trainer = TinyTrainer(
-        _config(evaluate_every="1 steps"), world=ALONE, callbacks=[Slow(batch_s=0.1), TimeLimit(0.15)]
+        _config(evaluate_every="1 steps"), world=ALONE, callbacks=[Slow(clock, batch_s=200.0), TimeLimit(300)]
     )
     result = trainer.fit()
     assert (result.status, result.steps) == ("time_limit", 1)
@@ -90,9 +121,11 @@ def test_an_evaluation_is_cut_short_C11() -> None:
 
 def _on_ranks(world: World) -> tuple[str, int]:
     """The main rank's clock decides: the other one's limit never comes."""
-    limit = TimeLimit(0.2 if world.is_main else "1d")
+    limit = TimeLimit("1h" if world.is_main else "1d")
     config = _config(checkpoint=CheckpointConfig(every=None))
-    result = TinyTrainer(config, world=world, callbacks=[Slow(step_s=0.02), limit]).fit()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "perf_counter", clock := Clock())
+        result = TinyTrainer(config, world=world, callbacks=[Slow(clock, step_s=200.0), limit]).fit()
     return result.status, result.steps
 
 
@@ -100,3 +133,4 @@ def test_the_clock_of_the_main_rank_decides_for_all_C11() -> None:
     first, second = run_on_ranks(_on_ranks, 2)
     assert first == second
     assert first[0] == "time_limit"
+    assert 18 <= first[1] <= 20

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class TimeLimit(Callback):
     """Asks for an orderly end, with a checkpoint and the status "time_limit", when the time is up.
 
-    It counts the time inside `fit` over all attempts, as far as checkpoints tell: what an attempt did after its last
-    checkpoint is not in it. The main rank's clock decides, after every update and every batch of an evaluation. A run
-    whose time is up already stops before its first update.
+    It counts the time inside `fit` over all attempts, setting up included, as far as checkpoints tell: what an attempt
+    did after its last checkpoint is not in it. The main rank's clock decides, after every update and every batch of an
+    evaluation. A run whose time is up already stops before its first update.
 
     Args:
         limit: "90m", "2h30m", "1d", or a number of seconds.

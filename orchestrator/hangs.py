@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from headway.trainer.activity import PHASES, Phase
 
-_STEADY: tuple[Phase, ...] = ("reading data", "forward", "backward", "optimizer")
-"""What takes about as long every time. Hooks, saves and evaluations may take minutes out of the blue."""
+_STEADY: tuple[Phase, ...] = (
+    "reading validation data", "evaluation", "reading data", "forward", "backward", "optimizer",
+)  # fmt: skip
+"""What takes about as long every time. Hooks, saves and what surrounds evaluations may take minutes out of the blue."""
 
 
 @dataclass(frozen=True, kw_only=True)

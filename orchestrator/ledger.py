@@ -39,6 +39,7 @@ _WORTH_A_WORD = 0.05
 _CLASS_OF: dict[str, str] = {
     "reading data": "data wait",
     "saving": "checkpoint stall",
+    "around an evaluation": "evaluation",
     "evaluation": "evaluation",
     "reading validation data": "evaluation",
     "between updates": "hooks and logging",

@@ -21,6 +21,8 @@ from .hangs import Late, Patience, Rank, who_is_late
 from .storage import Folder
 from .watchdog import ORDER, beat_s, heartbeat_of, stacks_of, watch_folder
 
+_BEFORE_TIMEOUT = 0.8
+
 
 @dataclass
 class _Heard:
@@ -134,8 +136,8 @@ def patience_of(experiment: Experiment, beat_s: float) -> Patience | None:
         return None
     return Patience(
         fixed_s=None if wanted == "auto" else wanted.amount,
-        # The ranks that wait would give up then in any case.
-        first_s=experiment.config.parallel.timeout.amount,
+        # Before the ranks that wait give up: they cannot say for whom.
+        first_s=_BEFORE_TIMEOUT * experiment.config.parallel.timeout.amount,
         silence_s=max(Patience.silence_s, 4 * beat_s),
     )
 

@@ -9,6 +9,7 @@ Phase = Literal[
     "setting up",
     "between updates",
     "saving",
+    "around an evaluation",
     "reading validation data",
     "evaluation",
     "reading data",

@@ -89,6 +89,8 @@ class Evaluation:
                 if seen == 0:
                     self._complain_of_no_data(name, stream)
                 num_batches += seen
+                # Ahead of a rank that is still in its last batch.
+                trainer.activity.begin_batch("around an evaluation")
                 computed |= {self._prefix + metric: value for metric, value in trainer.metrics.compute().items()}
             means = self._means.read(trainer.world)
         if twice := means.keys() & computed.keys():

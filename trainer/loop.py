@@ -239,7 +239,7 @@ class Loop:
         """Has the models as they are in an evaluation, and the time left out."""
         self.let_weights_change()
         with (
-            self._in_phase("evaluation"),
+            self._in_phase("around an evaluation"),
             self.recorder.paused(),
             evaluating(self._trainer),
             autocast(self._config.precision, self._trainer.device),
@@ -330,7 +330,7 @@ class Loop:
         self._evaluation = evaluation
         self.let_weights_change()
         try:
-            with self._in_phase("evaluation"), self.recorder.paused():
+            with self._in_phase("around an evaluation"), self.recorder.paused():
                 return evaluation()
         finally:
             self._evaluation = None

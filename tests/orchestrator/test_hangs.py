@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.orchestrator import Retries
 from headway.orchestrator.hangs import Patience, Rank, who_is_late
+from headway.orchestrator.watching import patience_of
 from headway.trainer.errors import ConfigError
 from headway.trainer.progress import Duration
+from tests.orchestrator.test_runs import experiment
 
 AUTO = Patience()
 TEN_SECONDS = Patience(fixed_s=10.0)
@@ -70,8 +73,23 @@ def at(rank: int, phase: Any, for_s: float, **known: Any) -> Rank:
         ),
         pytest.param([at(0, "backward", 290), at(1, "forward", 0.2)], AUTO, None, False, id="slow but moving"),
         pytest.param(
-            [at(0, "evaluation", 3, batches=9), at(1, "evaluation", 200, batches=8)], AUTO, None, False,
-            id="a long evaluation",
+            [at(0, "evaluation", 3, batches=9), at(1, "evaluation", 200, batches=8)], AUTO, (1,), False,
+            id="a long evaluation: named",
+        ),
+        pytest.param(
+            [at(0, "around an evaluation", 301, batches=9), at(1, "evaluation", 301, batches=8)], AUTO, (1,), True,
+            id="a step of an evaluation never ends",
+        ),
+        pytest.param(
+            [at(0, "evaluation", 800, batches=2, usual_s=None), at(1, "evaluation", 800, batches=1, usual_s=None)],
+            AUTO, None, False, id="the first evaluation compiles",
+        ),
+        pytest.param(
+            [at(0, "reading validation data", 301), at(1, "evaluation", 301)], AUTO, (0,), True,
+            id="validation data never come",
+        ),
+        pytest.param(
+            [at(0, "around an evaluation", 800, batches=9)], AUTO, None, False, id="a hook at the end of an evaluation"
         ),
         pytest.param(
             [at(0, "reading validation data", 900, usual_s=None)], AUTO, None, False, id="a slow first batch of it"
@@ -113,6 +131,18 @@ def test_it_is_told_with_rank_phase_and_time_C13() -> None:
     assert str(who_is_late([waits, at(1, "reading data", 31)], AUTO)) == (
         "rank 1 has not moved for 31 s, in phase 'reading data' at step 12"
     )
+
+
+def test_a_phase_of_unknown_length_ends_before_the_ranks_that_wait_give_up_C13(tmp_path: Path) -> None:
+    """Their collectives would time out, and what is raised there knows neither the rank nor its phase."""
+    asked = experiment(tmp_path)
+    patience = patience_of(asked, 0.5)
+    timeout_s = asked.config.parallel.timeout.amount
+    assert patience is not None
+    for phase in ("setting up", "saving", "between updates"):
+        late = who_is_late([at(0, "backward", 3), at(1, phase, 0.9 * timeout_s, updates=11, usual_s=None)], patience)
+        assert late is not None
+        assert (late.ranks, late.phase, late.is_over) == ((1,), phase, True)
 
 
 def test_the_patience_is_a_time_auto_or_none() -> None:

@@ -48,6 +48,12 @@ class Looks(TinyTrainer):
     def on_step_end(self) -> None:
         self.look("on_step_end")
 
+    def on_evaluation_start(self) -> None:
+        self.look("on_evaluation_start")
+
+    def on_evaluation_end(self, metrics: Any) -> None:
+        self.look("on_evaluation_end")
+
     def on_checkpoint_saved(self, checkpoint: Any) -> None:
         self.look("on_checkpoint_saved")
 
@@ -88,6 +94,8 @@ def test_the_phase_is_true_wherever_a_run_may_wait_C13(tmp_path: Path, backgroun
         ("on_step_end", "between updates"),
         ("validation data", "reading validation data"),
         ("validation_step", "evaluation"),
+        ("on_evaluation_start", "around an evaluation"),
+        ("on_evaluation_end", "around an evaluation"),
         ("on_checkpoint_saved", "between updates"),
         ("state_dict", "saving"),
     }

@@ -27,8 +27,10 @@ class Testimony:
     Attributes:
         losses: of each micro-batch whose loss is not finite, by its number from 0, with the loss.
         inputs: micro-batches with a number in them that is not finite.
-        parameters: names of those whose gradient, or this rank's shard of it, is not finite.
-        rows: of the guilty micro-batches, or of all if none is; empty where the data does not name its rows.
+        parameters: names of those whose gradient, or this rank's shard of it, is not finite; where gradients may be
+            gone, also of those that are not finite themselves.
+        rows: of the guilty micro-batches. If none is, of all, or of none where gradients may be gone; empty where the
+            data does not name its rows.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -61,8 +63,10 @@ class Suspects:
         return tell(self._world.gather(self._testify(with_gradients=True)))
 
     def describe_alone(self) -> str:
-        """Says what this rank found, of an update whose gradients are gone."""
-        return f"on rank {self._world.rank}, {_tell_of_losses(self._testify(with_gradients=False))}"
+        """Says what this rank found, of an update that may have been applied and followed by others."""
+        found = self._testify(with_gradients=False)
+        spoilt = f"; not finite by now: {_first(found.parameters, _MOST_NAMES)}" if found.parameters else ""
+        return f"on rank {self._world.rank}, {_tell_of_losses(found)}{spoilt}"
 
     def _testify(self, *, with_gradients: bool) -> Testimony:
         found = Testimony()
@@ -73,14 +77,13 @@ class Suspects:
         for number, micro_batch in enumerate(self._batch.micro_batches):
             if not _is_finite(micro_batch):
                 found.inputs.append(number)
-        if with_gradients:
-            found.parameters = [
-                name
-                for name, parameter in named_parameters(self._models)
-                if parameter.grad is not None and not bool(local(parameter.grad).isfinite().all())
-            ]
+        for name, parameter in named_parameters(self._models):
+            looked_at = [parameter.grad] if with_gradients else [parameter.grad, parameter.detach()]
+            if not all(bool(local(each).isfinite().all()) for each in looked_at if each is not None):
+                found.parameters.append(name)
         if isinstance(self._batch, NamesRows) and (rows := self._batch.row_ids()):
-            guilty = sorted({*found.losses, *found.inputs}) or range(len(rows))
+            # Without a gradient to look at, nothing points to these rows rather than to what the weights were.
+            guilty = sorted({*found.losses, *found.inputs}) or (range(len(rows)) if with_gradients else ())
             found.rows = [row for number in guilty for row in rows[number]]
         return found
 

@@ -192,6 +192,47 @@ def test_one_gradient_that_is_not_finite_is_named_D8() -> None:
         OneGradient(config, world=ALONE).fit()
 
 
+def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows_D8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late(nonfinite.Arrival):
+        """Arrives when it is waited for: the update has been applied by then."""
+
+        def is_here(self) -> bool:
+            return False
+
+    class OneGradient(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            self.model.last.bias.register_hook(lambda gradient: gradient * float("inf"))
+            return outputs
+
+    monkeypatch.setattr(update, "AT_ONCE", ())
+    said = "step 1 is nan: on rank 0, every loss is finite; not finite by now: model.last.bias; weights from there on"
+    for arrival in (nonfinite.Arrival, Late):
+        monkeypatch.setattr(update, "Arrival", arrival)
+        with pytest.raises(NonFiniteError) as raised:
+            OneGradient(_config(max_steps=1), world=ALONE).fit()
+        assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "retry"])
+def test_where_norms_arrive_late_the_guilty_rows_and_parameters_are_named_D8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(update, "AT_ONCE", ())
+    result = _explode(ALONE, str(tmp_path), non_finite=policy, max_non_finite=1)
+    assert "the loss of micro-batch 4 is nan, rows " in result["message"]
+    assert result["message"].count("model.") == 8
+    assert (result["saved"], result["saved_finite"], result["told"]) == (["step-00000002"], True, True)
+    if policy == "raise":
+        assert "gradient of step 3 is nan: on rank 0, the loss of micro-batch 1 is nan" in result["message"]
+        assert "; not finite by now: model.first.weight" in result["message"]
+    else:
+        _assert_refused(result)
+
+
 def test_data_that_is_not_finite_is_named_D8() -> None:
     class BadRow(TinyTrainer):
         def on_batch_start(self, batch: Any, batch_idx: int) -> None:

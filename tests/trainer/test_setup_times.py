@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headway.trainer import World
+from headway.trainer import CheckpointConfig, World
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
 
 ALONE = World.alone("cpu")
@@ -38,11 +38,12 @@ class Slow(TinyTrainer):
 
 
 def test_each_phase_is_timed_and_the_first_update_apart_from_its_data(tmp_path: Path) -> None:
-    trainer = Slow(TinyConfig(max_steps=3), world=ALONE, run_dir=tmp_path, callbacks=[StopAt(2)])
+    config = TinyConfig(max_steps=3, checkpoint=CheckpointConfig(every=None))
+    trainer = Slow(config, world=ALONE, run_dir=tmp_path, callbacks=[StopAt(2)])
     trainer.fit()
     times = trainer.setup_times
     assert sorted(times) == sorted(PHASES)
     assert times["configure"] >= 0.11
     assert times["first_batch"] >= 0.12
     assert times["first_update"] >= 0.13
-    assert sum(times.values()) < trainer.elapsed_s + sum(times[phase] for phase in PHASES[:6])
+    assert sum(times.values()) < trainer.elapsed_s

@@ -28,6 +28,9 @@ from .transforms import Transform
 # Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
 # groups are put together up to this size.
 _TASK_BYTES = 16 * 2**20
+# What has been read and waits in Ray's store beside what is being read, in tasks. With one or two, Ray Data begins a
+# task only when another's rows have been taken, and its readers idle for half of the time (2.60).
+_WAITING_TASKS = 4
 # Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several.
 _TASKS_PER_EXECUTION = 64
 _ERROR = "headway: what went wrong"
@@ -74,7 +77,7 @@ def read_with_ray(
     following: _Execution | None = None
     try:
         while current or (current := _Execution.start(tasks, transforms, readers)):
-            current.read_ahead(ahead)
+            current.read_ahead(max(1, ahead - _WAITING_TASKS))
             for pieces in current:
                 # As soon as its first block fits beside what is left: sooner would take more memory.
                 if following is None and current.left <= max(1, ahead - 1):
@@ -142,27 +145,36 @@ class _Execution:
             self._thread.join(timeout=0.05)
 
     def _drain(self) -> None:
-        import ray
-
         end: BaseException | None = None
         try:
             # Not `iter_batches`: left in the middle, that kills the processes of its tasks, and every stream that is
             # closed would cost the next one seconds to start them again.
             # A block comes out as it was made: in the order of the tasks, and never cut or joined with another.
-            for bundle in self._dataset.iter_internal_ref_bundles():
-                for table in ray.get(list(bundle.block_refs)):
-                    if _ERROR in table.column_names:
-                        raise pickle.loads(table.column(_ERROR)[0].as_py())
-                    if not self._wait_for_room():
-                        break
-                    # Copies, so that the shared block goes back to Ray now, and not with the last of its rows.
-                    self._put([{name: column.copy() for name, column in rows.items()} for rows in chunks(table)])
+            # As `iter_internal_ref_bundles` does, which does not hand out the executor.
+            bundles, _, executor = self._dataset._execute_to_iterator(capture_executor=False)
+            for bundle in bundles:
+                if end is None and not self._stopped.is_set():
+                    try:
+                        self._take(bundle.block_refs)
+                    except BaseException as error:
+                        end = error
                 del bundle
-                if self._stopped.is_set():
-                    break
+                if end is not None or self._stopped.is_set():
+                    _start_no_more(executor)
         except BaseException as error:
-            end = error
+            end = end or error
         self._put(end)
+
+    def _take(self, block_refs: Iterable[Any]) -> None:
+        import ray
+
+        for table in ray.get(list(block_refs)):
+            if _ERROR in table.column_names:
+                raise pickle.loads(table.column(_ERROR)[0].as_py())
+            if not self._wait_for_room():
+                return
+            # Copies, so that the shared block goes back to Ray now, and not with the last of its rows.
+            self._put([{name: column.copy() for name, column in rows.items()} for rows in chunks(table)])
 
     def _wait_for_room(self) -> bool:
         with self._blocks.not_full:
@@ -177,6 +189,17 @@ class _Execution:
             except queue.Full:
                 continue
             return
+
+
+def _start_no_more(executor: Any) -> None:
+    """Takes the tasks that have not begun from an execution, which then ends by itself with those that have.
+
+    Left in the middle, it would cancel them, and a task that ends while it is cancelled may abort this whole process:
+    https://github.com/ray-project/ray/issues/54846.
+    """
+    for operator in executor._topology.values():
+        for waiting in operator.input_queues:
+            waiting.clear()
 
 
 def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> Any:
@@ -202,7 +225,7 @@ def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: i
         context.enable_progress_bars = shown
     dataset.context.execution_options.preserve_order = True
     dataset.context.execution_options.resource_limits = ExecutionResources.for_limits(
-        object_store_memory=(readers + 1) * _TASK_BYTES
+        object_store_memory=(readers + _WAITING_TASKS) * _TASK_BYTES
     )
     # An evaluation or a checkpoint may take longer than Ray Data would wait for its consumer.
     dataset.context.execution_no_progress_timeout_s = -1

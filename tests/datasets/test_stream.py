@@ -288,10 +288,22 @@ def test_closing_ends_every_thread_C14(folder: Path, engine: str) -> None:
 
 
 @pytest.mark.ray
-def test_closing_leaves_no_execution_in_ray_data_C14(folder: Path, ray_session: None) -> None:
-    stream = opened(folder, engine="ray")
+def test_closing_leaves_no_execution_in_ray_data_C14(
+    folder: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And cancels none of its tasks: one that ends while it is cancelled may abort the process."""
+    import ray
+
+    def slowly(rows: Any) -> Any:
+        time.sleep(0.3)
+        return rows
+
+    cancelled: list[Any] = []
+    monkeypatch.setattr(ray, "cancel", lambda task, **_: cancelled.append(task))
+    stream = opened(folder, engine="ray", transforms=[slowly])
     next(stream.epoch(0))
     stream.close()
+    assert not cancelled
     deadline = time.monotonic() + 10
     while (running := _executors()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -292,7 +292,7 @@ class CheckpointStore:
     def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
         """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
 
-        Those that a run that began anew has left behind are none of its own.
+        Those that a run that began anew has left behind are none of its own, and nor are damaged ones before its first.
 
         Args:
             up_to: leaves out what was saved after more updates than this.
@@ -304,9 +304,15 @@ class CheckpointStore:
         """
         doing = f"look for checkpoints in {self._storage.path_of('')}"
         most = math.inf if up_to is None else up_to
+
+        def look() -> Sequence[Entry]:
+            entries = self._look()
+            # What is damaged says not whose it was.
+            return [] if self._sequence == self.began_after > 0 else entries
+
         entries = [
             entry
-            for entry in self._on_main(doing, self._look)
+            for entry in self._on_main(doing, look)
             if (each := entry.checkpoint) is None or (each.sequence > self.began_after and each.step <= most)
         ]
         self.passed_over = []

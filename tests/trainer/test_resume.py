@@ -462,6 +462,24 @@ def test_a_run_that_began_anew_knows_its_own_best_after_a_resume_as_well(tmp_pat
     assert (tmp_path / "checkpoints" / "step-00000099").is_dir()
 
 
+def test_a_run_that_began_anew_and_failed_does_not_go_on_from_the_one_before(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.global_step == 2:
+                raise LookupError
+
+    earlier, _ = _fit(tmp_path, checkpoint=CheckpointConfig())
+    trainer = TinyTrainer(_config(checkpoint=CheckpointConfig()), run_dir=tmp_path, world=ALONE, callbacks=[Fails()])
+    with pytest.raises(LookupError):
+        trainer.fit(resume="never")
+    for damage in (False, True):
+        if damage:
+            manifest = Path(earlier.last_checkpoint, "manifest.json")
+            manifest.write_bytes(manifest.read_bytes()[:20])
+        with pytest.raises(ConfigError, match="there is no checkpoint to go back to: make a new trainer"):
+            trainer.fit()
+
+
 class Breaks(TinyTrainer):
     """Fails once, in the midst of update 7, whose first micro-batch leaves a gradient."""
 

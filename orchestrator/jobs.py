@@ -214,7 +214,7 @@ class Jobs:
         except AuthenticationError as error:
             raise ConfigError(
                 f"the cluster at {self.address} wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "
-                "`ray get-auth-token` says on its head"
+                "`ray get-auth-token` says on its head, if that is another machine"
             ) from error
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"the cluster at {self.address} refuses: {error}") from error

@@ -143,6 +143,7 @@ class ExactMeans(MeanMetrics):
         for name, each in sums.items():
             if each.is_total:
                 self.reduced.check(name, "sum")
+        self.weights = {name: each.weight / _ONE for name, each in sums.items() if each.weight and not each.is_total}
         values = {name: each.value() for name, each in sums.items() if each.weight or each.not_finite}
         means = [name for name in values if not sums[name].is_total]
         return dict(sorted((values | self.reduced.meet([reduced for _, reduced in per_rank], means)).items()))

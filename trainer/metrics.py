@@ -30,6 +30,7 @@ class MeanMetrics:
 
     Attributes:
         reduced: what is logged and is no mean; `read` returns it besides.
+        weights: how much each mean of the last read counts, by name: the sum of its weights over all ranks.
 
     Example:
         >>> metrics = MeanMetrics()
@@ -46,6 +47,7 @@ class MeanMetrics:
         self._folded: list[tuple[str, Tensor]] = []
         self._agreed: list[str] = []
         self.reduced = Reductions()
+        self.weights: dict[str, float] = {}
 
     def add(self, outputs: Mapping[str, Any], weight: Tensor | float = 1, prefix: str = "") -> None:
         """Takes the numbers of one micro-batch of this rank; nested names become "a/b".
@@ -115,6 +117,7 @@ class MeanMetrics:
                 # Names change rarely, mostly at the first read; all ranks see the same count, so all go this way.
                 self._agreed = sorted({name for names in world.gather([*self._agreed, *sums]) for name in names})
                 total, _, _ = self._over_ranks(sums, world)
+        self.weights = {name: each[1] for name, each in zip(self._agreed, total, strict=True) if each[1]}
         means = {
             name: within(weighted / weight, least, greatest)
             for name, (weighted, weight, least, greatest) in zip(self._agreed, total, strict=True)

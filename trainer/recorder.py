@@ -159,7 +159,9 @@ class Recorder:
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # The means cover what an interrupted attempt has added before, the throughput does not.
         self.samples = progress.samples - self._flushed_samples
-        trainer.history.add(record, samples=self.samples, kinds=self._metrics.reduced.kinds)
+        trainer.history.add(
+            record, samples=self.samples, kinds=self._metrics.reduced.kinds, weights=self._metrics.weights
+        )
         self._flushed_samples = progress.samples
         self._log(record)
         self._new_interval()

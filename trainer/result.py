@@ -99,13 +99,16 @@ class History:
     _reduced: dict[str, float] = field(default_factory=dict)
     _evaluation: dict[str, float] = field(default_factory=dict)
 
-    def add(self, record: Mapping[str, float], *, samples: int, kinds: Mapping[str, Reduce]) -> None:
+    def add(
+        self, record: Mapping[str, float], *, samples: int, kinds: Mapping[str, Reduce], weights: Mapping[str, float]
+    ) -> None:
         """Takes in the training metrics of an interval of so many samples.
 
         Args:
             record: by name; what is not finite is left out of the epoch.
-            samples: how much its means count.
+            samples: how much those of its means count of which `weights` does not know it.
             kinds: how those are reduced that are no means.
+            weights: how much each mean counts: the samples, tokens or whatever it is over.
         """
         # Late, for it imports torch: results are read without.
         from .reductions import combine
@@ -119,7 +122,8 @@ class History:
                 self._reduced[name] = value if before is None else combine(kinds[name], before, value)
             else:
                 total = self._sums.setdefault(name, [0.0, 0.0, value, value])
-                total[:] = total[0] + value * samples, total[1] + samples, min(total[2], value), max(total[3], value)
+                weight = weights.get(name, samples)
+                total[:] = total[0] + value * weight, total[1] + weight, min(total[2], value), max(total[3], value)
 
     def add_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Takes in the result of an evaluation."""

@@ -83,17 +83,31 @@ class OfBatch(Callback):
         trainer.log("updates", float(trainer.global_step))
 
 
+class Tokens(TinyTrainer):
+    """Weighs a row by its number."""
+
+    def loss_weight(self, batch: Any) -> torch.Tensor:
+        return (batch["id"] + 1).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = batch["id"].double().mean()
+        self.log("logged", value)
+        return {**super().training_step(batch, batch_idx), "returned": value}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_means_over_an_epoch_do_not_depend_on_the_intervals_of_the_log_F1(exact: bool) -> None:
+    rows = []
+    for every in (1, 2, 5):
+        config = config_of(max_epochs=1, exact=exact, log_every=Duration(every, "steps"))
+        rows += Tokens(config, world=ALONE, callbacks=[OfBatch()]).fit().history
+    for row in rows:
+        assert row == pytest.approx(rows[0])
+    assert rows[0]["train/updates"] == 3
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_mean_counts_as_much_as_what_the_step_returns_F1_F2(exact: bool) -> None:
-    class Tokens(TinyTrainer):
-        def loss_weight(self, batch: Any) -> torch.Tensor:
-            return (batch["id"] + 1).sum()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            value = batch["id"].double().mean()
-            self.log("logged", value)
-            return {**super().training_step(batch, batch_idx), "returned": value}
-
     config = config_of(max_epochs=1, exact=exact, log_every=Duration(5, "steps"))
     metrics = Tokens(config, world=ALONE, callbacks=[OfBatch()]).fit().metrics
     for role in ("train", "validation"):

@@ -59,26 +59,40 @@ class _SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     equal; and a model would start differently at every number of ranks. Holds one whole tensor at a time.
     """
 
-    _RANDOM = (
-        aten.uniform_,
-        aten.normal_,
-        aten.bernoulli_,
-        aten.exponential_,
-        aten.log_normal_,
-        aten.cauchy_,
-        aten.random_,
+    _FILL = (
+        *(aten.uniform_, aten.normal_, aten.exponential_, aten.log_normal_, aten.cauchy_, aten.random_),
+        *(aten.geometric_, aten.rand_like, aten.randn_like, aten.randint_like),
     )
+    _READ = (aten.bernoulli, aten.bernoulli_, aten.normal, aten.poisson)
+    """Those that ask a tensor for probabilities or means, of which every rank has a part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else None
-        if func.overloadpacket not in self._RANDOM or not isinstance(target, DTensor):
-            return func(*args, **(kwargs or {}))
-        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        func(full, *args[1:], **(kwargs or {}))
+        kwargs = kwargs or {}
+        target = next((each for each in (*kwargs.values(), *args) if isinstance(each, DTensor)), None)
+        if target is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        reads = func.overloadpacket in self._READ
+        if not reads and func.overloadpacket not in self._FILL:
+            raise ConfigError(
+                f"init_weights or a reset_parameters calls {func} on a sharded weight, which would draw other numbers "
+                "at every number of ranks: draw into a plain tensor of the weight's shape, and copy this rank's part "
+                "of it, by torch.distributed.tensor.distribute_tensor(..., src_data_rank=None)"
+            )
+        whole_args = [_unsharded(each, reads) for each in args]
+        full = func(*whole_args, **{name: _unsharded(each, reads) for name, each in kwargs.items()})
         # src_data_rank=None: every rank has drawn the same numbers, none need be sent.
         part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        if not func._schema.is_mutable:
+            return part
         target.to_local().copy_(part.to_local())
         return target
+
+
+def _unsharded(value: Any, has_values: bool) -> Any:
+    """Returns a whole plain tensor in the place of a sharded one, with its values where these are needed."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.full_tensor() if has_values else torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _spoil(tensor: torch.Tensor) -> None:

@@ -358,12 +358,36 @@ def test_tied_weights_stay_tied_on_the_way_from_meta_to_many_ranks() -> None:
             torch.testing.assert_close(weight, alone)
 
 
+class Drawn(nn.Module):
+    """Draws its weights by whatever torch has, also by what draws a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(5, 2)) for _ in range(6))
+
+    def reset_parameters(self) -> None:
+        first, normal, uniform, chosen, around, geometric = self.weights
+        nn.init.uniform_(first, 0.1, 0.9)
+        normal.copy_(torch.randn_like(normal) * 2)
+        uniform.copy_(torch.rand_like(uniform) - 0.5)
+        chosen.copy_(torch.bernoulli(first))
+        around.copy_(torch.normal(first, 0.1))
+        geometric.geometric_(0.5).add_(torch.empty_like(geometric).bernoulli_(first))
+
+
 class TwoModels(TinyTrainer):
     """One to train and one that is frozen, which no strategy can train."""
 
     def configure_models(self) -> None:
         super().configure_models()
         self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        self.drawn = Drawn()
+
+
+class Shuffled(Drawn):
+    def reset_parameters(self) -> None:
+        first = self.weights[0]
+        first.copy_(first[torch.multinomial(first.new_ones(5), 5)])
 
 
 def _setup_on_ranks(world: World) -> dict[str, Any]:
@@ -393,6 +417,8 @@ def _setup_on_ranks(world: World) -> dict[str, Any]:
             "groups": len(sharded),
             "dtensors": all(isinstance(parameter, DTensor) for parameter in unwrap(model).parameters()),
         }
+    with pytest.raises(ConfigError, match="aten.multinomial.default on a sharded weight"):
+        _model(Shuffled)(_config(strategy="fsdp"), world=world).setup()
     return found
 
 

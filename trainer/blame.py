@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .clipping import numbers_of
 from .gradients import named_parameters
 from .nested import map_tensors
 from .parallel import local
@@ -79,7 +80,7 @@ class Suspects:
                 found.inputs.append(number)
         for name, parameter in named_parameters(self._models):
             looked_at = [parameter.grad] if with_gradients else [parameter.grad, parameter.detach()]
-            if not all(bool(local(each).isfinite().all()) for each in looked_at if each is not None):
+            if not all(bool(numbers_of(local(each)).isfinite().all()) for each in looked_at if each is not None):
                 found.parameters.append(name)
         if isinstance(self._batch, NamesRows) and (rows := self._batch.row_ids()):
             # Without a gradient to look at, nothing points to these rows rather than to what the weights were.

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from .blame import Suspects
-from .clipping import clip_norm, total_norm
+from .clipping import clip_norm, clip_value, total_norm
 from .errors import StepError
 from .gradients import norm_groups, report_unused
 from .metrics import MeanMetrics
@@ -364,7 +363,7 @@ class Update:
         if limit is not None and not (isinstance(measured, float) and measured + 1e-6 <= limit):
             clip_norm(parameters, limit, norm)
         if largest is not None:
-            clip_grad_value_(parameters, largest)
+            clip_value(parameters, largest)
 
     def _suspects(self) -> Suspects:
         return Suspects(self._world, self._models, self._batch, self._losses)

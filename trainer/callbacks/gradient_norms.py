@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils import get_total_norm
 
+from ..clipping import total_norm
 from ..errors import ConfigError
 from ..gradients import named_parameters
-from ..parallel import whole
 from ..progress import Duration
 from .base import Callback
 
@@ -60,7 +59,7 @@ class GradientNorms(Callback):
         gradients = {name: p.grad for name, p in named_parameters(trainer.models) if p.grad is not None}
         if not gradients:
             return  # the update itself says what is wrong
-        measured = torch.stack([whole(get_total_norm([each])).float() for each in gradients.values()]).tolist()
+        measured = torch.stack([total_norm([each]).float() for each in gradients.values()]).tolist()
         largest = sorted(zip(measured, gradients, strict=True), key=lambda pair: -pair[0])[: self._top]
         self.norms = {name: norm for norm, name in largest}
         self._fresh = True

@@ -217,7 +217,7 @@ class TrainerConfig:
         max_non_finite_total: so many over the whole run.
         loss_spike: goes back to a checkpoint when the loss has jumped away, and on behind the data that did it; None
             does not.
-        log_every: time between two flushes of the training metrics.
+        log_every: updates between two flushes of the training metrics, or "1 epoch": every epoch ends with one.
         evaluate_every: time between two evaluations, where there is data for it; None evaluates at the end only.
         evaluate_at_start: also evaluates before the first update of the run, with what is drawn as the first weights.
         evaluate_batches: at most so many batches of each evaluation set and rank; None evaluates on all rows.
@@ -315,6 +315,10 @@ class TrainerConfig:
         if self.log_every.unit == "seconds":
             raise ConfigError(
                 f"log_every counts steps or epochs, not {self.log_every}: ranks would flush at other steps"
+            )
+        if self.log_every.unit == "epochs" and self.log_every.amount > 1:
+            raise ConfigError(
+                f'log_every is {self.log_every}, and every epoch ends with a record: say "1 epoch", or count steps'
             )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is a whole number from 0 to 2**63 - 1, not {self.seed!r}")

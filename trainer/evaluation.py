@@ -223,11 +223,11 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
     modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
     for model in trainer.models.values():
         model.eval()
-    trainer.training = False
+    was_training, trainer.training = trainer.training, False
     try:
         with torch.no_grad(), trainer.callbacks.evaluation_context(trainer):
             yield
     finally:
-        trainer.training = True
+        trainer.training = was_training
         for module, mode in modes:
             module.training = mode

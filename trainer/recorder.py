@@ -155,7 +155,8 @@ class Recorder:
         if paused_s:
             record["paused_s"] = paused_s
         for meter in self.meters:
-            record |= meter(record)
+            # Of NumPy or torch, they could not be written as JSON.
+            record |= {name: float(value) for name, value in meter(record).items()}
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # The means cover what an interrupted attempt has added before, the throughput does not.
         self.samples = progress.samples - self._flushed_samples

@@ -178,7 +178,7 @@ class Trainer(OwnHooks, Generic[C]):
         self.metrics: EvaluationMetrics = EvaluationMetrics({}, self.world)
         self._born_on_meta: dict[str, nn.Module] = {}
         self._requests = Requests(self.world)
-        self._loop: Loop
+        self._made_loop: Loop | None = None
 
     # ---- What users write ------------------------------------------------------------------------------------------
 
@@ -339,9 +339,27 @@ class Trainer(OwnHooks, Generic[C]):
         return {} if data is None else {"guarantee": data.guarantee, "fingerprint": data.fingerprint}
 
     @property
+    def _loop(self) -> Loop:
+        if self._made_loop is None:
+            raise ConfigError(
+                "this trainer is not set up yet: what belongs to its training is there from on_setup_end on, or after "
+                "setup()"
+            )
+        return self._made_loop
+
+    @property
     def should_stop(self) -> bool:
         """Whether a limit is reached or all ranks have agreed to stop, and `loop` is to return. Equal on every rank."""
-        return self._loop.why_it_ends() is not None
+        return self._is_set_up and self._loop.why_it_ends() is not None
+
+    @property
+    def gradients_in_turn(self) -> frozenset[torch.Tensor]:
+        """The parameters whose gradients `on_gradients_ready` is about: those of the optimizers that are to step.
+
+        With several optimizers others may have gradients too, left by a loss that went through their models.
+        """
+        stepping = self._loop.update.stepping
+        return frozenset(p for optimizer in stepping for group in optimizer.param_groups for p in group["params"])
 
     @property
     def is_accumulating_gradients(self) -> bool:
@@ -668,7 +686,7 @@ class Trainer(OwnHooks, Generic[C]):
         with self.setup_times.phase("optimizers"):
             assembly.make_optimizers(self)
         assert self._data is not None
-        self._loop = Loop(self, self._requests, self._data, self._validation)
+        self._made_loop = Loop(self, self._requests, self._data, self._validation)
         self.metrics = EvaluationMetrics(self.configure_metrics(), self.world)
         if self.config.exact:
             check_exact_metrics(self.metrics)

@@ -59,6 +59,7 @@ class Update:
         logged: what a step logs by itself; it counts when the update has been applied.
         weight: how much the micro-batch in hand counts in means; 1 where none is in hand.
         is_padding: whether the micro-batch in hand only keeps the ranks in step: nothing that its step logs counts.
+        stepping: the optimizers whose gradients `on_gradients_ready` is about.
         hold: called once before the next optimizer steps: waits until what a save copies may change.
 
     Raises:
@@ -95,11 +96,12 @@ class Update:
             if isinstance(model, DistributedDataParallel)
             for p in model.parameters()
         }
+        self.stepping: Sequence[Optimizer] = ()
         self.is_last_micro_batch = True
         self.is_padding = False
         self.weight: Weight = 1.0
         self._weights_in_hand: Sequence[Weight] = ()
-        self.learning_rates: list[float] = []
+        self.learning_rates: list[float | torch.Tensor] = []
         self.logged = MeanMetrics()
         self.hold: Callable[[], None] | None = None
 
@@ -294,6 +296,7 @@ class Update:
             self._world.average([p.grad for p in _with_gradient(optimizers) if p in self._replicated])
         if self._scaler is not None:
             self._scaler.unscale([p.grad for p in _with_gradient(optimizers)])
+        self.stepping = optimizers
         trainer.callbacks.on_gradients_ready(trainer)
         parameters = _with_gradient(optimizers)
         if not parameters:
@@ -328,7 +331,7 @@ class Update:
         if self.hold is not None:
             self.hold()
             self.hold = None
-        rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        rates = [_as_it_is(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             if not_finite is None:
                 optimizer.step()
@@ -448,3 +451,8 @@ def _group_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
         for number, group in enumerate(optimizer.param_groups)
     ]
     return names if len(names) > 1 else ["lr"]
+
+
+def _as_it_is(rate: float | torch.Tensor) -> float | torch.Tensor:
+    """A learning rate that is a tensor is written over by its scheduler."""
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate

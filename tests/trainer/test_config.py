@@ -55,6 +55,7 @@ def test_a_config_is_frozen_pickles_and_compares() -> None:
         (TrainerConfig, {"non_finite": "ignore"}, "non_finite is one of raise, skip, retry, not 'ignore'"),
         (TrainerConfig, {"max_non_finite": 0}, "max_non_finite is a whole number from 1"),
         (TrainerConfig, {"log_every": "30s"}, "log_every counts steps or epochs, not 30s"),
+        (TrainerConfig, {"log_every": "3 epochs"}, 'every epoch ends with a record: say "1 epoch"'),
         (TrainerConfig, {"log_every": None}, "log_every"),
         (TrainerConfig, {"evaluate_every": "2 months"}, "'2 months' is not a duration"),
         (TrainerConfig, {"evaluate_every": 0}, "a duration is above zero"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from headway.trainer import CheckpointConfig, ConfigError, World
+from headway.trainer import Callback, CheckpointConfig, ConfigError, World
+from headway.trainer.trackers.jsonl import read_records
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer
 
@@ -123,3 +125,53 @@ def test_a_time_that_never_comes_is_refused(attribute: str, value: Any, message:
     setattr(trainer, attribute, value)
     with pytest.raises(ConfigError, match=message):
         trainer.fit()
+
+
+def test_before_it_is_set_up_a_trainer_says_so_G9() -> None:
+    trainer = TinyTrainer(TinyConfig(max_epochs=2), world=World.alone("cpu"))
+    with pytest.raises(ConfigError, match="is not set up yet"):
+        trainer.log("a", 1.0)
+    with pytest.raises(ConfigError, match="is not set up yet"):
+        _ = trainer.elapsed_s
+    while not trainer.should_stop:
+        trainer.train_epoch()
+    assert trainer.current_epoch == 2
+
+
+class LooksInside(TinyTrainer):
+    """Looks at its models in the middle of an evaluation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.evaluating():
+            assert not self.training
+        assert (self.training, torch.is_grad_enabled(), self.model.training) == (False, False, False)
+        return super().validation_step(batch, batch_idx)
+
+
+def test_an_evaluation_inside_an_evaluation_ends_neither_F3() -> None:
+    trainer = LooksInside(TinyConfig(max_steps=1), world=World.alone("cpu"))
+    trainer.fit()
+    assert (trainer.training, trainer.model.training) == (True, True)
+
+
+class TensorRate(TinyTrainer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=torch.tensor(0.1))
+        self.scheduler = StepLR(self.optimizer, step_size=1, gamma=0.5)
+
+
+def test_records_have_numbers_whatever_they_are_made_of(tmp_path: Path) -> None:
+    """The learning rate that made the update, also where it is a tensor; and what meters return, as floats."""
+
+    class Meter(Callback):
+        def on_setup_end(self, trainer: Any) -> None:
+            trainer.add_meter(lambda record: {"np": np.float32(1.5), "torch": torch.tensor(2.5)})
+
+    epochs: list[int] = []
+    config = TinyConfig(max_steps=3, steps_per_epoch=2, log_every=1)  # type: ignore[arg-type]
+    callbacks = [Meter(), lambda trainer, epoch, metrics: epochs.append(epoch)]
+    TensorRate(config, world=World.alone("cpu"), run_dir=tmp_path, callbacks=callbacks).fit()
+    records = [record for record in read_records(str(tmp_path / "metrics.jsonl")) if "lr" in record]
+    assert [record["lr"] for record in records] == pytest.approx([0.1, 0.05, 0.025])
+    assert [(record["np"], record["torch"]) for record in records] == [(1.5, 2.5)] * 3
+    assert epochs == [1, 2], "an epoch that a limit cuts short has a number of its own"

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, StepError, World
-from headway.trainer.callbacks import GradientNorms
+from headway.trainer.callbacks import GradientNorms, Histograms
 from headway.trainer.gradients import named_parameters
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer
+from tests.trainer.test_histograms import Kept
 
 
 def records(
@@ -90,3 +91,41 @@ def test_they_are_those_of_the_whole_gradient_on_every_rank_C7() -> None:
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GradientNorms(**options)
+
+
+class TwoSided(TinyTrainer):
+    """Two models with an optimizer each; the loss of the second one goes through the first as well."""
+
+    def configure_models(self) -> None:
+        self.critic, self.generator = torch.nn.Linear(6, 1), torch.nn.Linear(6, 6)
+
+    def configure_optimizers(self) -> None:
+        self.of_critic = torch.optim.SGD(self.critic.parameters(), lr=0.0)
+        self.of_generator = torch.optim.SGD(self.generator.parameters(), lr=0.0)
+        self.own: dict[str, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.backward(self.critic(self.generator(batch["x"]).detach()).mean())
+        self._note("critic", self.critic)
+        self.step(self.of_critic)
+        self.backward(-100 * self.critic(self.generator(batch["x"])).mean())
+        self._note("generator", self.generator)
+        self.step(self.of_generator)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {}
+
+    def _note(self, name: str, model: torch.nn.Module) -> None:
+        self.own |= {f"{name}.{key}": float(p.grad.norm()) for key, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_gradient_that_another_loss_has_left_is_nobodys() -> None:
+    norms, kept = GradientNorms(every=1), Kept()
+    config = TinyConfig(max_steps=1, global_batch_size=8, evaluate_every=None)
+    callbacks = [norms, Histograms(every=1, parameters=False)]
+    trainer = TwoSided(config, world=World.alone("cpu"), callbacks=callbacks, trackers=[kept])
+    trainer.fit()
+    assert norms.norms == pytest.approx(trainer.own)
+    told = kept.got[1]
+    bias = told["gradients/critic.bias"]
+    assert bias.total_of_squares**0.5 == pytest.approx(trainer.own["critic.bias"]), "and not 100 times as much"

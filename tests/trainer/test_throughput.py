@@ -169,6 +169,7 @@ def test_parameters_cost_six_flops_frozen_ones_four_and_those_only_looked_up_non
         ("NVIDIA H200", "tf32", 494e12),
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
         ("NVIDIA L40S", "bf16", 362e12),
+        ("NVIDIA L40", "bf16", 181e12),
         ("NVIDIA L4", "bf16", 121e12),
         ("Tesla V100-SXM2-16GB", "bf16", None),
         ("NVIDIA A10G", "bf16", None),

@@ -295,7 +295,8 @@ class _AtEpochEnd(Callback):
         self.function = function
 
     def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        self.function(trainer, trainer.current_epoch, metrics)
+        # An epoch that a limit or a stop cuts short is not complete, and has a number of its own all the same.
+        self.function(trainer, trainer.current_epoch + (trainer.progress.step_in_epoch > 0), metrics)
 
 
 def _as_callback(candidate: Callback | PlainFunction) -> Callback:

@@ -46,6 +46,7 @@ class GradientNorms(Callback):
             raise ConfigError(f"top is a whole number from 1, not {top!r}")
         self._top = top
         self._fresh = False
+        self._step: int | None = None
         self.norms: dict[str, float] = {}
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
@@ -56,13 +57,16 @@ class GradientNorms(Callback):
         """Measures, in an update that it is due at."""
         if (trainer.global_step + 1) % int(self._every.amount):
             return
-        gradients = {name: p.grad for name, p in named_parameters(trainer.models) if p.grad is not None}
+        own = trainer.gradients_in_turn
+        gradients = {name: p.grad for name, p in named_parameters(trainer.models) if p.grad is not None and p in own}
         if not gradients:
             return  # the update itself says what is wrong
         measured = torch.stack([total_norm([each]).float() for each in gradients.values()]).tolist()
-        largest = sorted(zip(measured, gradients, strict=True), key=lambda pair: -pair[0])[: self._top]
-        self.norms = {name: norm for norm, name in largest}
-        self._fresh = True
+        # Each optimizer has its turn in one update.
+        norms = self.norms if self._step == trainer.global_step else {}
+        norms = {**norms, **dict(zip(gradients, measured, strict=True))}
+        self.norms = dict(sorted(norms.items(), key=lambda pair: -pair[1])[: self._top])
+        self._step, self._fresh = trainer.global_step, True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what no record has told yet."""

@@ -89,10 +89,12 @@ class Histograms(Callback):
     def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
         """Counts the gradients of an update that it is due at."""
         if self._of_gradients and (trainer.global_step + 1) % int(self._every.amount) == 0:
+            own = trainer.gradients_in_turn
             # The same names on every rank: FSDP leaves a gradient out on the ranks that have not used the parameter.
             gradients = {
                 f"gradients/{name}": tensor.grad if tensor.grad is not None else torch.empty(0, device=trainer.device)
                 for name, tensor in self._parameters.items()
+                if tensor in own
             }
             self._gradients |= histograms(gradients, trainer.world, bins=self._bins)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Dense, so half of what is advertised with sparsity, in FLOPs per second by what multiplies. The first name that a
 # device's name contains counts. From the makers' data sheets: https://www.nvidia.com/en-us/data-center/a100 (and h100,
-# h200, l4, l40s, v100, tesla-t4); https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703;
+# h200, l4, l40, l40s, v100, tesla-t4); https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703;
 # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
 _PEAK_FLOPS: dict[str, dict[str, float]] = {
     "B200": {"bf16": 2.25e15, "fp16": 2.25e15},
@@ -28,6 +28,7 @@ _PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H100": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},
     "A100": {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     "L40S": {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
+    "NVIDIA L40": {"bf16": 181e12, "fp16": 181e12, "tf32": 90.5e12, "fp32": 90.5e12},
     "NVIDIA L4": {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12},
     "V100-SXM": {"fp16": 125e12, "fp32": 15.7e12},
     "V100-PCIE": {"fp16": 112e12, "fp32": 14e12},

@@ -30,3 +30,5 @@ if "HEADWAY_TESTS_ZYGOTE" in os.environ and len(sys.orig_argv) > 1 and sys.orig_
                 pass
     if _answer:
         os._exit(0)
+    # What setup_worker.py starts in its place is to start as it would for users, too.
+    del os.environ["HEADWAY_TESTS_ZYGOTE"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ from .exact_limits import check_exact_data, check_exact_models
 from .freezing import freeze
 from .loaders import as_stream
 from .model_state import OptimizerState
+from .parallel import named_tensors
 from .recorder import as_plain
 from .scheduling import check_intervals
 from .state import versions
@@ -34,11 +36,13 @@ def make_models(trainer: Trainer[Any]) -> None:
     """Makes the models on the meta device, as far as that goes without other ranks.
 
     Raises:
-        ConfigError: there is no model, or the config does not fit it.
+        ConfigError: there is no model, two of them share a weight that neither has alone, or the config does not fit.
     """
     with torch.device("meta"):
         trainer.configure_models()
-    trainer.models = {name: each for name, each in _attributes(trainer, nn.Module).items() if _has_state(each)}
+    trainer.models = _without_parts(
+        {name: each for name, each in _attributes(trainer, nn.Module).items() if _has_state(each)}
+    )
     if not trainer.models:
         raise ConfigError(
             f"configure_models() of {type(trainer).__name__} set no module as an attribute: self.model = ..."
@@ -189,6 +193,27 @@ def _open(trainer: Trainer[Any], data: Any, *, training: bool, in_use: Sequence[
 def _attributes(trainer: Trainer[Any], kind: type[T]) -> dict[str, T]:
     """What a `configure_` method has set, by name. A name with an underscore is nobody's business."""
     return {name: each for name, each in vars(trainer).items() if isinstance(each, kind) and not name.startswith("_")}
+
+
+def _without_parts(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leaves out what lies inside another model and is born with it, as an encoder that a second attribute names."""
+    born = {name: {id(each): path for path, each in named_tensors({name: model})} for name, model in models.items()}
+    parts = {
+        name
+        for name, model in models.items()
+        for other in models.values()
+        if other is not model and parallel.on_meta(model) and any(each is model for each in other.modules())
+    }
+    whole = {name: model for name, model in models.items() if name not in parts}
+    for (one, first), (other, second) in itertools.combinations(whole.items(), 2):
+        shared = born[one].keys() & born[other].keys()
+        if shared and first is not second and parallel.on_meta(first) and parallel.on_meta(second):
+            raise ConfigError(
+                f"{one} and {other} share {born[one][min(shared, key=list(born[one]).index)]}, and each would be given "
+                "memory, and spread over the ranks, by itself: make them parts of one module, such as an "
+                "nn.ModuleDict, and set that one as the attribute"
+            )
+    return whole
 
 
 def _outermost(schedulers: Mapping[str, LRScheduler]) -> dict[str, LRScheduler]:

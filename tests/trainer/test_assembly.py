@@ -42,3 +42,27 @@ def test_a_scheduler_inside_another_is_stepped_by_that_alone(named: bool) -> Non
     trainer.fit()
     assert list(trainer.schedulers) == ["scheduler"]
     assert list(losses.of("lr").values()) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.5, 0.25])
+
+
+def test_a_part_of_a_model_that_is_an_attribute_too_is_no_model_of_its_own() -> None:
+    class Parts(TinyTrainer):
+        def configure_models(self) -> None:
+            self.encoder = nn.Linear(6, 4)
+            self.model = nn.Sequential(self.encoder, nn.Linear(4, 3))
+
+    trainer = Parts(TinyConfig(max_steps=2), world=ALONE)
+    assert trainer.fit().status == "completed"
+    assert list(trainer.models) == ["model"]
+    assert trainer.model[0] is trainer.encoder
+    assert trainer.encoder.weight is trainer.optimizer.param_groups[0]["params"][0]
+
+
+def test_models_that_share_a_weight_are_refused_with_its_name() -> None:
+    class Share(TinyTrainer):
+        def configure_models(self) -> None:
+            embedding = nn.Linear(6, 4)
+            self.model = nn.Sequential(embedding, nn.Linear(4, 3))
+            self.critic = nn.Sequential(embedding, nn.Linear(4, 1))
+
+    with pytest.raises(ConfigError, match=r"model and critic share model\.0\.weight, and each"):
+        Share(TinyConfig(max_steps=2), world=ALONE).fit()

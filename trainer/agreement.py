@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -42,8 +44,11 @@ def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
         raise ConfigError("the ranks are not about to train the same thing:\n" + "\n".join(lines[:_SHOWN]) + more)
 
 
-def program_of(trainer: type) -> dict[str, str]:
+def program_of(trainer: type, models: Mapping[str, nn.Module]) -> dict[str, str]:
     """Returns a digest of what Python runs for each method of a trainer's class, by name, and one of Headway itself.
+
+    Also one of each class of the models' modules that is not torch's: a file of the user's that a machine has in an old
+    version is imported there; and the versions of the packages that they come from.
 
     Of the code, not of its source: a class from a file of the user's is sent to machines that do not have the file, or
     have an old one. Equal only under one version of Python.
@@ -56,7 +61,7 @@ def program_of(trainer: type) -> dict[str, str]:
             method: Any = getattr(member, "__func__", member)
             if name not in program and isinstance(method, FunctionType):
                 program[name] = _digest(part.encode() for part in _instructions(method.__code__))
-    return program
+    return program | _program_of_modules({type(module) for model in models.values() for module in model.modules()})
 
 
 def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -105,6 +110,21 @@ def _digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()[:12]
+
+
+def _program_of_modules(classes: Iterable[type]) -> dict[str, str]:
+    program: dict[str, str] = {}
+    for cls in {base for each in classes for base in each.__mro__}:
+        package = cls.__module__.partition(".")[0]
+        if package in ("torch", "builtins", "typing", "headway"):
+            continue
+        functions = sorted((name, each) for name, each in vars(cls).items() if isinstance(each, FunctionType))
+        parts = (part for name, each in functions for part in (name, *_instructions(each.__code__)))
+        program[f"{cls.__module__}.{cls.__qualname__}"] = _digest(part.encode() for part in parts)
+        # A file of the user's is no package.
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            program[package] = metadata.version(package)
+    return program
 
 
 def _instructions(code: CodeType) -> Iterator[str]:

@@ -72,7 +72,7 @@ def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) 
         "run_dir": trainer.run_dir,
         "models": shapes(trainer.models),
         "versions": versions(),
-        "code": program_of(type(trainer)) if world.size > 1 else {},
+        "code": program_of(type(trainer), trainer.models) if world.size > 1 else {},
     }
     if config.exact:
         facts["exact"] = machine(world.device)

@@ -44,6 +44,20 @@ def _of_another_version(rank: int) -> type[TinyTrainer]:
     return edited
 
 
+class OldModule(TinyTrainer):
+    """Has a layer whose file is an old one on one rank."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        scope: dict[str, Any] = {"nn": nn, "__name__": "layers"}
+        exec(
+            "class Scaled(nn.Linear):\n    def forward(self, x):\n"
+            f"        return super().forward(x) * {1 + (self.world.rank == 1)}\n",
+            scope,
+        )
+        self.model.last = scope["Scaled"](self.config.width, 3)
+
+
 def _on_ranks(world: World) -> list[str]:
     said = []
     config = TinyConfig(max_epochs=1)
@@ -53,6 +67,7 @@ def _on_ranks(world: World) -> list[str]:
         OtherModel(config, world=world),
         OtherData(config, world=world),
         _of_another_version(world.rank)(config, world=world),
+        OldModule(config, world=world),
     ):
         with pytest.raises(ConfigError, match="the ranks are not about to train the same thing") as raised:
             trainer.fit()
@@ -67,7 +82,9 @@ def _on_ranks(world: World) -> list[str]:
 def test_ranks_that_differ_are_named_with_what_differs() -> None:
     found = run_on_ranks(_on_ranks, 3)
     assert found[0] == found[1] == found[2]
-    config, model, data, code, many = found[0]
+    config, model, data, code, module, many = found[0]
+    assert [line.split(":")[0].strip() for line in module.splitlines()[1:]] == ["code.layers.Scaled"]
+    assert " on ranks 0, 2, " in module
     # I6: the ranks' copies of the file differ in this method alone; where they lie does not matter.
     assert [line.split(":")[0].strip() for line in code.splitlines()[1:]] == ["code.training_step"]
     assert " on rank 0, " in code

@@ -66,8 +66,7 @@ def fit(
     display = display or Display()
     resumption = Resumption.asked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
-    if will_be_own():
-        check_training(experiment)
+    check_training(experiment, elsewhere=not will_be_own())
     opened = open_run(experiment, accept_changes=accept_changes)
     if opened.verdict == "finished":
         return _finished(opened.run, display)
@@ -101,15 +100,19 @@ def fit(
     return result
 
 
-def check_training(experiment: Experiment) -> None:
-    """Refuses a wrong config and bad data before Ray is started, where the workers will be on this machine.
+def check_training(experiment: Experiment, *, elsewhere: bool = False) -> None:
+    """Refuses a wrong config and bad data before Ray is started or a machine is asked for.
+
+    Args:
+        experiment: what to train.
+        elsewhere: leaves the data to the workers, which may be on machines that see other files.
 
     Raises:
         ConfigError: what the trainer, or its data, has against it.
     """
     try:
         for workers in {experiment.scaling.min_workers, experiment.scaling.max_workers}:
-            experiment.trainer(experiment.config, world=first_world(experiment, workers)).check()
+            experiment.trainer(experiment.config, world=first_world(experiment, workers)).check(elsewhere=elsewhere)
     except ConfigError:
         raise
     except Exception as error:

@@ -617,13 +617,18 @@ class Trainer(OwnHooks, Generic[C]):
         rows = batch_size(batch)
         return self._loop.train_step(LoadedBatch([batch], [rows], rows if self.world.size == 1 else None))
 
-    def check(self) -> None:
+    def check(self, *, elsewhere: bool = False) -> None:
         """Refuses what is wrong with the config or the data; builds no model and reads no row. Any process may call it.
+
+        Args:
+            elsewhere: leaves the data and the device to the machines that will train.
 
         Raises:
             ConfigError, DataError: what is wrong.
         """
-        self._check_config()
+        self._check_config(elsewhere=elsewhere)
+        if elsewhere:
+            return
         try:
             self._open_data()
         finally:
@@ -702,7 +707,7 @@ class Trainer(OwnHooks, Generic[C]):
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
 
-    def _check_config(self) -> None:
+    def _check_config(self, *, elsewhere: bool = False) -> None:
         config = self.config
         limits = (config.max_epochs, config.max_steps, config.max_samples, config.max_tokens)
         if all(limit is None for limit in limits):
@@ -715,7 +720,7 @@ class Trainer(OwnHooks, Generic[C]):
                 "define num_tokens(self, batch)"
             )
         parallel.check_strategy(self.config.parallel, self.world)
-        if self.config.float8:
+        if self.config.float8 and not elsewhere:
             check_float8(self.device)
         if self.config.exact:
             check_exact_config(self.config)

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,17 @@ def test_bad_data_is_a_mistake_in_what_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no-data does not exist") as raised:
         check_training(experiment(tmp_path, str(tmp_path / "no-data")))
     assert isinstance(raised.value.__cause__, DataError)
+
+
+def test_a_wrong_config_is_refused_before_a_cluster_is_asked_for_anything_I5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the data is there, only its machines can tell."""
+    no_ray(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")
+    found = experiment(tmp_path, str(tmp_path / "no-data"))
+    wrong = replace(found, config=replace(found.config, max_steps=None))
+    with pytest.raises(ConfigError, match="the config does not say when to stop"):
+        fit(wrong)
+    assert not Path(wrong.run_dir).exists()
+    check_training(found, elsewhere=True)

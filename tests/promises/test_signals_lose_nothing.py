@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, CheckpointConfig, Trainer, World
+from headway.trainer import Callback, CheckpointConfig, Trainer, World, storage
 from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
 
 STEPS = 40
@@ -51,9 +51,6 @@ class Announces(Callback):
     def on_evaluation_batch_start(self, trainer: Trainer[Any], batch: Any, batch_idx: int) -> None:
         self._at(trainer, "evaluating", trainer.global_step == 8 and batch_idx == 3)
 
-    def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        self._at(trainer, "saving", True)
-
     def _at(self, trainer: Trainer[Any], doing: str, here: bool) -> None:
         if here:
             self.tell.send(doing)
@@ -67,6 +64,18 @@ def _run(run_dir: str, tell: Any, save_at: int | None) -> None:
         if epoch == save_at:
             trainer.request_save()
 
+    commit = storage._Local.commit
+
+    def slow(self: Any, *args: Any) -> None:
+        if not told:
+            told.append("saving")
+            tell.send("saving")
+            time.sleep(0.5)
+        commit(self, *args)
+
+    told: list[str] = []
+    if save_at is not None:
+        storage._Local.commit = slow  # type: ignore[method-assign]
     before = signal.getsignal(signal.SIGTERM)
     trainer = Patient(CONFIG, run_dir=run_dir, world=World.alone("cpu"), callbacks=[Announces(tell), save])
     result = trainer.fit()
@@ -118,6 +127,7 @@ def test_nothing_is_lost_C1_C2(tmp_path: Path, reference: Patient, signals: list
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert f"step-{steps:08d}" in names
     assert set(names) <= {f"step-{steps:08d}", "step-00000006"}, "one checkpoint of the stop, whole"
+    assert doing != "saving" or "step-00000006" in names, "and the one that was under way"
     resumed = Patient(CONFIG, run_dir=tmp_path, world=World.alone("cpu"))
     assert resumed.fit().steps == STEPS
     assert seen + resumed.seen == reference.seen

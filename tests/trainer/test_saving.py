@@ -352,6 +352,26 @@ def test_averages_that_a_hook_applies_wait_for_the_save(tmp_path: Path, monkeypa
     assert looks.is_set()
 
 
+def test_training_goes_on_while_a_save_is_under_way_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.trainer import storage
+
+    commit, has_gone_on = storage._Local.commit, threading.Event()
+
+    def waits(self: Any, *args: Any) -> None:
+        assert has_gone_on.wait(20), "the training waits for the save"
+        commit(self, *args)
+
+    class GoesOn(Callback):
+        def on_step_end(self, trainer: Trainer[Any]) -> None:
+            if trainer.global_step == 5:
+                has_gone_on.set()
+
+    monkeypatch.setattr(storage._Local, "commit", waits)
+    saved = Saved()
+    TinyTrainer(replace(CONFIG, max_steps=6), run_dir=tmp_path, world=ALONE, callbacks=[saved, GoesOn()]).fit()
+    assert saved.steps[0] == 3
+
+
 def test_a_save_waits_for_the_one_that_is_under_way_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.trainer import storage
 

@@ -10,6 +10,7 @@ import pytest
 
 from headway.trainer.callbacks.base import HOOKS, Callback, CallbackList, check_hooks
 from headway.trainer.errors import ConfigError
+from headway.trainer.progress import Progress
 
 DESIGN = """
 on_setup_start, on_models_configured, on_setup_end, on_restored, on_fit_start, on_epoch_start,
@@ -113,6 +114,7 @@ def test_function_object_and_trainer_method_work_together_G7() -> None:
 
     class Fake:
         current_epoch = 4
+        progress = Progress()
 
         def on_epoch_end(self, metrics: Any) -> None:
             seen.append(("method", metrics))
@@ -154,6 +156,7 @@ def test_error_of_a_function_names_the_function_C10() -> None:
 
     class Fake:
         current_epoch = 0
+        progress = Progress()
 
     with pytest.raises(ValueError, match="no network") as caught:
         CallbackList([report]).on_epoch_end(Fake(), {})  # type: ignore[arg-type]

@@ -96,7 +96,8 @@ def _tasks(epochs: Iterable[Iterable[Job]], rows_per_task: int) -> Iterator[list
     for jobs in epochs:
         for job in jobs:
             task.append(job)
-            rows += job.rows
+            # Not `job.rows`: what costs time is to decode the group, of which a resumed epoch may want a few rows.
+            rows += job.num_rows
             if rows >= rows_per_task:
                 yield task
                 task, rows = [], 0

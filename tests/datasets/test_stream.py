@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from headway.datasets.engines import _tasks
 from headway.datasets.errors import DataError
 from headway.datasets.show import read_row
 from headway.datasets.stream import ParquetStream
@@ -285,6 +286,19 @@ def test_closing_ends_every_thread_C14(folder: Path, engine: str) -> None:
     stream.close()
     stream.close()
     assert {thread for thread in threading.enumerate() if thread.name.startswith("headway")} == before
+
+
+def test_a_task_decodes_no_more_where_a_resumed_epoch_wants_little_of_each_row_group(tmp_path: Path) -> None:
+    """Or the first batch would wait for one process that reads all that the others could have read beside it."""
+    write(tmp_path / "many.parquet", range(50_000), group=50)
+    stream = opened(tmp_path / "many.parquet", feed={"global_batch_size": 32})
+    recipe = stream._opened
+    assert recipe is not None
+    jobs = [recipe.job(0, each.fragment, each.slices) for each in recipe.reads(0, 49_504)]
+    assert len(jobs) > 16 and sum(job.rows for job in jobs) < sum(job.num_rows for job in jobs) / 2
+    tasks = list(_tasks([jobs], 200))
+    assert [job for task in tasks for job in task] == jobs
+    assert max(sum(job.num_rows for job in task) for task in tasks) == 200
 
 
 @pytest.mark.ray

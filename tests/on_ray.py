@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import warnings
 from collections import defaultdict
@@ -42,6 +43,7 @@ class OnRayConfig(TrainerConfig):
     dropout: float = 0.0
     pause_s: float = 0.0
     fail_at: int | None = None
+    exit_at: int | None = None
     say: str = ""
     engine: Literal["auto", "ray", "threads"] = "auto"
 
@@ -66,6 +68,8 @@ class OnRay(Trainer[OnRayConfig]):
             time.sleep(self.config.pause_s)
             if self.config.fail_at == self.global_step and self.world.rank == self.world.size - 1:
                 raise ValueError(f"a bad batch at step {self.global_step}")
+            if self.config.exit_at == self.global_step:
+                sys.exit(0)
             if self.config.say and self.global_step == 1:
                 print(f"printed: {self.config.say}")
                 self.print(f"said: {self.config.say}")

@@ -295,7 +295,8 @@ def test_a_task_decodes_no_more_where_a_resumed_epoch_wants_little_of_each_row_g
     recipe = stream._opened
     assert recipe is not None
     jobs = [recipe.job(0, each.fragment, each.slices) for each in recipe.reads(0, 49_504)]
-    assert len(jobs) > 16 and sum(job.rows for job in jobs) < sum(job.num_rows for job in jobs) / 2
+    assert len(jobs) > 16
+    assert sum(job.rows for job in jobs) < sum(job.num_rows for job in jobs) / 2
     tasks = list(_tasks([jobs], 200))
     assert [job for task in tasks for job in task] == jobs
     assert max(sum(job.num_rows for job in task) for task in tasks) == 200

@@ -162,6 +162,15 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
 
 
 @pytest.mark.ray
+def test_a_step_that_exits_is_a_failed_run_C8(ray_session: None, tmp_path: Path, data: str) -> None:
+    """Whatever code it exits with: nobody is to take a run for finished that is not."""
+    found = experiment(tmp_path, data, workers=2, exit_at=3)
+    with pytest.raises(TrainingFailedError, match=r"SystemExit at step 3 \(training step\)"):
+        fit(found, display=Screen().display)
+    assert Run(found.run_dir).status == "failed"
+
+
+@pytest.mark.ray
 def test_an_error_of_ours_is_raised_as_it_is_and_not_tried_again(ray_session: None, tmp_path: Path) -> None:
     found = experiment(tmp_path, str(tmp_path / "no-data"))
     with pytest.raises(DataError, match="no-data does not exist"):

@@ -242,6 +242,9 @@ class Sweep:
             )
         if trial.has_ended and run is not None and _is_unfinished(run):
             return replace(trial, status="interrupted")
+        if trial.status == "running" and self.status != "running":
+            # It was told to end at once, and its process may not have gone yet.
+            return replace(trial, status="interrupted")
         return trial
 
 

@@ -183,6 +183,18 @@ def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_
         open_sweep(experiment(tmp_path, config=TinyConfig(max_steps=4, width=3)), search())
 
 
+def test_no_trial_is_under_way_in_a_sweep_that_has_ended(tmp_path: Path) -> None:
+    """One that is to end at once may not have gone yet when its sweep looks at it."""
+    base, sought = experiment(tmp_path), search(trials=3)
+    opened = open_sweep(base, sought)
+    values = {"config.learning_rate": 0.05}
+    opened.note("trial_suggested", trial="trial-000", index=0, values=values)
+    open_run(sought.trial(base, "trial-000", values))
+    assert [trial.status for trial in opened.trials()] == ["running"]
+    opened.update(status="stopped", reason="at once")
+    assert [trial.status for trial in opened.trials()] == ["interrupted"]
+
+
 def test_the_name_of_a_run_is_none_for_a_sweep_nor_the_other_way_round(tmp_path: Path) -> None:
     open_run(experiment(tmp_path, name="run"))
     with pytest.raises(RunConflictError, match="run is a run"):

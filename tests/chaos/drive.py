@@ -138,7 +138,7 @@ class Drive:
         training = schedule.training
         lives: list[Lived] = []
         wanted = self.undisturbed(training)
-        rotten: set[Path] = set()
+        rotten: set[tuple[Path, int]] = set()
         loses_records = training.storage == "failing"
         for number in itertools.count():
             if number >= MOST_LIVES:
@@ -168,9 +168,9 @@ class Drive:
             if life.lived.ended and len(life.lived.ended) < plan.ranks and not life.struck:
                 raise Unexpected(f"life {number + 1}: some ranks ended well, others did not\n{life.text()}")
             for wound in plan.damages:
-                if there := [each for each in checkpoints(run_dir) if each.folder not in rotten]:
+                if there := [each for each in checkpoints(run_dir) if each.identity not in rotten]:
                     outcome.struck.append(f"life {number + 1}: {damage(there[-1], wound)}")
-                    rotten.add(there[-1].folder)
+                    rotten.add(there[-1].identity)
         outcome.complaints += complaints(surviving(lives), wanted.history)
         if not schedule.keeps_bits:
             return
@@ -197,8 +197,8 @@ class _Before:
     nothing_is_good: bool
 
     @classmethod
-    def look(cls, run_dir: Path, rotten: set[Path], *, remote: bool) -> _Before:
-        good = [each for each in checkpoints(run_dir) if each.folder not in rotten]
+    def look(cls, run_dir: Path, rotten: set[tuple[Path, int]], *, remote: bool) -> _Before:
+        good = [each for each in checkpoints(run_dir) if each.identity not in rotten]
         visible = [
             folder
             for folder in (run_dir / "checkpoints").glob("step-*")
@@ -232,7 +232,8 @@ def _judge_life(number: int, life: _Life, before: _Before, last: Lived | None) -
         if (newest := checkpoints(life.run_dir)) and newest[-1].step != lived.reached:
             raise Unexpected(f"life {number} was stopped in order after {lived.reached}; saved is {newest[-1].step}")
     known = [each.step for each in checkpoints(life.run_dir)]
-    if lived.saved and max(lived.saved) not in known:
+    # A newer one takes its place as soon as that is saved, which may not have been told any more.
+    if lived.saved and max(lived.saved) not in known and max(lived.saved) >= max(known[-1:], default=0):
         raise Unexpected(f"life {number} told that {max(lived.saved)} was saved; there are {known}")
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import struct
+import time
 import subprocess
 import sys
 import uuid
@@ -554,6 +555,8 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
         tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
         state = tracker.state_dict()
         tracker.finish("failed" if attempt == 1 else "completed")
+        # wandb names the folder of an offline run by the second in which it begins.
+        time.sleep(1.1)
     history = wandb_history(tmp_path)
     assert [record["_step"] for record in history] == list(range(1, 8))
     assert [record["train/loss"] for record in history] == list(range(1, 8))

@@ -9,9 +9,9 @@ import math
 import os
 import signal
 import struct
-import time
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -39,7 +39,7 @@ def quiet() -> SweepDisplay:
     return SweepDisplay("validation/loss", "min", Console(file=io.StringIO()))
 
 
-def overhead(folder: str, pairs: int = 2) -> Row:
+def overhead(folder: str, pairs: int = 5) -> Row:
     """Many short trials, two at a time, beside plain Ray Tune, which keeps no checkpoints."""
     import ray
 

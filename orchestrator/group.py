@@ -17,6 +17,7 @@ from ray import cloudpickle
 from headway.trainer.errors import ConfigError
 from headway.trainer.world import backend
 
+from .environ import environ
 from .errors import TrainingFailedError
 from .events import read_events
 from .experiment import Experiment
@@ -56,8 +57,6 @@ def train_group(
     rays_files = tempfile.mkdtemp(prefix="headway-ray-")
     # What is sized by machines that are gone by then is sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
-    before = os.environ.get(_START_TIMEOUT)
-    os.environ.setdefault(_START_TIMEOUT, str(start_timeout_s))
     try:
         trainer = TorchTrainer(
             train,
@@ -91,11 +90,10 @@ def train_group(
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
             ),
         )
-        returned: dict[str, Any] = trainer.fit().return_value
+        with environ({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
+            returned: dict[str, Any] = trainer.fit().return_value
         return returned
     finally:
-        if before is None:
-            del os.environ[_START_TIMEOUT]
         shutil.rmtree(rays_files, ignore_errors=True)
 
 

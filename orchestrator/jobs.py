@@ -28,6 +28,7 @@ from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError, HeadwayError
 
 from .convert import parse_yaml
+from .environ import environ
 from .errors import StorageError
 from .experiment import Experiment
 from .listing import aligned
@@ -56,7 +57,8 @@ class Jobs:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        with _no_other_address(address), self._asking():
+        # What the environment says would come first.
+        with environ({"RAY_API_SERVER_ADDRESS": address}), self._asking():
             from ray.job_submission import JobSubmissionClient
 
             self._client = JobSubmissionClient(address)
@@ -338,19 +340,6 @@ def _copy_of_headway() -> Iterator[str]:
         for name, place in parts.items():
             shutil.copytree(place, f"{folder}/headway/{name}", ignore=shutil.ignore_patterns("__pycache__"))
         yield f"{folder}/headway"
-
-
-@contextmanager
-def _no_other_address(address: str) -> Iterator[None]:
-    """Has Ray take the address that it is given: what the environment says would come first."""
-    before = os.environ.get("RAY_API_SERVER_ADDRESS")
-    os.environ["RAY_API_SERVER_ADDRESS"] = address
-    try:
-        yield
-    finally:
-        del os.environ["RAY_API_SERVER_ADDRESS"]
-        if before is not None:
-            os.environ["RAY_API_SERVER_ADDRESS"] = before
 
 
 def _standing(job: JobDetails) -> str:

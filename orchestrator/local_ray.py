@@ -14,6 +14,7 @@ from ray.util import placement_group_table
 
 from headway.trainer.errors import ConfigError
 
+from .environ import environ
 from .experiment import Scaling
 from .resizing import holding, room
 
@@ -139,21 +140,18 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
             # Or a thread that waits for workers, which have been given up, would crash the process at its exit.
             ray.shutdown()
         return
-    before = {name: os.environ.get(name) for name in _OWN}
-    os.environ.update(_OWN)
-    try:
-        ray.init(
-            address="local",
-            num_cpus=max(cpus_here(), math.ceil(scaling.in_total["CPU"])) + 2,
-            include_dashboard=False,
-            log_to_driver=verbose,
-            logging_level=_level(verbose),
-        )
-        yield True
-    finally:
-        ray.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with environ(_OWN):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(cpus_here(), math.ceil(scaling.in_total["CPU"])) + 2,
+                include_dashboard=False,
+                log_to_driver=verbose,
+                logging_level=_level(verbose),
+            )
+            yield True
+        finally:
+            ray.shutdown()
 
 
 def _level(verbose: bool) -> int:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ray import tune
@@ -26,6 +26,7 @@ from ray.tune.schedulers import (
 from ray.tune.search import Searcher
 
 from .asking import Stop, ask_to_stop
+from .environ import environ
 from .recall import earlier_reports
 from .schedulers import ASHA, PBT, HyperBand, MedianStopping
 from .search import Search, Values
@@ -79,34 +80,43 @@ def tune_trials(
         max_failures: how often the process of a trial may die.
         place: where Ray Tune keeps its files.
     """
-    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
     kind = type(search.scheduler).__name__
     scheduler = Gentle(
         _scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited,
         earlier=patiently(lambda: earlier_reports(sweep, search)),
     )  # fmt: skip
-    # It looks for files of loggers that are off.
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, task=task), resources),
-        tune_config=tune.TuneConfig(
-            search_alg=Suggestions(next_trial, scheduler),
-            scheduler=scheduler,
-            num_samples=-1,
-            reuse_actors=True,
-            trial_name_creator=_name,
-            trial_dirname_creator=_name,
-        ),
-        run_config=tune.RunConfig(
-            name=sweep.record.name,
-            storage_path=place,
-            callbacks=[Listener(ended, reported), _Silence()],
-            stop=AtOnce(is_over),
-            failure_config=tune.FailureConfig(max_failures=max_failures),
-            verbose=0,
-        ),
-    )
-    tuner.fit()
+    with environ(_QUIET, unless_set=True), _errors_alone(logging.getLogger("ray.tune")):
+        tuner = tune.Tuner(
+            tune.with_resources(tune.with_parameters(run_trial, task=task), resources),
+            tune_config=tune.TuneConfig(
+                search_alg=Suggestions(next_trial, scheduler),
+                scheduler=scheduler,
+                num_samples=-1,
+                reuse_actors=True,
+                trial_name_creator=_name,
+                trial_dirname_creator=_name,
+            ),
+            run_config=tune.RunConfig(
+                name=sweep.record.name,
+                storage_path=place,
+                callbacks=[Listener(ended, reported), _Silence()],
+                stop=AtOnce(is_over),
+                failure_config=tune.FailureConfig(max_failures=max_failures),
+                verbose=0,
+            ),
+        )
+        tuner.fit()
+
+
+@contextmanager
+def _errors_alone(logger: logging.Logger) -> Iterator[None]:
+    """Of Ray Tune's log: it warns of files of loggers that are off."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _name(trial: TuneTrial) -> str:

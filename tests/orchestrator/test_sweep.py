@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -55,7 +57,16 @@ def test_a_grid_of_runs_one_of_which_fails(tmp_path: Path) -> None:
         algorithm="grid",
         concurrent=2,
     )
+
+    def of_tune() -> tuple[dict[str, str], int]:
+        settings = {name: value for name, value in os.environ.items() if name.startswith(("TUNE_", "RAY_AIR_"))}
+        return settings, logging.getLogger("ray.tune").level
+
+    before = of_tune()
     results = sweep(experiment, search)
+
+    # Who uses Ray Tune in the same process afterwards finds it as it was.
+    assert of_tune() == before
 
     # Each trial is a run of its own, with the config that it had; a list is a value.
     assert results.status == "completed"

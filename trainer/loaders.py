@@ -85,12 +85,13 @@ class LoaderStream:
 
     @property
     def fingerprint(self) -> str:
-        """The kind and the length of the dataset, and its own fingerprint if it has one, as Hugging Face's do.
+        """The kind and the length of the dataset, and its own `fingerprint` if it has one.
 
-        That is all that can be told without reading it.
+        That is all that can be told without reading it. The private one of Hugging Face's datasets is not it: after a
+        transformation that cannot be pickled, or without their cache, it is another one in every process.
         """
         what = f"{type(self._dataset).__qualname__}[{len(self._dataset)}]"
-        own = getattr(self._dataset, "fingerprint", None) or getattr(self._dataset, "_fingerprint", None)
+        own = getattr(self._dataset, "fingerprint", None)
         return f"{what} {own}" if isinstance(own, str) else what
 
     def open(self, feed: Feed) -> None:

@@ -142,9 +142,10 @@ class ParquetStream:
         """Samples of one epoch over all ranks, after what the tail policy drops."""
         return self._open.plan(epoch).samples(self._open.global_batch_size)
 
-    def dropped_in_epoch(self, epoch: int) -> int:
-        """Rows of one epoch that the tail policy leaves out."""
-        return self._open.source.rows - self.samples_in_epoch(epoch)
+    def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
+        """Rows of one epoch that the tail policy leaves out, where its batches are cut from `offset` on."""
+        opened = self._open
+        return opened.source.rows - opened.plan(epoch).samples(opened.global_batch_size, offset=offset)
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Global batches of one epoch."""

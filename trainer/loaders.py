@@ -116,12 +116,11 @@ class LoaderStream:
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Rows of an epoch over all ranks."""
-        rows = len(self._dataset)
-        return rows - rows % self._global_batch_size if self._drop_last else rows
+        return self._end(0)
 
-    def dropped_in_epoch(self, epoch: int) -> int:
+    def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
         """Rows that `drop_last` leaves out, others in every epoch if they are shuffled."""
-        return len(self._dataset) - self.samples_in_epoch(epoch)
+        return len(self._dataset) - self._end(offset)
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Global batches of an epoch, the last of which may be smaller."""
@@ -156,10 +155,15 @@ class LoaderStream:
 
     def next_rows(self, epoch: int, *, offset: int, count: int) -> list[int]:
         """Returns the places in the dataset of the rows that come next over all ranks."""
-        return self._order(epoch)[offset : min(offset + count, self.samples_in_epoch(epoch))].tolist()
+        return self._order(epoch)[offset : min(offset + count, self._end(offset))].tolist()
+
+    def _end(self, offset: int) -> int:
+        """Where an epoch that goes on from `offset` ends; other batches may have led there."""
+        rows = len(self._dataset)
+        return rows - (rows - offset) % self._global_batch_size if self._drop_last else rows
 
     def _global_rows(self, epoch: int, offset: int) -> Iterator[list[int]]:
-        order, end = self._order(epoch).tolist(), self.samples_in_epoch(epoch)
+        order, end = self._order(epoch).tolist(), self._end(offset)
         for start in range(offset, end, self._global_batch_size):
             yield order[start : min(start + self._global_batch_size, end)]
 

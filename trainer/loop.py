@@ -33,7 +33,7 @@ from .saving import Saving
 from .scheduling import follow_evaluation, schedulers_at
 from .spikes import SpikeDetector
 from .state import RunState
-from .streams import BatchStream, CutsByShard, DropsTail, GlobalBatch
+from .streams import BatchStream, CutsByShard, DropsTail, GlobalBatch, is_read
 from .update import Update, Weight
 
 if TYPE_CHECKING:
@@ -494,8 +494,9 @@ class Loop:
     def _end_epoch(self) -> dict[str, float]:
         progress, trainer = self._progress, self._trainer
         trainer.history.dropped_samples = self._ragged_samples
-        if isinstance(self._data, DropsTail) and progress.step_in_epoch == self._data.steps_in_epoch(progress.epoch):
-            trainer.history.dropped_samples = self._data.dropped_in_epoch(progress.epoch)
+        place = {"epoch": progress.epoch, "offset": progress.offset}
+        if isinstance(self._data, DropsTail) and is_read(self._data, steps=progress.step_in_epoch, **place):
+            trainer.history.dropped_samples = self._data.dropped_in_epoch(**place)
         self._ragged_samples = 0
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0

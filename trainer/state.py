@@ -28,7 +28,7 @@ from .rng import RngState, seed_everything
 from .saving import Saving
 from .scheduling import schedulers_at
 from .spikes import SpikeDetector
-from .streams import BatchStream, Stateful
+from .streams import BatchStream, Stateful, is_read
 from .table import Table
 from .update import Update
 from .world import World
@@ -366,8 +366,9 @@ class RunState:
         progress, config = self._trainer.progress, self._trainer.config
         steps = progress.step_in_epoch
         is_cut_here = config.steps_per_epoch is not None and steps >= config.steps_per_epoch
+        has_ended = is_read(self._data, epoch=progress.epoch, steps=steps, offset=progress.offset)
         # Iterables of unequal lengths end for all ranks where the shortest one does.
-        return self._trainer.world.any(is_cut_here or steps == self._data.steps_in_epoch(progress.epoch))
+        return self._trainer.world.any(is_cut_here or has_ended)
 
     def _find_place(self, *, begin_epoch_again: bool) -> bool:
         """Begins the epoch in progress again, where the data cannot go on or is not to; returns whether it goes on."""

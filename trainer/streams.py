@@ -65,8 +65,8 @@ class NamesRows(Protocol):
 class DropsTail(Protocol):
     """A `BatchStream` that knows how many samples of an epoch fill no global batch, and are left out."""
 
-    def dropped_in_epoch(self, epoch: int) -> int:
-        """Returns how many, over all ranks."""
+    def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
+        """Returns how many, over all ranks, where the global batches are cut from `offset` on."""
         ...
 
 
@@ -190,6 +190,25 @@ class BatchStream(Protocol):
     def close(self) -> None:
         """Ends its threads and processes. May be called twice."""
         ...
+
+
+def is_read(data: BatchStream, *, epoch: int, steps: int, offset: int) -> bool:
+    """Whether an epoch of which so much has been consumed has no batch left, as far as the data has a length.
+
+    Exact data is asked by samples: a resumed run may have other batches than those that were counted before.
+
+    Args:
+        data: open.
+        epoch: in progress.
+        steps: updates of it so far.
+        offset: samples of it so far, over all ranks.
+    """
+    end = data.samples_in_epoch(epoch) if data.guarantee == "exact" else None
+    if end is None:
+        return steps == data.steps_in_epoch(epoch)
+    if isinstance(data, DropsTail):
+        end += data.dropped_in_epoch(epoch) - data.dropped_in_epoch(epoch, offset=offset)
+    return offset >= end
 
 
 def is_stream(data: Any) -> TypeGuard[BatchStream]:

@@ -280,12 +280,12 @@ class Streamed(TinyTrainer):
         return ParquetStream(self.folder, engine="threads", shards=4)
 
 
-def _write(file: Path, seed: int) -> None:
+def _write(file: Path, seed: int, rows: int = 64) -> None:
     draw = np.random.default_rng(seed)
     columns = {
-        "id": pa.array(np.arange(64)),
-        "x": pa.FixedSizeListArray.from_arrays(pa.array(draw.standard_normal(64 * 6, dtype=np.float32)), 6),
-        "y": pa.array(draw.integers(0, 3, 64)),
+        "id": pa.array(np.arange(rows)),
+        "x": pa.FixedSizeListArray.from_arrays(pa.array(draw.standard_normal(rows * 6, dtype=np.float32)), 6),
+        "y": pa.array(draw.integers(0, 3, rows)),
     }
     pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
 
@@ -391,3 +391,21 @@ def test_another_number_of_ranks_does_not_change_the_batch_in_silence_A4(tmp_pat
     with pytest.warns(UserWarning, match="guarantees 'epoch'"):
         result = _trainer(brought, of=OwnBatches, **own).fit(accept_changes=True)
     assert result.status == "completed"
+
+
+@pytest.mark.parametrize(("of", "drop_last"), [(TinyTrainer, True), (TinyTrainer, False), (Streamed, True)])
+def test_larger_batches_in_the_midst_of_an_epoch_finish_it(tmp_path: Path, of: Any, drop_last: bool) -> None:
+    """As many updates have been made as a whole epoch of the larger batches has, and half of the rows are left."""
+    _write(tmp_path / "rows.parquet", 0, rows=103)
+    of = type("Of", (of,), {"folder": tmp_path / "rows.parquet"})
+    settings = {"of": of, "max_epochs": 1, "drop_last": drop_last}
+    first = _trainer(tmp_path / "run", StopAt(6), global_batch_size=8, **settings)
+    first.fit()
+    second = _trainer(tmp_path / "run", global_batch_size=16, **settings)
+    result = second.fit(accept_changes=True)
+    sizes = [16, 16, 16] if drop_last else [16, 16, 16, 7]
+    assert [sum(len(rows) for at, rows in second.seen if at == step) for step in range(6, result.steps)] == sizes
+    seen = [row for _, rows in first.seen + second.seen for row in rows]
+    assert len(set(seen)) == len(seen) == 48 + sum(sizes)
+    assert (result.status, result.steps, result.epochs) == ("completed", 6 + len(sizes), 1)
+    assert result.history[0].get("dropped_samples", 0) == 103 - len(seen)

@@ -140,6 +140,14 @@ def test_any_place_in_an_epoch_is_found_without_reading_what_was_before_A14(offs
     assert data.reads == 103 - offset
 
 
+def test_the_tail_is_dropped_wherever_other_batches_have_led_to() -> None:
+    stream = _open(_shuffled(drop_last=True), global_batch_size=10)
+    assert [batch.global_num_samples for batch in stream.epoch(1, offset=48)] == [10] * 5
+    assert (stream.dropped_in_epoch(1), stream.dropped_in_epoch(1, offset=48)) == (3, 5)
+    assert len(stream.next_rows(1, offset=88, count=20)) == 10
+    assert stream.next_rows(1, offset=98, count=20) == []
+
+
 def test_what_is_not_shuffled_stays_in_order() -> None:
     rows = list(range(50))
     plain = lambda: DataLoader(Numbers(50), batch_size=8)  # noqa: E731

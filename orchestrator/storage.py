@@ -169,9 +169,14 @@ class Folder:
         """Adds one line to a file on a disk, in one system call, so that several writers may."""
         assert self.is_local, "object stores cannot append"
         try:
-            handle = os.open(Path(self._root, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            handle = os.open(Path(self._root, name), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(handle, f"{line}\n".encode())
+                size = os.fstat(handle).st_size
+                # Half a line that a crash has left would take this one with it.
+                is_torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+                data = f"{chr(10) * is_torn}{line}\n".encode()
+                if os.write(handle, data) < len(data):
+                    raise OSError("there is no room for all of a line")
             finally:
                 os.close(handle)
         except OSError as error:

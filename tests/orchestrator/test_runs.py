@@ -289,6 +289,17 @@ def test_later_fields_of_a_record_are_passed_over(tmp_path: Path) -> None:
     assert Run(run.run_dir).record.id == run.record.id
 
 
+def test_a_line_that_a_crash_has_torn_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    log = EventLog(Folder(str(tmp_path)), "driver")
+    log.add("a")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1, "event": "to')
+    log.add("b", text="two\nlines")
+    log.add("c")
+    assert [event["event"] for event in read_events(Folder(str(tmp_path)))] == ["a", "b", "c"]
+    assert (tmp_path / "events.jsonl").read_text().count("\n") == 4, "no empty line where none was torn"
+
+
 def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     log = EventLog(folder, "driver")

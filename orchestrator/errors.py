@@ -4,6 +4,7 @@ HeadwayError (headway.trainer.errors)
 ├── ConfigError
 │   └── RunConflictError     the run of this name was begun with another config, or somebody trains it right now
 ├── StorageError             a place for runs cannot be written or read
+│   └── DamagedRecordError   the record of a run is there and cannot be made out
 └── TrainingFailedError      a worker raised, or died more often than the retries allow
 """
 
@@ -20,6 +21,10 @@ class RunConflictError(ConfigError):
 
 class StorageError(HeadwayError, OSError):
     """A place for runs cannot be written or read."""
+
+
+class DamagedRecordError(StorageError):
+    """The record of a run or a sweep is there and cannot be made out: to wait does not mend it."""
 
 
 class TrainingFailedError(HeadwayError, RuntimeError):

@@ -23,7 +23,7 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
 from .asking import asked_to_stop
-from .errors import RunConflictError, StorageError
+from .errors import DamagedRecordError, RunConflictError, StorageError
 from .lease import RECORD, is_claimed, lease, taken_over
 from .storage import Folder, absolute, join
 
@@ -176,6 +176,7 @@ class Run:
 
     Raises:
         ConfigError: there is no run.
+        StorageError: its record cannot be read; a `DamagedRecordError` if that is not for the moment.
     """
 
     def __init__(self, run_dir: str) -> None:
@@ -186,7 +187,7 @@ class Run:
         try:
             self.record = Record.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
-            raise StorageError(
+            raise DamagedRecordError(
                 f"{self.folder.path(RECORD)} is damaged ({error}): repair it, or remove the folder"
             ) from error
 

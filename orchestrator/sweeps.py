@@ -18,7 +18,7 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
 from .asking import asked_to_stop
-from .errors import RunConflictError, StorageError
+from .errors import DamagedRecordError, RunConflictError, StorageError
 from .events import Event, EventLog, read_events
 from .lease import is_claimed, lease, taken_over
 from .runs import HEARTBEAT_S, SWEEP, Driver, Run
@@ -141,7 +141,7 @@ class Sweep:
         try:
             self.record = SweepRecord.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
-            raise StorageError(
+            raise DamagedRecordError(
                 f"{self.folder.path(SWEEP)} is damaged ({error}): repair it, or remove the folder"
             ) from error
         self._journal = EventLog(self.folder, "driver")
@@ -232,6 +232,8 @@ class Sweep:
             run = Run(trial.run_dir)
         except ConfigError:
             run = None
+        except DamagedRecordError as error:
+            run, trial = None, replace(trial, status="failed", error=str(error))
         if run is not None:
             trial = _with_run(trial, run)
             if end is None:

@@ -23,6 +23,7 @@ from headway.orchestrator import (
     When,
 )
 from headway.orchestrator.claiming import open_run, open_sweep
+from headway.orchestrator.listing import print_runs
 from headway.orchestrator.search import resolve_search
 from headway.orchestrator.supervision import Signals
 from headway.orchestrator.sweep_display import SweepDisplay
@@ -193,6 +194,31 @@ def test_no_trial_is_under_way_in_a_sweep_that_has_ended(tmp_path: Path) -> None
     assert [trial.status for trial in opened.trials()] == ["running"]
     opened.update(status="stopped", reason="at once")
     assert [trial.status for trial in opened.trials()] == ["interrupted"]
+
+
+def test_a_trial_whose_record_is_damaged_is_shown_as_such_and_takes_nothing_else_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, sought = experiment(tmp_path), search(trials=3)
+    opened = open_sweep(base, sought)
+    for index, text in enumerate(("", '{"id": "1"}', "")):
+        opened.note("trial_suggested", trial=f"trial-00{index}", index=index, values={"config.learning_rate": 0.05})
+        (tmp_path / f"tiny/trial-00{index}").mkdir()
+        (tmp_path / f"tiny/trial-00{index}/run.json").write_text(text)
+    opened.note("trial_ended", trial="trial-002", status="completed", reason="", error=None, metric=0.5, steps=4)
+    first, second, third = opened.trials()
+    for trial in (first, second):
+        assert (trial.status, trial.has_ended) == ("failed", True)
+        assert "run.json is damaged" in (trial.error or "")
+    assert (third.status, third.metric, third.error) == ("completed", 0.5, None), "the journal knows"
+    print_runs(str(tmp_path))
+    assert "tiny: a sweep, running, 3 of 3 trials" in capsys.readouterr().out
+    opened.update(status="failed")
+    lead = _Lead(base, sought, open_sweep(base, sought), Signals(), SweepDisplay("validation/loss", "min"))
+    assert lead._next() is None
+    # Whoever removes the folder has it trained.
+    (tmp_path / "tiny/trial-000/run.json").unlink()
+    assert opened.trials()[0].status == "pending"
 
 
 def test_the_name_of_a_run_is_none_for_a_sweep_nor_the_other_way_round(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import ray.cloudpickle
 from ray import tune
 from rich.console import Console
 
-from headway.trainer.best import Mode
+from headway.trainer.best import Best, Mode
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.errors import ConfigError
 from headway.trainer.trainer import Trainer
@@ -27,7 +27,7 @@ from headway.trainer.trainer import Trainer
 from .asking import asked_to_stop
 from .display import Display
 from .errors import RunConflictError
-from .events import Event
+from .events import Event, read_events
 from .experiment import Experiment, Scaling
 from .group import failure_watch, task_of, train_group
 from .resumption import Resumption
@@ -110,10 +110,23 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     except Exception as error:
         run.update(status="failed", reason="", error=one_line(error), ended=now())
         return
+    if task.may_change:
+        # A checkpoint of another trial brings that one's best value with it.
+        best = _best_of_its_own(run, task)
+        result = replace(result, best_metric=best.value, best_step=best.step)
     close(run, result, display)
     if reporter.was_paused:
         # As Ray Tune ends the function of a trial that it pauses.
         sys.exit(0)
+
+
+def _best_of_its_own(run: Run, task: SweepTask) -> Best:
+    """The best value among the evaluations that a run has made itself."""
+    best = Best(task.mode)
+    for event in read_events(run.folder):
+        if event["event"] == "evaluated" and task.metric in event["metrics"]:
+            best.offer(event["metrics"][task.metric], step=event["step"])
+    return best
 
 
 def _train_here(

@@ -3,35 +3,69 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray import cloudpickle
 
-from headway.orchestrator import supervision, trial
+from headway.orchestrator import Experiment, supervision, trial
 from headway.orchestrator.claiming import open_run
 from headway.orchestrator.runs import Run
 from headway.orchestrator.trial import Relay, SweepTask, run_trial
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def task_of_a_sweep(storage: Path, found: Experiment, **changes: Any) -> SweepTask:
+    return SweepTask(**{
+        "experiment": cloudpickle.dumps(found), "sweep_dir": str(storage), "metric": "validation/loss", "mode": "min",
+        "pauses": False, "may_change": False, "imports": (), "current_dir": os.getcwd(), **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray Tune hears of the trial `tiny`, which is alone on its machine."""
+    reports: list[dict[str, Any]] = []
+    tune = SimpleNamespace(
+        get_context=lambda: SimpleNamespace(get_trial_name=lambda: "tiny"), get_checkpoint=lambda: None,
+        report=lambda report, checkpoint=None: reports.append(report), Checkpoint=trial.tune.Checkpoint,
+    )  # fmt: skip
+    monkeypatch.setattr(trial, "tune", tune)
+    monkeypatch.setattr(supervision, "places_taken", set)
+    return reports
+
+
+def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    donor = TinyTrainer(TinyConfig(max_epochs=1), run_dir=str(tmp_path / "donor")).fit()
+    assert donor.best_metric is not None
+    found = replace(experiment(tmp_path, max_steps=None, max_epochs=3), name="tiny")
+    open_run(found)
+    bad = {"config.learning_rate": 5.0, "trial": "tiny", "resume": donor.last_checkpoint}
+    run_trial(bad, task_of_a_sweep(tmp_path, found, pauses=True, may_change=True))
+    record = Run(found.run_dir).record
+    assert (record.status, record.steps, len(told)) == ("completed", 36, 2)
+    own = {report["step"]: report["validation/loss"] for report in told}
+    assert min(own.values()) > 10 * donor.best_metric, "or the test shows nothing"
+    assert (record.best_metric, record.best_step) == (min(own.values()), min(own, key=own.__getitem__))
+    assert str(record.best_checkpoint).endswith(f"step-{record.best_step:08d}")
 
 
 @pytest.mark.parametrize("metric", ["train/los", "validation/los"])
 def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str
+    tmp_path: Path, told: list[dict[str, Any]], metric: str
 ) -> None:
     found = experiment(tmp_path)
     open_run(found)
-    context = SimpleNamespace(get_trial_name=lambda: found.name)
-    tune = SimpleNamespace(get_context=lambda: context, get_checkpoint=lambda: None, report=pytest.fail)
-    monkeypatch.setattr(trial, "tune", tune)
-    monkeypatch.setattr(supervision, "places_taken", set)
-    task = SweepTask(
-        experiment=cloudpickle.dumps(found), sweep_dir=str(tmp_path), metric=metric, mode="min", pauses=False,
-        may_change=False, imports=(), current_dir=os.getcwd(),
-    )  # fmt: skip
+    task = task_of_a_sweep(tmp_path, found, metric=metric)
     run_trial({"trial": found.name, "resume": "auto"}, task)
+    assert told == []
     run = Run(found.run_dir)
     assert run.status == "failed"
     assert f"metric is '{metric}', but " in (run.record.error or "")

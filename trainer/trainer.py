@@ -582,6 +582,7 @@ class Trainer(OwnHooks, Generic[C]):
             with pins, stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
                 self._check_config()
                 self.setup()
+                self._tell_of_guarantee()
                 result = self._loop.run(resume, restore, accept_changes=accept_changes, began_s=began_s)
             status = result.status
             return result
@@ -706,6 +707,17 @@ class Trainer(OwnHooks, Generic[C]):
             self.add_meter(update.measure)
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
+
+    def _tell_of_guarantee(self) -> None:
+        """Says before the first step what of its place in the data a resumed run will not find again."""
+        assert self._data is not None
+        if self.run_dir is None or self._data.guarantee == "exact":
+            return
+        again = {
+            "epoch": "a resumed run begins the epoch in progress again, and may see its samples twice",
+            "none": "a resumed run goes on with whatever the data gives then",
+        }
+        self.print(f"the training data guarantees {self._data.guarantee!r}, not 'exact': {again[self._data.guarantee]}")
 
     def _check_config(self, *, elsewhere: bool = False) -> None:
         config = self.config

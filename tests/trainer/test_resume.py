@@ -329,8 +329,11 @@ def test_a_longer_run_says_what_becomes_of_its_learning_rate_A12(tmp_path: Path)
             assert trainer.scheduler.T_max == 8
 
 
-def test_the_result_and_the_warning_say_what_the_data_guarantees_A17(tmp_path: Path) -> None:
+def test_the_result_and_the_warning_say_what_the_data_guarantees_A17(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _fit(tmp_path / "exact")[0].data_guarantee == "exact"
+    assert "guarantees" not in capsys.readouterr().out
 
     class Iterable(TinyTrainer):
         def configure_dataloaders(self) -> Any:
@@ -339,6 +342,9 @@ def test_the_result_and_the_warning_say_what_the_data_guarantees_A17(tmp_path: P
 
     result, _ = _fit(tmp_path / "epoch", StopAt(6), trainer_class=Iterable)
     assert result.data_guarantee == "epoch"
+    assert (
+        "guarantees 'epoch', not 'exact': a resumed run begins the epoch in progress again" in capsys.readouterr().out
+    )
     with pytest.warns(UserWarning, match="guarantees 'epoch', not 'exact': epoch 2 begins again"):
         _fit(tmp_path / "epoch", trainer_class=Iterable)
 

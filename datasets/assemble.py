@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .collate import Rows, num_rows, same_kind
+from .collate import NUMBERS, Rows, num_rows, same_kind
 from .plan import Batch, Read
 
 Part: TypeAlias = tuple[Rows, int, int]
@@ -165,11 +165,22 @@ def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:
     """Returns some rows of each column; lists of arrays of one shape become a tensor."""
     cut = {name: column[rows.start : rows.stop] for name, column in columns.items()}
     for name, column in cut.items():
-        if isinstance(column, list) and isinstance(column[0], np.ndarray):
-            same = all(isinstance(each, np.ndarray) and each.shape == column[0].shape for each in column)
-            cut[name] = (
-                torch.from_numpy(np.stack(column))
-                if same
-                else [torch.from_numpy(each.copy()) if isinstance(each, np.ndarray) else each for each in column]
-            )
+        if isinstance(column, list) and any(isinstance(each, np.ndarray) for each in column):
+            cut[name] = _to_tensors(column)
     return cut
+
+
+def _to_tensors(rows: Sequence[Any]) -> Any:
+    """One tensor of arrays of one shape, else a list of tensors, of such lists, and of what is no array of numbers."""
+    kinds = {(each.dtype, each.shape) if isinstance(each, np.ndarray) else None for each in rows}
+    if len(kinds) == 1 and rows[0].dtype.kind in NUMBERS:
+        return torch.from_numpy(np.stack(rows))
+    return [_to_tensor(each) for each in rows]
+
+
+def _to_tensor(row: Any) -> Any:
+    if not isinstance(row, np.ndarray):
+        return row
+    if row.dtype == object:
+        return [_to_tensor(each) for each in row]
+    return torch.from_numpy(row.copy()) if row.dtype.kind in NUMBERS else row

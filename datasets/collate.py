@@ -1,11 +1,13 @@
 """Arrow columns to arrays of rows and back, and rows of several arrays to the tensors of one batch.
 
 A column of numbers becomes an array [B]; of lists that are all of one length, [B, T] (deeper nesting likewise).
-All else (text, bytes, ragged lists, dates) stays a Python object for each row.
+All else is one Python object for each row: text, bytes, dates, dicts; of ragged lists of numbers an array, and of lists
+that are ragged inside an array of such arrays.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +18,12 @@ import pyarrow as pa
 from .errors import DataError
 
 Rows: TypeAlias = dict[str, npt.NDArray[Any]]
+
+NUMBERS = "biuf"
+"""Kinds of NumPy's dtypes that a tensor can hold."""
+
+# What one object of a row becomes on its way to another process. No file has this type: it tells such columns apart.
+_PICKLE = pa.struct([("headway: pickle", pa.large_binary())])
 
 
 def to_rows(table: pa.Table) -> Rows:
@@ -28,8 +36,28 @@ def to_rows(table: pa.Table) -> Rows:
 
 
 def to_table(rows: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
-    """The reverse of `to_rows`: what crosses from one process to another."""
-    return pa.table({name: _to_arrow(np.asarray(column)) for name, column in rows.items()})
+    """The reverse of `to_rows`: what crosses from one process to another; numbers are not copied.
+
+    Raises:
+        DataError: a column holds objects that cannot be pickled.
+    """
+    return join([rows])
+
+
+def join(pieces: Sequence[Mapping[str, npt.NDArray[Any]]]) -> pa.Table:
+    """Returns the rows of several pieces as one table, each piece in a chunk of its own.
+
+    Raises:
+        DataError: the pieces have different columns, or one holds objects that cannot be pickled.
+    """
+    first = pieces[0]
+    for piece in pieces:
+        if piece.keys() != first.keys():
+            raise DataError(
+                f"some rows have the columns {list(first)} and others {list(piece)}; a transform returns the same "
+                "columns for all"
+            )
+    return pa.table({name: _to_arrow(name, [piece[name] for piece in pieces]) for name in first})
 
 
 def num_rows(rows: Mapping[str, Any]) -> int:
@@ -44,6 +72,8 @@ def _in_one_piece(column: pa.ChunkedArray) -> pa.Array:
 def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
     if isinstance(column, pa.ChunkedArray):  # what `combine_chunks` returns differs between versions of Arrow
         column = pa.concat_arrays(column.chunks)
+    if column.type == _PICKLE:
+        return _objects([pickle.loads(each) for each in column.field(0).to_pylist()])
     if isinstance(column.type, pa.BaseExtensionType):
         shape = list(getattr(column.type, "shape", ()))
         flat = _to_array(name, column.storage)
@@ -54,7 +84,7 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
         return _to_array(name, column.flatten()).reshape(
             len(column), column.type.list_size, *_inner(column.flatten().type)
         )
-    if (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) and _is_numeric(column.type.value_type):
+    if _is_list(column.type) and _is_numeric(column.type.value_type):
         return _lists(name, column)
     if pa.types.is_boolean(column.type) or pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         if column.null_count:
@@ -64,25 +94,35 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
             )
         array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
         return array
-    objects = np.empty(len(column), dtype=object)
-    objects[:] = column.to_pylist()
+    return _objects(column.to_pylist())
+
+
+def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
+    objects = np.empty(len(values), dtype=object)
+    for index, each in enumerate(values):  # assigned as one, arrays of one shape would become one array
+        objects[index] = each
     return objects
 
 
 def _lists(name: str, column: pa.Array) -> npt.NDArray[Any]:
-    offsets = column.offsets.to_numpy()
-    lengths = np.diff(offsets)
-    if not column.null_count and len(lengths) and (lengths == lengths[0]).all() and lengths[0]:
-        values = _to_array(name, column.values[int(offsets[0]) : int(offsets[-1])])
-        return values.reshape(len(column), int(lengths[0]), *values.shape[1:])
-    ragged = np.empty(len(column), dtype=object)
-    for index, each in enumerate(column):
-        ragged[index] = None if not each.is_valid else _to_array(name, each.values)
-    return ragged
+    if not column.null_count and not pa.types.is_fixed_size_list(column.type):
+        offsets = column.offsets.to_numpy()
+        lengths = np.diff(offsets)
+        length = int(lengths[0]) if len(lengths) else 0
+        if (lengths == length).all():
+            values = _to_array(name, column.values[int(offsets[0]) : int(offsets[-1])])
+            if values.dtype != object:
+                # Nothing is of one length too, and of the dtype that the file says; of how many axes is not to be seen.
+                return values.reshape(len(column), length, *values.shape[1:]) if len(column) else values
+    return _objects([_to_array(name, each.values) if each.is_valid else None for each in column])
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_numeric(kind: pa.DataType) -> bool:
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list(kind):
         return _is_numeric(kind.value_type)
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
@@ -91,9 +131,26 @@ def _inner(kind: pa.DataType) -> tuple[int, ...]:
     return (int(kind.list_size), *_inner(kind.value_type)) if pa.types.is_fixed_size_list(kind) else ()
 
 
-def _to_arrow(column: npt.NDArray[Any]) -> pa.Array:
-    if column.dtype == object:
-        return _objects_to_arrow(list(column))
+def _to_arrow(name: str, columns: Sequence[npt.NDArray[Any]]) -> pa.ChunkedArray:
+    """Row groups may differ in kind: lists of one length in one, of another or of several in the next."""
+    try:
+        for form in (_as_numbers, _as_lists, _as_pickles):
+            chunks = [form(column) for column in columns]
+            if len({None if chunk is None else chunk.type for chunk in chunks}) == 1 and chunks[0] is not None:
+                break
+    except Exception as error:  # a pickle runs the code of what it pickles
+        kinds = ", ".join(sorted({type(each).__name__ for column in columns for each in column}))
+        raise DataError(
+            f"column {name!r} holds {kinds}, which cannot be sent to another process: {type(error).__name__}: {error}. "
+            "Make it numbers, arrays, text or plain Python objects"
+        ) from error
+    return pa.chunked_array(chunks)
+
+
+def _as_numbers(column: npt.NDArray[Any]) -> pa.Array | None:
+    # Arrow has no lists of a fixed size of nothing.
+    if column.dtype.kind not in NUMBERS + "mM" or 0 in column.shape[1:]:
+        return None
     if column.ndim < 2:
         return pa.array(column)
     flat = pa.array(np.ascontiguousarray(column).reshape(-1))
@@ -102,25 +159,24 @@ def _to_arrow(column: npt.NDArray[Any]) -> pa.Array:
     return flat
 
 
-def _objects_to_arrow(objects: list[Any]) -> pa.Array:
-    """Arrays of any lengths and depth become lists of what is in them, of its own dtype; None becomes null."""
-    lists = [each for each in objects if each is not None]
-    if not lists or not all(isinstance(each, np.ndarray) and each.ndim for each in lists):
-        return pa.array(objects)
-    # The empty ones do not know what they are empty of.
-    full = [each for each in lists if len(each)] or lists[:1]
-    if any(each.ndim > 1 or each.dtype == object for each in full):
-        values = _objects_to_arrow([item for each in full for item in each])
-    else:
-        values = pa.array(np.concatenate(full))
-    ends = np.cumsum([0 if each is None else len(each) for each in objects])
-    is_null = np.array([each is None for each in objects] + [False])
-    return pa.ListArray.from_arrays(pa.array(np.concatenate(([0], ends)), pa.int32(), mask=is_null), values)
+def _as_lists(column: npt.NDArray[Any]) -> pa.Array | None:
+    kinds = {(each.dtype.kind, each.dtype, each.ndim) if isinstance(each, np.ndarray) else None for each in column}
+    if len(kinds) > 1 or (kind := kinds.pop()) is None or kind[0] not in NUMBERS or kind[2] != 1:
+        return None
+    ends = np.cumsum([0, *map(len, column)])
+    return pa.LargeListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(list(column))))
+
+
+def _as_pickles(column: npt.NDArray[Any]) -> pa.Array:
+    """Not as Arrow would have it: the type that it guesses of some rows is not that of others, nor the file's."""
+    rows = pa.array(column).to_pylist() if column.dtype.kind in "mM" else column
+    pickles = pa.array([pickle.dumps(each, protocol=5) for each in rows], pa.large_binary())
+    return pa.StructArray.from_arrays([pickles], fields=list(_PICKLE))
 
 
 def same_kind(parts: Sequence[npt.NDArray[Any]]) -> bool:
     """Whether these pieces of one column can be laid into one array of numbers."""
     first = parts[0]
-    return first.dtype.kind in "biuf" and all(
+    return first.dtype.kind in NUMBERS and all(
         each.dtype == first.dtype and each.shape[1:] == first.shape[1:] for each in parts
     )

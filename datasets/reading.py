@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .collate import Rows, to_rows, to_table
+from .collate import Rows, join, to_rows, to_table
 from .errors import DataError
 from .plan import row_order
-from .transforms import Transform, apply
+from .transforms import Transform, apply, name_of
 
 
 class Job(NamedTuple):
@@ -57,7 +57,10 @@ def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
             f"row group {job.group} of {job.path} had {job.num_rows} rows when the run began and has {table.num_rows}; "
             "the data was rewritten. Start a new run for new data"
         )
-    rows = to_rows(table)
+    try:
+        rows = to_rows(table)
+    except DataError as error:
+        raise DataError(f"row group {job.group} of {job.path}: {error}") from error
     if job.order is None and len(job.ranges) == 1:
         start, stop = job.ranges[0]
         rows = {name: column[start:stop] for name, column in rows.items()}
@@ -73,7 +76,11 @@ def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:
     """Applies the transforms in their order."""
     for each in transforms:
         # Through Arrow, as between processes, so that a column looks the same to whoever reads it, wherever that is.
-        rows = to_rows(to_table(apply(each, rows)))
+        changed = apply(each, rows)
+        try:
+            rows = to_rows(to_table(changed))
+        except DataError as error:
+            raise DataError(f"what the transform {name_of(each)} returned: {error}") from error
     return rows
 
 
@@ -84,14 +91,7 @@ def read_table(jobs: Sequence[Job]) -> pa.Table:
 
 def as_table(pieces: Iterable[Rows]) -> pa.Table:
     """Returns rows as one table, each piece in a chunk of its own."""
-    tables = [to_table(rows) for rows in pieces]
-    names = tables[0].column_names
-    for index, name in enumerate(names):
-        kinds = {table.schema.field(name).type for table in tables}
-        # Lists that happen to be of one length in one row group, and of another in the next.
-        if len(kinds) > 1 and (kind := next((each for each in kinds if pa.types.is_list(each)), None)):
-            tables = [table.set_column(index, name, table.column(name).cast(kind)) for table in tables]
-    return pa.concat_tables(tables, promote_options="permissive")
+    return join(list(pieces))
 
 
 def chunks(table: pa.Table) -> Iterator[Rows]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
-from headway.datasets.collate import to_rows, to_table
+from headway.datasets.collate import Rows, to_rows, to_table
+from headway.datasets.errors import DataError
+from headway.datasets.reading import Job, as_table, chunks, read, read_table, transform
+from headway.datasets.sources import read_source
+from headway.datasets.stream import ParquetStream
+
+from .conftest import feed_of
 
 
 def _column(*values: Any) -> Any:
@@ -55,7 +66,7 @@ def test_what_is_no_array_stays_what_it_is() -> None:
     rows = {
         "text": _column("a", None),
         "bytes": _column(b"a", b"bc"),
-        "words": _column(_column("a", "b"), _column("c")),
+        "words": _column(["a", "b"], ["c"]),
     }
     back = to_rows(to_table(rows))
     assert {name: column.tolist() for name, column in back.items()} == {
@@ -63,3 +74,100 @@ def test_what_is_no_array_stays_what_it_is() -> None:
         "bytes": [b"a", b"bc"],
         "words": [["a", "b"], ["c"]],
     }
+
+
+_BOXES = pa.list_(pa.list_(pa.float32()))
+_WORDS = pa.list_(pa.string())
+_TURNS = pa.list_(pa.struct([("role", pa.string()), ("tool", pa.string())]))
+_COUNTS = pa.map_(pa.string(), pa.int64())
+_BIG = pa.struct([("id", pa.uint64())])
+_GROUPS: dict[str, tuple[pa.DataType, list[Any]]] = {
+    # Each list is a row group: what is typical of one is missing in the other.
+    "boxes, and a group of none": (_BOXES, [[[[1.0, 2.0]], []], [[], []]]),
+    "lists ragged inside": (_BOXES, [[[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [[[6.0]], [[7.0]]]]),
+    "widths that differ": (pa.list_(pa.int16()), [[[1, 2], [3, 4]], [[5], [6]]]),
+    "numbers and lists of nothing": (pa.list_(pa.float64()), [[[], []], [[1.5], [2.5, 3.5]]]),
+    "a fixed size with nulls": (pa.list_(pa.int32(), 2), [[[1, 2], None], [[3, 4], [5, 6]]]),
+    "words, and a group of none": (_WORDS, [[["a"], ["b"]], [[], None]]),
+    "turns without the optional field": (
+        _TURNS,
+        [[[{"role": "u", "tool": None}]] * 2, [[{"role": "u", "tool": "x"}]] * 2],
+    ),
+    "maps": (_COUNTS, [[[("k", 1)], []], [[("k", 2), ("l", 3)], None]]),
+    "numbers above all of int64": (_BIG, [[{"id": 2**63 + 1}] * 2, [{"id": 1}, None]]),
+    "days": (pa.date32(), [[datetime.date(2026, 1, 1), None], [None, None]]),
+    "bytes that end in zeros": (pa.binary(), [[b"ab\0", b"c"], [b"", None]]),
+}
+
+
+def _write(path: Path, arrow: pa.DataType, groups: list[Any]) -> list[Job]:
+    """Writes a column "c", each list a row group, and returns what reads them."""
+    with pq.ParquetWriter(path / "a.parquet", pa.schema([("c", arrow)])) as writer:
+        for group in groups:
+            writer.write_table(pa.table({"c": pa.array(group, arrow)}))
+    file = read_source(path).files[0]
+    return [
+        Job(file.path, file.digest, index, len(group), ("c",), None, ((0, len(group)),))
+        for index, group in enumerate(groups)
+    ]
+
+
+def _known(value: Any) -> Any:
+    """A value with its type, in a form that can be compared."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, [_known(each) for each in value]
+    return type(value), value
+
+
+def _rows(*pieces: Rows) -> list[Any]:
+    return [_known(row) for piece in pieces for row in piece["c"]]
+
+
+def _keep(rows: Rows) -> Rows:
+    return rows
+
+
+@pytest.mark.parametrize("kind", _GROUPS)
+def test_a_column_is_the_same_through_ray_and_through_transforms(tmp_path: Path, kind: str) -> None:
+    """Read here, sent as a task of Ray Data sends several row groups, and passed on by transforms."""
+    jobs = _write(tmp_path, *_GROUPS[kind])
+    here = _rows(*map(read, jobs))
+    assert len(here) == 4
+    assert _rows(*chunks(read_table(jobs))) == here
+    assert _rows(*(read(job, [_keep, _keep]) for job in jobs)) == here
+    sent = as_table(transform(rows, [_keep]) for rows in chunks(read_table(jobs)))
+    assert _rows(*chunks(sent)) == here
+
+
+@pytest.mark.parametrize(
+    ("arrow", "rows", "expected"),
+    [
+        (_BOXES, [[[1, 2]], [], [[3, 4], [5, 6]], []], ([[1, 2]], [], [[3, 4], [5, 6]], [])),
+        (_BOXES, [[[1, 2], [3]], [[4]], [], [[5], [6, 7]]], ([[1, 2], [3]], [[4]], [], [[5], [6, 7]])),
+        (_BOXES, [[], [], [], []], [[], [], [], []]),
+        (pa.list_(pa.float32()), [None, [1, 2], None, None], (None, [1, 2], None, None)),
+        (pa.list_(pa.float32()), [[1, 2], [], [3], [4]], ([1, 2], [], [3], [4])),
+        (pa.list_(pa.float32()), [[1, 2], [3, 4], [5, 6], [7, 8]], [[1, 2], [3, 4], [5, 6], [7, 8]]),
+    ],
+)
+def test_lists_of_numbers_are_tensors_however_ragged(tmp_path: Path, arrow: Any, rows: Any, expected: Any) -> None:
+    """One tensor where all rows are of one shape, here a list; else tensors in lists, here a tuple of rows."""
+    _write(tmp_path, arrow, [rows])
+    stream = ParquetStream(tmp_path, engine="threads", shuffle=False, shards=1)
+    stream.open(feed_of(global_batch_size=4))
+    column = next(iter(stream.epoch(0))).micro_batches[0]["c"]
+    stream.close()
+
+    def lists(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == torch.float32
+            return value.tolist()
+        return value if value is None else [lists(each) for each in value]
+
+    assert isinstance(column, torch.Tensor) == isinstance(expected, list)
+    assert lists(column) == list(expected)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    with pytest.raises(DataError, match="column 'f' holds function, which cannot be sent to another process"):
+        to_table({"f": _column(lambda: None)})

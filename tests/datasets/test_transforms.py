@@ -1,0 +1,115 @@
+"""What a transform may return, and what becomes of it: numbers, text and objects of each row, as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headway.datasets.collate import Rows
+from headway.datasets.errors import DataError
+from headway.datasets.reading import as_table, transform
+
+ROWS = {"x": np.arange(2)}
+
+
+def returned(values: Any) -> Any:
+    """What arrives of a column that a transform returned."""
+    return transform(ROWS, [lambda rows: {"c": values}])["c"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [b"ab\0", b"c"],
+        ["text\0", "longer text"],
+        [["a\0", "bb"], ["c", "d"]],
+        [["a"], []],
+        ["x", None],
+        [{"a": 1}, {"b": [2]}],
+        [(1, "a"), (2, "b")],
+        [2**70, 1],
+    ],
+)
+def test_what_is_no_number_stays_what_it_is(values: list[Any]) -> None:
+    for given in (values, np.array([*values, None], dtype=object)[:2]):
+        column = returned(given)
+        assert column.dtype == object
+        assert column.tolist() == values
+        assert [type(each) for each in column] == [type(each) for each in values]
+
+
+def test_one_long_text_does_not_widen_the_others() -> None:
+    rows = {"x": np.arange(1000)}
+    texts = ["a" * 10**6, *["b"] * 999]  # 4 GB as an array of NumPy's text
+    column = transform(rows, [lambda rows: {"c": texts}])["c"]
+    assert column.dtype == object
+    assert column.tolist() == texts
+    assert returned(np.array(["a", "bc"])).tolist() == ["a", "bc"]
+    assert type(returned(np.array(["a", "bc"]))[0]) is str
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "shape"),
+    [
+        ([1, 2], "int64", (2,)),
+        ([1.5, np.float64(2)], "float64", (2,)),
+        ([[1, 2], [3, 4]], "int64", (2, 2)),
+        ([np.zeros((3, 2), "uint8"), np.ones((3, 2), "uint8")], "uint8", (2, 3, 2)),
+        (torch.zeros(2, 3), "float32", (2, 3)),
+        ([torch.zeros(3), torch.ones(3)], "float32", (2, 3)),
+    ],
+)
+def test_rows_of_one_shape_are_one_array(values: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    column = returned(values)
+    assert (column.dtype, column.shape) == (np.dtype(dtype), shape)
+    assert np.array_equal(column, np.asarray([np.asarray(each) for each in values]))
+
+
+@pytest.mark.parametrize(
+    ("values", "shapes", "dtype"),
+    [
+        ([torch.zeros(3), torch.zeros(1)], [(3,), (1,)], "float32"),
+        ([np.zeros((3, 4, 5), "uint8"), np.zeros((3, 2, 5), "uint8")], [(3, 4, 5), (3, 2, 5)], "uint8"),
+        ([np.zeros((0, 4), "float32"), np.ones((2, 4), "float32")], [(0, 4), (2, 4)], "float32"),
+        ([[], [7, 8]], [(0,), (2,)], "int64"),
+        ([[1, 2], [3]], [(2,), (1,)], "int64"),
+        (np.zeros((2, 0), "float32"), [(0,), (0,)], "float32"),
+    ],
+)
+def test_rows_of_several_shapes_are_an_array_each(values: Any, shapes: list[tuple[int, ...]], dtype: str) -> None:
+    column = returned(values)
+    assert [(each.dtype, each.shape) for each in column] == [(np.dtype(dtype), shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, None], "the transform .*<lambda> returned None among the numbers of 'c'"),
+        ([torch.zeros(1, dtype=torch.bfloat16)] * 2, "the transform .*<lambda> returned a list as 'c'.*BFloat16"),
+        ([lambda: 0, lambda: 1], "what the transform .*<lambda> returned: column 'c' holds function, which cannot be"),
+    ],
+)
+def test_what_cannot_go_on_names_the_transform_and_the_column(values: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        returned(values)
+
+
+def test_columns_that_come_and_go_are_refused_between_row_groups() -> None:
+    with pytest.raises(DataError, match=r"some rows have the columns \['x'\] and others \['x', 'y'\]"):
+        as_table([ROWS, {**ROWS, "y": np.arange(2)}])
+
+
+def test_a_transform_may_work_in_place_wherever_its_rows_lie() -> None:
+    """Rows of a file that are not permuted, of a transform before, and of a block that Ray shares, are read-only."""
+    shared = np.arange(4.0)
+    shared.flags.writeable = False
+
+    def halve(rows: Rows) -> Rows:
+        rows["x"] /= 2
+        return rows
+
+    assert transform({"x": shared}, [halve, halve])["x"].tolist() == [0, 0.25, 0.5, 0.75]
+    assert shared.tolist() == [0, 1, 2, 3]

@@ -34,6 +34,7 @@ class ASHA:
         _whole(self, "grace", "max_evaluations")
         if not self.reduction > 1:
             raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
+        _grace_fits(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,7 @@ class HyperBand:
         _whole(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
         if not self.reduction > 1:
             raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
-        if self.grace > self.max_evaluations:
-            raise ConfigError(f"grace={self.grace} is more than the {self.max_evaluations} evaluations of a trial")
+        _grace_fits(self)
         if self.brackets is not None and self.brackets > self._most_brackets:
             raise ConfigError(
                 f"brackets is at most {self._most_brackets}: {self.max_evaluations} evaluations have no room for more"
@@ -151,6 +151,13 @@ class PBT:
 
 
 Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
+
+
+def _grace_fits(scheduler: ASHA | HyperBand) -> None:
+    if scheduler.grace > scheduler.max_evaluations:
+        raise ConfigError(
+            f"grace={scheduler.grace} is more than max_evaluations={scheduler.max_evaluations}, all that a trial has"
+        )
 
 
 def _whole(scheduler: Scheduler, *names: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 from headway.trainer.best import Mode
@@ -22,6 +23,8 @@ Algorithm = Literal["random", "grid", "tpe"]
 Values: TypeAlias = dict[str, Any]
 """What a trial tries, by dotted path."""
 
+# So many random trials are looked at for one in which a value can be.
+_BESIDES = 50
 _AXES = (Uniform, LogUniform, RandInt, Choice)
 
 
@@ -87,17 +90,16 @@ class Search:
     def num_trials(self) -> int:
         """How many trials there will be."""
         if self.algorithm == "grid":
-            return min(len(self.grid()), self.trials or len(self.grid()))
+            return min(len(self._grid), self.trials or len(self._grid))
         return self.trials or 10
 
     @property
     def varied(self) -> dict[str, Axis]:
         """The axes that a `PBT` changes while trials train."""
-        axes = {path: axis.then if isinstance(axis, When) else axis for path, axis in self.space.items()}
         if not isinstance(self.scheduler, PBT):
             return {}
-        return {path: axes[path] for path in self.scheduler.vary} or {
-            path: axis for path, axis in axes.items() if isinstance(axis, (Uniform, LogUniform))
+        return {path: self.space[path] for path in self.scheduler.vary} or {
+            path: axis for path, axis in self.space.items() if isinstance(axis, (Uniform, LogUniform))
         }
 
     def suggest(self, index: int, tried: Sequence[Tried] = ()) -> Values:
@@ -111,9 +113,12 @@ class Search:
             ConfigError: Optuna is needed and not installed.
         """
         if self.algorithm == "grid":
-            return self.grid()[index]
+            return dict(self._grid[index])
         if self.algorithm == "tpe":
             return tpe.suggest(self.space, mode=self.mode, seed=self.seed, index=index, tried=tried)
+        return self._drawn(index)
+
+    def _drawn(self, index: int) -> Values:
         values: Values = {}
         for path, axis in self.space.items():
             if isinstance(axis, When) and not axis.holds(values):
@@ -125,6 +130,11 @@ class Search:
 
     def grid(self) -> list[Values]:
         """Returns all combinations of choices, the last field changing fastest."""
+        return list(self._grid)
+
+    @cached_property
+    def _grid(self) -> list[Values]:
+        # A million of them take a second to make, and are asked for at each trial.
         grid: list[Values] = [{}]
         for path, axis in self.space.items():
             longer = []
@@ -148,13 +158,10 @@ class Search:
             tpe.required()
         for path, axis in self.space.items():
             if path.split(".")[0] in ("name", "trainer", "storage"):
-                raise ConfigError(f"{path} is the sweep's own: a space has paths below config, scaling and retries")
+                raise ConfigError(f"{path} is the sweep's own: a space has paths below config and retries")
             found = axis.then if isinstance(axis, When) else axis
             for value in found.samples() if isinstance(found, _AXES) else (found,):
-                try:
-                    override(experiment, {path: value})
-                except ConfigError as error:
-                    raise ConfigError(f"space: {error}") from error
+                self._check_value(experiment, path, value)
         if experiment.scaling.max_workers > 1 and (isinstance(self.scheduler, PBT) or self.metric.startswith("train/")):
             raise ConfigError(
                 "trials of several workers report their evaluations, without a checkpoint: PBT and a metric of the "
@@ -164,6 +171,27 @@ class Search:
             raise ConfigError("all trials reserve the same: a space has no paths below scaling")
         if self.metric.startswith("train/") and self.scheduler is not None and self.scheduler.pauses:
             raise ConfigError(f"{type(self.scheduler).__name__} goes by evaluations: give a metric of the validation")
+
+    def _check_value(self, experiment: Experiment, path: str, value: Any) -> None:
+        """Refuses a value with which no trial could train, whatever it tries besides."""
+        wrong: ConfigError | None = None
+        for conditions in self._conditions(path):
+            # Alone, or else beside what trials may try: a width that only some numbers of heads take.
+            for others in ({}, *map(self._drawn, range(_BESIDES))):
+                try:
+                    override(experiment, {**others, **conditions, path: value})
+                except ConfigError as error:
+                    wrong = wrong or error
+                else:
+                    return
+        raise ConfigError(f"space: {wrong}") from wrong
+
+    def _conditions(self, path: str) -> list[Values]:
+        """Returns the ways in which an axis can be there: what other fields must be."""
+        axis = self.space[path]
+        if not isinstance(axis, When):
+            return [{}]
+        return [{**above, axis.path: value} for above in self._conditions(axis.path) for value in axis.wanted]
 
     def trial(self, experiment: Experiment, name: str, values: Values) -> Experiment:
         """Returns the experiment of one trial, whose run lies in the folder of the sweep."""
@@ -195,17 +223,45 @@ class Search:
                     raise ConfigError(f"{path} depends on {axis.path}, which must come before it in the space")
                 if not isinstance(axis.then, _AXES):
                     raise ConfigError(f"{path}: When takes an axis such as Choice, not {axis.then!r}")
+                self._check_occurs(path, axis)
             found = axis.then if isinstance(axis, When) else axis
             if self.algorithm == "grid" and isinstance(found, (Uniform, LogUniform, RandInt)):
                 raise ConfigError(f"{path} is a {type(found).__name__}, which has no end: a grid takes Choice([...])")
             before.add(path)
+        if not any(isinstance(axis, (*_AXES, When)) for axis in self.space.values()) and self.num_trials > 1:
+            raise ConfigError(
+                f"nothing in the space varies, so that {self.num_trials} trials would be one and the same: give it an "
+                "axis such as LogUniform or Choice, or trials=1"
+            )
         if isinstance(self.scheduler, PBT):
-            if unknown := [
-                path for path in self.scheduler.vary if not isinstance(self.space.get(path), (*_AXES, When))
-            ]:
+            axes = {path: axis for path, axis in self.space.items() if isinstance(axis, (*_AXES, When))}
+            if unknown := [path for path in self.scheduler.vary if path not in axes]:
                 raise ConfigError(f"PBT varies {', '.join(unknown)}, which the space has no axis for")
+            conditional = [axis for axis in axes.values() if isinstance(axis, When)]
+            if tied := [path for path in self.varied if axes[path] in conditional] + [
+                axis.path for axis in conditional if axis.path in self.varied
+            ]:
+                raise ConfigError(
+                    f"PBT varies {', '.join(tied)}, which another field depends on or which depends on another one: "
+                    "what is there would change while a trial trains; name other fields in PBT(vary=...)"
+                )
             if not self.varied:
-                raise ConfigError("PBT has nothing to vary: give the space a Uniform or a LogUniform")
+                raise ConfigError(
+                    "PBT has nothing to vary: give the space a Uniform or a LogUniform that is no part of a When"
+                )
+
+    def _check_occurs(self, path: str, axis: When) -> None:
+        """Refuses a condition that never holds."""
+        above = self.space[axis.path]
+        above = above.then if isinstance(above, When) else above
+        if isinstance(above, (Uniform, LogUniform, RandInt)):
+            return
+        there = above.values if isinstance(above, Choice) else (above,)
+        if never := [value for value in axis.wanted if value not in there]:
+            raise ConfigError(
+                f"{path} is there when {axis.path} is {' or '.join(map(repr, never))}, which it never is: it is one of "
+                f"{', '.join(map(repr, there))}"
+            )
 
 
 def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search") -> tuple[Experiment, Search]:
@@ -224,4 +280,7 @@ def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search
     found = load_named(target, name)
     if not isinstance(found, Search):
         raise ConfigError(f"{name} in {target} is a {type(found).__name__}, not a Search")
-    return experiment, override(found, written_values(of_search), "search")
+    values = written_values(of_search)
+    # The paths of the space have dots of their own: one of them is set in all trials, the others stay as they are.
+    fixed = {path.removeprefix("space."): values.pop(path) for path in list(values) if path.startswith("space.")}
+    return experiment, override(found, {**values, **({"space": {**found.space, **fixed}} if fixed else {})}, "search")

@@ -149,8 +149,12 @@ class When:
 
     def holds(self, values: dict[str, Any]) -> bool:
         """Whether it is there, given the values so far."""
-        wanted = self.values if isinstance(self.values, tuple) else (self.values,)
-        return self.path in values and values[self.path] in wanted
+        return self.path in values and values[self.path] in self.wanted
+
+    @property
+    def wanted(self) -> tuple[Any, ...]:
+        """The values of the other one with which it is there."""
+        return self.values if isinstance(self.values, tuple) else (self.values,)
 
 
 def _check_limits(axis: Any, low: Any, high: Any) -> None:

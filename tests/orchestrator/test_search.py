@@ -99,6 +99,27 @@ def test_a_grid_has_every_combination_and_a_list_is_a_value_unless_it_is_a_choic
         ({"space": {"config.a": When("config.b", 1, Choice([1]))}}, "must come before it"),
         ({"scheduler": PBT(vary=("config.width",))}, "which the space has no axis for"),
         ({"scheduler": "asha"}, "scheduler is one of ASHA"),
+        ({"space": {"config.width": 4}}, "nothing in the space varies, so that 10 trials would be one and the same"),
+        (
+            {"space": {"config.a": Choice(["x", "y"]), "config.b": When("config.a", ("x", "z"), Choice([1]))}},
+            "config.b is there when config.a is 'z', which it never is: it is one of 'x', 'y'",
+        ),
+        ({"space": {"config.a": 1, "config.b": When("config.a", 2, Choice([1]))}}, "which it never is: it is one of 1"),
+        # What PBT draws for a field that a trial does not have would be in no record of it.
+        (
+            {
+                "space": {"config.width": Choice([4, 8]), "config.dropout": When("config.width", 4, Uniform(0, 0.5))},
+                "scheduler": PBT(vary=("config.dropout",)),
+            },
+            "PBT varies config.dropout, which another field depends on or which",
+        ),
+        (
+            {
+                "space": {"config.width": Choice([4, 8]), "config.dropout": When("config.width", 4, Uniform(0, 0.5))},
+                "scheduler": PBT(vary=("config.width",)),
+            },
+            "PBT varies config.width, which another field depends on or which",
+        ),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused_when_it_is_made(settings: dict[str, Any], message: str) -> None:
@@ -122,6 +143,33 @@ def test_what_no_trial_could_be_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         Search(space={path: axis}).check(experiment(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_may_want_another_field_to_be_something_else(tmp_path: Path) -> None:
+    strategy, offload, shard = (f"config.parallel.{name}" for name in ("strategy", "cpu_offload", "shard_size"))
+    conditional = {
+        strategy: Choice(["ddp", "fsdp", "hsdp"]),
+        offload: When(strategy, ("fsdp", "hsdp"), Choice([False, True])),
+        shard: When(strategy, "hsdp", Choice([1])),
+    }
+    Search(space=conditional).check(experiment(tmp_path))
+    # A condition below a condition; it holds with one of two strategies, of which one takes it.
+    Search(space={**conditional, shard: When(offload, True, Choice([1]))}).check(experiment(tmp_path))
+    with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
+        Search(space={**conditional, shard: When(strategy, "fsdp", Choice([1]))}).check(experiment(tmp_path))
+    # Neither can be alone, and both can be together.
+    Search(space={strategy: Choice(["ddp", "hsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
+    with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
+        Search(space={strategy: Choice(["ddp", "fsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
+
+
+def test_pbt_leaves_alone_what_not_all_trials_have() -> None:
+    space = {
+        "config.learning_rate": LogUniform(1e-4, 1e-1),
+        "config.width": Choice([4, 8]),
+        "config.dropout": When("config.width", 4, Uniform(0, 0.5)),
+    }
+    assert list(Search(space=space, scheduler=PBT()).varied) == ["config.learning_rate"]
 
 
 def test_wrong_limits_are_refused() -> None:
@@ -242,6 +290,15 @@ def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
     found, wanted = resolve_search(str(file), overrides)
     assert (wanted.trials, wanted.scheduler, wanted.metric) == (5, ASHA(grace=2), "validation/accuracy")
     assert found.config.width == 3
+    # One path is fixed, the others stay: it is no other space.
+    assert found.config.dropout == 0.0
+    _, wanted = resolve_search(str(file), ["search.space.config.width=3", "search.space.config.noise=0.5"])
+    assert wanted.space == {"config.dropout": Uniform(0, 0.5), "config.width": 3, "config.noise": 0.5}
+    assert wanted.suggest(0)["config.dropout"] != wanted.suggest(1)["config.dropout"]
+    with pytest.raises(ConfigError, match="nothing in the space varies"):
+        resolve_search(str(file), ["search.space.config.dropout=0.5"])
+    _, wanted = resolve_search(str(file), ["search.space.config.dropout=0.5", "search.trials=1"])
+    assert wanted.suggest(0) == {"config.dropout": 0.5}
     with pytest.raises(ConfigError, match=r"did you mean search.trials\?"):
         resolve_search(str(file), ["search.trial=5"])
     with pytest.raises(ConfigError, match="there is no 'other'"):
@@ -321,6 +378,9 @@ def test_brackets_of_hyperband_cost_the_same_and_a_trial_keeps_its_own() -> None
     assert HyperBand(max_evaluations=243, brackets=2).first_looks == [1, 3]
     # A quotient of logarithms that is 4.999...
     assert len(HyperBand(max_evaluations=243).first_looks) == 6
+    assert ASHA(grace=100).grace == 100
+    with pytest.raises(ConfigError, match="grace=200 is more than max_evaluations=100"):
+        ASHA(grace=200)
     for wrong in ({"brackets": 6}, {"grace": 82}, {"reduction": 1}, {"brackets": 0}):
         with pytest.raises(ConfigError):
             HyperBand(**wrong)  # type: ignore[arg-type]

@@ -134,6 +134,9 @@ def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Pat
         assert str(taken[0]["step"]) in change["checkpoint"]
     last = {change["trial"]: change["values"]["config.learning_rate"] for change in changes}
     for trial in results.trials:
+        # Its own, though a checkpoint of the other one brought that one's along.
+        evaluated = [each for each in read_events(Folder(trial.run_dir)) if each["event"] == "evaluated"]
+        assert trial.metric == min(each["metrics"]["validation/loss"] for each in evaluated)
         assert trial.run_dir.startswith(str(tmp_path / "pbt"))
         assert Run(trial.run_dir).record.steps == 96
         if trial.name in last:

@@ -193,7 +193,8 @@ class TrainerConfig:
         max_samples: samples learned from over all ranks, in total; the update that reaches it is the last.
         max_tokens: tokens learned from, in total, of a trainer that counts them by `num_tokens`. They are counted when
             the log is flushed: the run ends with the first record (`log_every`) that has as many.
-        steps_per_epoch: updates that make an epoch of data that has no end of its own, or cut a longer one short.
+        steps_per_epoch: updates that make an epoch of data that has no end of its own, or cut a longer one short; the
+            next epoch begins an iterable again, and goes on with an iterator.
         seed: of everything random; every rank derives its own stream, the order of the data is common.
         global_batch_size: samples of one update over all ranks. Stays what it is when the number of ranks changes.
         micro_batch_size: at most this many samples in one forward pass of one rank; accumulation follows.

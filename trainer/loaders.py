@@ -7,11 +7,14 @@ comes, and says so by a weaker guarantee.
 
 from __future__ import annotations
 
+import copy
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -41,7 +44,7 @@ def as_stream(data: Any) -> BatchStream:
     """
     if is_stream(data):
         return data
-    if isinstance(data, DataLoader) and _is_plain(data):
+    if isinstance(data, DataLoader) and _reads_by(data) is None:
         return LoaderStream(data)
     if not isinstance(data, (str, bytes, Mapping)) and (isinstance(data, Iterable) or callable(data)):
         return IterableStream(data)
@@ -69,8 +72,10 @@ class LoaderStream:
     """Reads a map-style DataLoader in an order of our own, so that every place of an epoch can be found again.
 
     The loader's dataset, collate function, worker processes, batch size, `drop_last` and whether it shuffles are kept;
-    its sampler is replaced, and shared out over the ranks by us. With worker processes, everything random that a row
-    draws is seeded by (seed, epoch, row): augmentation does not depend on the number of workers, ranks or restarts.
+    its sampler is replaced, and shared out over the ranks by us. With worker processes, what a row draws from the
+    global generators of Python, NumPy and torch is seeded by (seed, epoch, row): augmentation does not depend on the
+    number of workers, ranks or restarts. `get_worker_info().seed`, for a generator of the dataset's own, is one of the
+    run's seed, the rank and the epoch in which the process begins; no resume puts such a generator back.
     """
 
     guarantee: Guarantee = "exact"
@@ -133,15 +138,21 @@ class LoaderStream:
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches from `offset` on; finding it costs nothing but the epoch's permutation."""
-        plan = [self._split(rows) for rows in self._global_rows(epoch, offset)]
-        rows = [rows for micro_batches, _, _ in plan for rows in micro_batches]
-        # Worker processes outlive an epoch, so the epoch travels with each row.
-        self._indices.batches = [[(epoch, row) for row in each] for each in rows] if self._seeds_rows else rows
-        self._batches = batches = iter(self._read())
-        for micro_batches, num_samples, total in plan:
-            with _generators_kept() if self._seeds_here else nullcontext():
-                loaded = [next(batches) for _ in micro_batches]
-            yield LoadedBatch(loaded, num_samples, total, micro_batches)
+        # The reader is ahead by what it prefetches; more of the epoch is never in lists.
+        plan, ahead = tee(self._split(rows) for rows in self._global_rows(epoch, offset))
+        rows = (rows for micro_batches, _, _ in ahead for rows in micro_batches)
+        # Worker processes may outlive an epoch, so the epoch travels with each row.
+        self._indices.batches = ([(epoch, row) for row in each] for each in rows) if self._seeds_rows else rows
+        reader = self._read(epoch)
+        self._batches = batches = iter(reader)
+        try:
+            for micro_batches, num_samples, total in plan:
+                with _generators_kept() if self._seeds_here else nullcontext():
+                    loaded = [next(batches) for _ in micro_batches]
+                yield LoadedBatch(loaded, num_samples, total, micro_batches)
+        finally:
+            if not reader.persistent_workers:
+                _end_workers(batches)
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -163,16 +174,15 @@ class LoaderStream:
         return rows - (rows - offset) % self._global_batch_size if self._drop_last else rows
 
     def _global_rows(self, epoch: int, offset: int) -> Iterator[list[int]]:
-        order, end = self._order(epoch).tolist(), self._end(offset)
+        order, end = self._order(epoch), self._end(offset)
         for start in range(offset, end, self._global_batch_size):
-            yield order[start : min(start + self._global_batch_size, end)]
+            yield order[start : min(start + self._global_batch_size, end)].tolist()
 
     def _order(self, epoch: int) -> torch.Tensor:
         rows = len(self._dataset)
         if not self._shuffle or not self._feed.training:
             return torch.arange(rows)
-        seed = int(np.random.SeedSequence((self._feed.seed, epoch)).generate_state(1, np.uint64)[0] >> np.uint64(1))
-        return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+        return torch.randperm(rows, generator=_generator(self._feed.seed, epoch))
 
     @property
     def _seeds_here(self) -> bool:
@@ -199,7 +209,10 @@ class LoaderStream:
         # A rank without rows still takes part in every collective of the forward pass; its row counts nothing.
         return [piece or rows[:1] for piece in pieces], [len(piece) for piece in pieces], len(rows)
 
-    def _read(self) -> DataLoader[Any]:
+    def _read(self, epoch: int) -> DataLoader[Any]:
+        """Returns the loader that reads, whose workers, if they begin now, are seeded by run, epoch and rank."""
+        # Without a generator, every start of an epoch draws from the global one, and a resumed run draws once more.
+        generator = _generator(self._feed.seed, epoch, self._feed.rank)
         if self._reader is None:
             loader = self._loader
             workers: dict[str, Any] = {}
@@ -217,10 +230,9 @@ class LoaderStream:
                 collate_fn=loader.collate_fn,
                 num_workers=loader.num_workers,
                 pin_memory=loader.pin_memory,
-                # Otherwise every start of an epoch draws from the global generator, and a resumed run draws once more.
-                generator=torch.Generator(),
                 **workers,
             )
+        self._reader.generator = generator
         return self._reader
 
 
@@ -236,6 +248,7 @@ class IterableStream:
         self._data = data
         self._once = isinstance(data, Iterator)
         self._batches: Iterator[Any] | None = None
+        self._given: Any = None
         self._loader: DataLoader[Any] | None = None
         self._epoch: int | None = None
         self._num_batches = _length(data)
@@ -259,13 +272,17 @@ class IterableStream:
         """
         self._feed = feed
         if feed.training and feed.global_batch_size is not None:
+            own = _reads_by(self._data) if isinstance(self._data, DataLoader) else None
+            why = f"This one is read as it comes, because of {own}, and" if own else "An iterable"
             raise ConfigError(
                 f"global_batch_size={feed.global_batch_size} needs data that can be cut to size: a DataLoader over a "
-                "map-style dataset or a Headway stream. An iterable brings its own batches; "
-                "set gradient_accumulation_steps instead"
+                "map-style dataset, with no sampler but torch's sequential, random and distributed ones, or a Headway "
+                f"stream. {why} brings its own batches; set gradient_accumulation_steps instead"
             )
         if self._num_batches == 0:
             raise DataError(f"the {_role(feed)} data, a {type(self._data).__name__}, has no batches")
+        if feed.rank == 0 and feed.world_size > 1:
+            self._warn_of_ranks()
 
     def samples_in_epoch(self, epoch: int) -> None:
         """Not known before the batches are read."""
@@ -277,8 +294,8 @@ class IterableStream:
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields groups of batches from the beginning of the iterable, or from where a generator stands."""
-        made = self._make()
-        self._loader = made if isinstance(made, DataLoader) else None
+        made = self._own(self._make())
+        stays = isinstance(made, DataLoader) and made.persistent_workers
         if _tell_epoch(made, epoch) and epoch != self._epoch:
             # Worker processes that stay have a dataset of the epoch before.
             self._end_workers()
@@ -286,22 +303,48 @@ class IterableStream:
         window: list[Any] = []
         length = self._window
         self._batches = batches = iter(made)
-        for batch in batches:
-            window.append(batch)
-            if len(window) == length:
+        try:
+            for batch in batches:
+                window.append(batch)
+                if len(window) == length:
+                    yield self._group(window)
+                    window = []
+            if window:
                 yield self._group(window)
-                window = []
-        if window:
-            yield self._group(window)
+        finally:
+            if not stays:
+                _end_workers(batches)
 
     def close(self) -> None:
         """Ends the worker processes of a loader; the next epoch begins others."""
         self._end_workers()
 
+    def _own(self, made: Iterable[Any]) -> Iterable[Any]:
+        """Takes a loader whose workers stay for this stream alone: it has one iterator, and others may read it too."""
+        if not isinstance(made, DataLoader) or not made.persistent_workers:
+            return made
+        if self._loader is None or made is not self._given:
+            self._given, self._loader = made, copy.copy(made)
+            self._loader._iterator = None
+        return self._loader
+
+    def _warn_of_ranks(self) -> None:
+        """Says that a loader whose rows could have been shared out is not."""
+        data, feed = self._data, self._feed
+        if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or _knows_ranks(data):
+            return
+        warnings.warn(
+            f"each of the {feed.world_size} ranks reads all that the {_role(feed)} loader gives, and each row "
+            f"{'is trained on' if feed.training else 'counts'} as often: the loader is read as it comes, because of "
+            f"{_reads_by(data)}. Let it take the part of self.world.rank, or give a DataLoader without that",
+            stacklevel=2,
+        )
+
     def _end_workers(self) -> None:
         _end_workers(self._batches)
-        if self._loader is not None and self._loader._iterator is self._batches:
+        if self._loader is not None:
             # Those that were to stay for the next epoch: a loader whose workers have ended does not know it.
+            _end_workers(self._loader._iterator)
             self._loader._iterator = None
         self._batches = None
 
@@ -317,13 +360,16 @@ class IterableStream:
 class _Indices:
     """A batch sampler whose batches are set before every epoch, so that a loader's worker processes can stay."""
 
-    batches: Sequence[list[Any]] = ()
+    batches: Iterator[list[Any]] = iter(())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self.batches)
+        return self.batches
 
-    def __len__(self) -> int:
-        return len(self.batches)
+
+def _generator(*key: int) -> torch.Generator:
+    """Seeds a generator by some numbers."""
+    words = np.random.SeedSequence(key).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
 
 
 @contextmanager
@@ -386,15 +432,35 @@ def _tell_epoch(data: Any, epoch: int) -> bool:
     return hasattr(dataset, "set_epoch")
 
 
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the loader draws all rows of a map-style dataset once, which is what our own order does."""
+def _reads_by(loader: DataLoader[Any]) -> str | None:
+    """Names what of a loader has a way of its own to read; None if it draws all rows of a map-style dataset once.
+
+    That is what our own order does, which then takes its place.
+    """
+    if any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
+        return f"its class, {type(loader).__name__}, which overrides how a DataLoader iterates"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"its dataset, the IterableDataset {type(loader.dataset).__name__}"
+    if loader.batch_sampler is None:
+        return "batch_size=None"
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return f"its batch_sampler, a {type(loader.batch_sampler).__name__}"
     sampler: Any = loader.sampler
     dataset: Any = loader.dataset
     # A class derived from one of these may have an order of its own.
-    plain = type(sampler) in (SequentialSampler, DistributedSampler) or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
-    )
-    return plain and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
+    if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):
+        return f"its sampler, a {type(sampler).__name__}"
+    source: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler.data_source
+    own_number = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(source))
+    if own_number or not (source is dataset or len(source) == len(dataset)):
+        return f"its {type(sampler).__name__}, which does not draw each row of the dataset once"
+    return None
+
+
+def _knows_ranks(loader: DataLoader[Any]) -> bool:
+    """Whether a sampler of a loader gives each rank its part."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(hasattr(each, name) for each in samplers for name in ("num_replicas", "rank", "process_index"))
 
 
 def _ceil(amount: int, divisor: int) -> int:

@@ -355,9 +355,10 @@ class Loop:
         }
         waits = " and ".join(f'{name}="{each}"' for name, each in every.items() if each and each.unit == "epochs")
         if waits and self._world.is_main:
+            again = ", by which each epoch begins the data again" if data.guarantee == "epoch" else ""
             warnings.warn(
                 f"what is due at the end of an epoch ({waits}) may never come: nobody can tell whether this training "
-                "data has an end. Set steps_per_epoch, or say it in steps or minutes",
+                f"data has an end. Say it in steps or minutes, or set steps_per_epoch{again}",
                 stacklevel=2,
             )
 

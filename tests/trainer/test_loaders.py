@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 import re
 import time
@@ -199,6 +200,9 @@ class Backwards(Sampler[int]):
         Reversed(range(20)),
         RandomSampler(range(20), replacement=True),
         RandomSampler(range(20), num_samples=7),
+        SequentialSampler(range(4)),
+        RandomSampler(range(4)),
+        DistributedSampler(range(4), 1, 0),  # type: ignore[arg-type]
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
@@ -210,6 +214,54 @@ def test_a_sampler_of_ones_own_is_kept(sampler: Any) -> None:
     if isinstance(sampler, Backwards):
         assert rows == list(range(19, -1, -1))
         assert sampler.epochs == [4]
+
+
+class Hundredfold(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch * 100 for batch in super().__iter__())
+
+
+class Iterates(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return iter([torch.tensor([7])])
+
+
+@pytest.mark.parametrize(("of", "rows"), [(Hundredfold, [0, 100, 200, 300]), (Iterates, [7])])
+def test_a_loader_that_iterates_in_its_own_way_does_so(of: type[DataLoader[Any]], rows: list[int]) -> None:
+    stream = _open(of(Numbers(4), batch_size=2))
+    assert stream.guarantee == "epoch"
+    assert [row for batch in stream.epoch(0) for row in _counting(batch)] == rows
+
+
+class Counted(DataLoader[Any]):
+    """Changes nothing of how it iterates."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.count = 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sampler": WeightedRandomSampler([1.0] * 8, 8)}, "its sampler, a WeightedRandomSampler"),
+        ({"sampler": SequentialSampler(range(4))}, "its SequentialSampler, which does not draw each row"),
+        ({"batch_sampler": BatchSampler(range(8), 2, False)}, "its batch_sampler, a BatchSampler"),
+        ({"batch_size": None}, "batch_size=None"),
+    ],
+)
+def test_a_loader_that_is_read_as_it_comes_says_why(options: dict[str, Any], why: str) -> None:
+    loader = lambda: DataLoader(Numbers(8), **options)  # noqa: E731
+    with pytest.raises(ConfigError, match=rf"global_batch_size=4 needs .*because of {why}.*gradient_accumulation"):
+        _open(loader(), global_batch_size=4)
+    for training, told in ((True, "training loader gives, and each row is trained on"), (False, "each row counts")):
+        with pytest.warns(UserWarning, match=f"each of the 2 ranks reads all .*{told} as often: .*because of {why}"):
+            _open(loader(), 0, 2, training=training)
+    # Warnings are errors here: told once, and nobody whose rows are shared out, or who has no rows to share.
+    _open(loader(), 1, 2)
+    _open(Counted(Numbers(8)), 0, 2, global_batch_size=4)
+    _open(DataLoader(Short()), 0, 2)
+    _open(DataLoader(Numbers(8), batch_sampler=BatchSampler(DistributedSampler(Numbers(8), 2, 0), 2, False)), 0, 2)
 
 
 class Opened(Numbers):
@@ -245,6 +297,84 @@ def test_rows_draw_the_same_in_any_worker_process() -> None:
     assert len({tuple(row[1:]) for row in reference.values()}) == 24
     for changed in (draws(2, 0, 1, 0), draws(1, 1, 2, 8)):
         assert changed == {row: reference[row] for row in changed}
+
+
+class DrawsByItself(Numbers):
+    """Seeds a generator of its own as the documentation of torch says."""
+
+    generator: np.random.Generator | None = None
+
+    def __getitem__(self, row: int) -> float:  # type: ignore[override]
+        if self.generator is None:
+            info: Any = get_worker_info()
+            self.generator = np.random.default_rng(info.seed)
+        return self.generator.random()
+
+
+def test_a_generator_of_a_datasets_own_has_a_seed_of_run_epoch_and_rank() -> None:
+    def draws(rank: int, seed: int, epoch: int) -> tuple[float, ...]:
+        stream = _open(DataLoader(DrawsByItself(8), batch_size=8, num_workers=1), rank, 2, seed=seed)
+        (batch,) = stream.epoch(epoch)
+        return tuple(batch.micro_batches[0].tolist())
+
+    places = [(0, 3, 0), (1, 3, 0), (0, 4, 0), (0, 3, 1)]
+    found = [draws(*place) for place in places]
+    assert len(set(found)) == 4
+    assert draws(*places[-1]) == found[-1]
+
+
+def _processes() -> int:
+    return len(multiprocessing.active_children())
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dataset", [Numbers(16), lambda: Short()])
+def test_worker_processes_end_with_their_epoch_unless_they_are_to_stay(dataset: Any, cut: bool) -> None:
+    before = _processes()
+    for persistent in (False, True):
+        data = dataset() if callable(dataset) else dataset
+        stream = _open(DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent))
+        batches = stream.epoch(0)
+        next(batches)
+        assert _processes() == before + 1
+        if cut:
+            batches.close()
+        else:
+            # As the loop does, which knows from the last batch on that the epoch has ended.
+            assert len(list(batches)) > 0
+        assert _processes() == before + persistent
+        assert len(list(stream.epoch(1))) > 1
+        assert _processes() == before + persistent
+        stream.close()
+        assert _processes() == before
+
+
+@pytest.mark.parametrize("given", ["loader", "function"])
+def test_an_evaluation_in_an_epoch_leaves_the_workers_that_both_were_given_alone(given: str) -> None:
+    loader = DataLoader(Short(), batch_size=2, num_workers=1, persistent_workers=True)
+    data = loader if given == "loader" else lambda: loader
+    training, evaluation = _open(data), _open(data, training=False)
+    rows = []
+    for epoch in range(2):
+        for number, batch in enumerate(training.epoch(epoch)):
+            rows += _counting(batch)
+            if number == 2:
+                assert len(list(evaluation.epoch(0))) == 5
+    assert rows == [*range(10), *range(10)]
+    training.close()
+    evaluation.close()
+
+
+def test_an_epoch_is_cut_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits, or pays memory, for lists as long as an epoch."""
+    stream = _open(DataLoader(Draws(2**14), batch_size=4, num_workers=1, prefetch_factor=2))
+    cuts, split = [], stream._split
+    monkeypatch.setattr(stream, "_split", lambda rows: cuts.append(rows) or split(rows))
+    batches = stream.epoch(0)
+    for number in range(1, 20):
+        next(batches)
+        assert number < len(cuts) <= number + 4
+    batches.close()
 
 
 class Draws(Dataset[torch.Tensor]):
@@ -409,6 +539,12 @@ def test_an_iterator_goes_on_where_the_last_epoch_left_it() -> None:
     assert [row for _, rows in trainer.seen for row in rows] == list(range(24))
 
 
+def test_an_iterable_begins_again_in_every_epoch_that_is_cut_as_a_resumed_one_would() -> None:
+    trainer = Brings(_batches(6), _config(max_epochs=2, steps_per_epoch=3))
+    trainer.fit()
+    assert [row for _, rows in trainer.seen for row in rows] == [*range(12), *range(12)]
+
+
 def test_a_new_epoch_has_a_new_order_E2() -> None:
     trainer = Brings(DataLoader(Rows(16), batch_size=8, shuffle=True), _config(max_steps=4))
     trainer.fit()
@@ -432,6 +568,7 @@ def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of_E3(tmp_pat
         fit(data(), "epochs")
     (told,) = [str(each.message) for each in warned]
     assert '(evaluate_every="1 epochs" and checkpoint.every="1 epochs") may never come' in told
+    assert told.endswith("or set steps_per_epoch, by which each epoch begins the data again")
     # Warnings are errors here: nobody is told who has said it, or whose data has an end.
     fit(data(), "cut", steps_per_epoch=2)
     fit(data(), "steps", evaluate_every="2 steps", checkpoint=CheckpointConfig(every="2 steps"))  # type: ignore[arg-type]

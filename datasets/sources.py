@@ -112,7 +112,9 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
         DataError: nothing is there, it holds no rows or is not Parquet, a column is missing, or the
             files' schemas differ.
     """
-    found = [each for one in absolute(path) for each in _find(one)]
+    if not (wanted := absolute(path)):
+        raise DataError("no path was given, but an empty list: what made it found nothing")
+    found = [each for one in wanted for each in _find(one)]
     paths = sorted({each for each, _ in found})
     if len(paths) < len(found):
         twice = next(each for each in paths if sum(each == other for other, _ in found) > 1)
@@ -165,10 +167,9 @@ def _find(path: str) -> list[tuple[str, Any]]:
         if fs.isdir(inner):
             return [(full(each), fs) for each in _parquet_in(fs, inner, path)]
         if any(mark in inner for mark in "*?["):
-            matches = [each for each in fs.glob(inner) if fs.isfile(each)]
-            if not matches:
-                raise DataError(f"no file matches {path}")
-            return [(full(each), fs) for each in matches]
+            if matches := [full(each) for each in _matching(fs, inner)]:
+                return [(each, fs) for each in matches]
+            raise DataError(f"no file matches {path}, and no folder that holds {' or '.join(SUFFIXES)}")
     except OSError as error:
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     parent = posixpath.dirname(inner.rstrip("/"))
@@ -180,12 +181,27 @@ def _find(path: str) -> list[tuple[str, Any]]:
     )
 
 
-def _parquet_in(fs: Any, folder: str, shown: str) -> list[str]:
+def _matching(fs: Any, pattern: str) -> list[str]:
+    """Returns the files that a pattern matches, and those in the folders that it matches, such as Spark writes."""
+    files: list[str] = []
+    for match in fs.glob(pattern):
+        if fs.isfile(match):
+            files.append(match)
+        elif posixpath.basename(match.rstrip("/"))[:1] not in "._":
+            files += [each for each in _visible_in(fs, match) if each.endswith(SUFFIXES)]
+    return list(dict.fromkeys(files))  # `**` matches a folder and what is in it
+
+
+def _visible_in(fs: Any, folder: str) -> list[str]:
     everything = [str(each) for each in fs.find(folder)]
     # Like Spark, Arrow and Hugging Face: what begins with a dot or an underscore is somebody's bookkeeping.
-    visible = [
+    return [
         each for each in everything if not any(part[:1] in "._" for part in posixpath.relpath(each, folder).split("/"))
     ]
+
+
+def _parquet_in(fs: Any, folder: str, shown: str) -> list[str]:
+    visible = _visible_in(fs, folder)
     if files := [each for each in visible if each.endswith(SUFFIXES)]:
         return files
     there = ", ".join(sorted(posixpath.relpath(each, folder) for each in visible)[:5])
@@ -223,22 +239,41 @@ def _read_footer(path: str, fs: Any) -> tuple[pq.FileMetaData, int, str]:
 def _common_schema(paths: Sequence[str], schemas: Sequence[pa.Schema], columns: Sequence[str] | None) -> pa.Schema:
     selected = [_select(path, schema, columns) for path, schema in zip(paths, schemas, strict=True)]
     first = selected[0]
+    kinds = {field.name: _read_as(field.type) for field in first}
     for path, schema in zip(paths, selected, strict=True):
-        if schema.equals(first, check_metadata=False):
-            continue
+        # By name, as they are read: in which order a file has them, and whether it says that none is null, is all one.
+        others = {field.name: _read_as(field.type) for field in schema}
         differing = [
             f"{name!r} is {_type_of(first, name)} in the first and {_type_of(schema, name)} in the second"
-            for name in dict.fromkeys([*first.names, *schema.names])
-            if _type_of(first, name) != _type_of(schema, name)
+            for name in dict.fromkeys([*kinds, *others])
+            if kinds.get(name) != others.get(name)
         ]
-        what = "; ".join(differing[:3]) or "their columns are in another order or differ in being nullable"
-        raise DataError(
-            f"the schemas of {paths[0]} and {path} differ: {what}. Rewrite one, or read only columns that they share"
-        )
+        if differing:
+            raise DataError(
+                f"the schemas of {paths[0]} and {path} differ: {'; '.join(differing[:3])}. Rewrite one, or read only "
+                "columns that they share"
+            )
     return first.remove_metadata()
 
 
+def _read_as(kind: pa.DataType) -> pa.DataType:
+    """Returns one type for all that are read as the same values: text and bytes of either width, dictionaries of it."""
+    if pa.types.is_dictionary(kind):
+        return _read_as(kind.value_type)
+    if pa.types.is_large_string(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind):
+        return pa.binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_read_as(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _read_as(field.type)) for field in kind])
+    return kind
+
+
 def _select(path: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    if twice := {name for name in schema.names if schema.names.count(name) > 1}:
+        raise DataError(f"{path} has several columns called {min(twice)!r}; give each a name of its own")
     if columns is None:
         return schema
     if isinstance(columns, str) or not columns:

@@ -16,8 +16,9 @@ import pytest
 from headway.datasets.errors import DataError
 from headway.datasets.show import describe, read_row
 from headway.datasets.sources import read_source
+from headway.datasets.stream import ParquetStream
 
-from .conftest import write
+from .conftest import feed_of, write
 from .test_stream import steps
 
 
@@ -136,6 +137,58 @@ def test_schemas_that_differ_are_named(folder: Path) -> None:
     assert read_source(folder, columns=["id", "tokens"]).rows == 106
 
 
+def test_what_is_read_alike_may_be_written_differently(tmp_path: Path) -> None:
+    """Files of several writers: columns in another order, said never to be null, text of another width."""
+    rows = {"x": [1.5], "s": ["a"], "m": [[{"r": "u"}]]}
+    messages = pa.list_(pa.struct([("r", pa.string())]))
+    wide = pa.large_list(pa.struct([("r", pa.large_string())]))
+    schemas = [
+        pa.schema([("x", pa.float64()), ("s", pa.string()), ("m", messages)]),
+        pa.schema([("m", wide), ("s", pa.large_string()), pa.field("x", pa.float64(), nullable=False)]),
+        pa.schema([("s", pa.dictionary(pa.int8(), pa.string())), ("x", pa.float64()), ("m", messages)]),
+    ]
+    for index, schema in enumerate(schemas):
+        pq.write_table(pa.table(rows, schema=schema), tmp_path / f"{index}.parquet")
+    assert read_source(tmp_path).columns == ["x", "s", "m"]
+    stream = ParquetStream(tmp_path, engine="threads", shards=1)
+    stream.open(feed_of(global_batch_size=3))
+    (batch,) = stream.epoch(0)
+    stream.close()
+    columns = batch.micro_batches[0]
+    assert columns["x"].tolist() == [1.5] * 3
+    assert (columns["s"], columns["m"]) == (["a"] * 3, [[{"r": "u"}]] * 3)
+
+    pq.write_table(pa.table({**rows, "x": np.ones(1, np.float32)}), tmp_path / "3.parquet")
+    with pytest.raises(DataError, match=r"differ: 'x' is double in the first and float in the second\. "):
+        read_source(tmp_path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["a", "a"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="several columns called 'a'"):
+        read_source(tmp_path)
+
+
+def test_a_pattern_may_match_folders(folder: Path) -> None:
+    write(folder / "year=1" / "month=2" / "x.parquet", range(5))
+    write(folder / "year=2" / "x.parquet", range(7))
+    write(folder / "spark.parquet" / "part-0.parquet", range(2))
+    write(folder / "_old" / "x.parquet", range(100))
+    (folder / "spark.parquet" / "_SUCCESS").touch()
+    assert read_source(str(folder / "year=*")).rows == 12
+    assert read_source(str(folder / "*.parquet")).rows == 80 + 2
+    assert read_source(str(folder / "*")).rows == 103 + 12 + 2
+    assert read_source(f"file://{folder}/year=*").rows == 12
+    (folder / "nothing").mkdir()
+    with pytest.raises(DataError, match=r"no file matches .*/not\*, and no folder that holds \.parquet"):
+        read_source(str(folder / "not*"))
+
+
+def test_no_path_at_all() -> None:
+    with pytest.raises(DataError, match="no path was given"):
+        ParquetStream([], engine="threads").open(feed_of())
+
+
 @pytest.mark.parametrize("content", [b"", b"not Parquet at all, but long enough to be", b"PAR1" + bytes(40) + b"PAR1"])
 def test_what_is_no_parquet_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.parquet").write_bytes(content)
@@ -168,6 +221,17 @@ def test_describe_shows_a_dataset_at_a_glance(folder: Path) -> None:
     text = str(shown)
     for part in ("103", "8 row groups in 3 files", shown.fingerprint, "[0, 1, 2, 3]"):
         assert part in text
+
+
+def test_what_cannot_be_trained_on_can_be_looked_at(tmp_path: Path) -> None:
+    """Nulls among numbers, and files that differ in other columns: what an error names is looked up here."""
+    write(tmp_path / "a.parquet", range(3), x=pa.array([None, 1.5, 2.5]), deep=[[1, None], None, []])
+    assert describe(tmp_path).first_row["x"] is None
+    assert read_row(tmp_path, "a.parquet[0]:0") == {"id": 0, "tokens": [0, 1, 2, 3], "x": None, "deep": [1, None]}
+    write(tmp_path / "b.parquet", range(3))
+    assert read_row(tmp_path, "b.parquet[0]:2", columns=["id"]) == {"id": 2}
+    with pytest.raises(DataError, match="'x' is double in the first and missing in the second"):
+        read_row(tmp_path, "b.parquet[0]:2")
 
 
 def test_a_row_is_found_by_its_name(folder: Path) -> None:

@@ -46,17 +46,9 @@ def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
     """Returns the rows that a job asks for, transformed.
 
     Raises:
-        DataError: the file is gone, or is not what it was.
+        DataError: the file is gone or is not what it was, or a transform returned what it may not.
     """
-    try:
-        table = _read_group(job)
-    except (OSError, pa.ArrowException, IndexError) as error:
-        raise DataError(f"cannot read row group {job.group} of {job.path}: {type(error).__name__}: {error}") from error
-    if table.num_rows != job.num_rows:
-        raise DataError(
-            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run began and has {table.num_rows}; "
-            "the data was rewritten. Start a new run for new data"
-        )
+    table = read_group(job)
     try:
         rows = to_rows(table)
     except DataError as error:
@@ -70,6 +62,24 @@ def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
         wanted = np.concatenate([order[start:stop] for start, stop in job.ranges])
         rows = {name: column[wanted] for name, column in rows.items()}
     return transform(rows, transforms)
+
+
+def read_group(job: Job) -> pa.Table:
+    """Returns the whole row group of a job, in the order of the file.
+
+    Raises:
+        DataError: the file is gone, or is not what it was.
+    """
+    try:
+        table = _read_group(job)
+    except (OSError, pa.ArrowException, IndexError) as error:
+        raise DataError(f"cannot read row group {job.group} of {job.path}: {type(error).__name__}: {error}") from error
+    if table.num_rows != job.num_rows:
+        raise DataError(
+            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run began and has {table.num_rows}; "
+            "the data was rewritten. Start a new run for new data"
+        )
+    return table
 
 
 def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:

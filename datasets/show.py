@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .errors import DataError
-from .reading import Job, read
-from .sources import Paths, nearest, read_source
+from .reading import Job, read_group
+from .sources import Paths, Source, nearest, read_source
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,6 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None) -> Descriptio
         DataError: there is no dataset, or it is damaged.
     """
     source = read_source(path, columns=columns)
-    rows = read(
-        Job(
-            path=source.files[source.fragment_files[0]].path,
-            digest=source.files[source.fragment_files[0]].digest,
-            group=int(source.fragment_groups[0]),
-            num_rows=int(source.fragment_rows[0]),
-            columns=tuple(source.columns),
-            order=None,
-            ranges=((0, 1),),
-        )
-    )
     return Description(
         path=str(path) if not isinstance(path, (list, tuple)) else ", ".join(map(str, path)),
         rows=source.rows,
@@ -78,16 +65,17 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None) -> Descriptio
         size_bytes=sum(file.size_bytes for file in source.files),
         columns={field.name: str(field.type) for field in source.schema},
         fingerprint=source.fingerprint,
-        first_row={name: _plain(column[0]) for name, column in rows.items()},
+        first_row=_row(source, 0, 0),
     )
 
 
-def read_row(path: Paths, row: str) -> dict[str, Any]:
+def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> dict[str, Any]:
     """Looks a row up by what it is called in an error, a checkpoint's certificate or a batch's `row_ids()`.
 
     Args:
         path: the whole dataset: files are named relative to what they have in common.
         row: "<file>[<row group>]:<row in it>", counted from 0.
+        columns: those to show; None for all. Files may differ in the others.
 
     Returns:
         column: value.
@@ -95,7 +83,7 @@ def read_row(path: Paths, row: str) -> dict[str, Any]:
     Raises:
         DataError: there is no such row.
     """
-    source = read_source(path)
+    source = read_source(path, columns=columns)
     names = [file.name for file in source.files]
     written = re.fullmatch(r"(.+)\[(\d+)\]:(\d+)", row)
     if written is None:
@@ -104,32 +92,30 @@ def read_row(path: Paths, row: str) -> dict[str, Any]:
     if name not in names:
         raise DataError(f"the dataset has no file {name!r}; {nearest(name, names)}")
     file = names.index(name)
-    groups = dict(
-        zip(
-            source.fragment_groups[source.fragment_files == file].tolist(),
-            source.fragment_rows[source.fragment_files == file].tolist(),
-            strict=True,
-        )
-    )
-    if number >= groups.get(group, 0):
-        there = ", ".join(f"{rows} in group {each}" for each, rows in list(groups.items())[:8])
+    fragments = {int(source.fragment_groups[each]): each for each in (source.fragment_files == file).nonzero()[0]}
+    if group not in fragments or number >= source.fragment_rows[fragments[group]]:
+        some = list(fragments.items())[:8]
+        there = ", ".join(f"{source.fragment_rows[fragment]} in group {each}" for each, fragment in some)
         raise DataError(f"{name} has no row {number} in row group {group}; its rows are {there or 'none'}")
-    rows = read(
+    return _row(source, fragments[group], number)
+
+
+def _row(source: Source, fragment: int, number: int) -> dict[str, Any]:
+    """Returns a row as it is in the file, nulls and all: what cannot be trained on is what one looks for."""
+    file = source.files[source.fragment_files[fragment]]
+    table = read_group(
         Job(
-            path=source.files[file].path,
-            digest=source.files[file].digest,
-            group=group,
-            num_rows=groups[group],
+            path=file.path,
+            digest=file.digest,
+            group=int(source.fragment_groups[fragment]),
+            num_rows=int(source.fragment_rows[fragment]),
             columns=tuple(source.columns),
             order=None,
-            ranges=((number, number + 1),),
+            ranges=(),
         )
     )
-    return {name: _plain(column[0]) for name, column in rows.items()}
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
+    return row
 
 
 def _short(value: Any, *, length: int = 60) -> str:

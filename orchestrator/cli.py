@@ -253,14 +253,18 @@ def prepare_data(
 def show_data(
     path: Annotated[str, typer.Argument(help="Parquet file, folder, glob or URI.")],
     row: Annotated[str | None, typer.Option(help='One row, as errors name it: "a.parquet[3]:17".')] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Only these; files may differ in the others.", metavar="NAME,...")
+    ] = None,
 ) -> None:
     """Shows rows, files, columns, fingerprint and the first row of a dataset; or one row of it."""
     from headway.datasets.show import describe, read_row
 
+    wanted = columns.split(",") if columns is not None else None
     if row is None:
-        print(describe(path))
+        print(describe(path, columns=wanted))
         return
-    for name, value in read_row(path, row).items():
+    for name, value in read_row(path, row, columns=wanted).items():
         print(f"{name}: {value!r}")
 
 

@@ -194,6 +194,9 @@ def test_data_is_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_path
     code, out, _ = run(capsys, "data", "show", output, "--row", "part-00000.parquet[0]:1")
     assert code == 0
     assert out.startswith("tokens: [")
+    code, _, err = run(capsys, "data", "show", output, "--columns", "tokens,words")
+    assert code == 1
+    assert "no column 'words'" in err
     code, _, err = run(capsys, "data", "show", str(tmp_path / "nothing"))
     assert code == 1
     assert "nothing" in err

@@ -66,8 +66,9 @@ def sweep(
     check_resources(experiment.scaling)
     # A Ray of our own has more CPUs, which are for reading data.
     cpus = cpus_here() if will_be_own() else None
+    first = _first_possible(experiment, search)
     if cpus is not None:
-        check_training(search.trial(experiment, "trial", search.suggest(0)))
+        check_training(first)
     opened = open_sweep(experiment, search)
     if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
         return _end(opened, display, "completed")
@@ -92,6 +93,21 @@ def sweep(
         finally:
             display.close()
     return _end(opened, display, status, reason, signal=signals.number if status == "interrupted" else None)
+
+
+def _first_possible(experiment: Experiment, search: Search) -> Experiment:
+    """Returns the first trial whose values go together.
+
+    Raises:
+        ConfigError: there is none among them all: says what is wrong with the first one.
+    """
+    wrong: ConfigError | None = None
+    for index in range(search.num_trials):
+        try:
+            return search.trial(experiment, "trial", search.suggest(index))
+        except ConfigError as error:
+            wrong = wrong or error
+    raise ConfigError(f"the values of no trial go together: {wrong}")
 
 
 def _end(
@@ -254,26 +270,43 @@ class _Lead:
             return None
         # Before a trial is taken from who trains it.
         self._sweep.check_lease()
-        if not self._waiting:
-            index = len(self._trials)
-            if index >= self._search.num_trials:
-                return None
-            width = len(str(max(self._search.num_trials - 1, 100)))
-            name = f"trial-{index:0{width}}"
-            values = to_plain(self._search.suggest(index, [each.tried for each in self._trials.values()]))
-            trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
-            # Before anything of it is there: whoever goes on tries the same.
-            self._sweep.note("trial_suggested", trial=name, index=index, values=values)
-            self._trials[name] = trial
-            self._waiting.append(trial)
-        trial = self._waiting[0]
-        experiment = self._trial_experiment(trial)
-        open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, origin=self._origin)
+        while self._waiting or self._suggest():
+            trial = self._waiting[0]
+            try:
+                experiment = self._trial_experiment(trial)
+            except ConfigError as error:
+                self._cannot_be(trial, error)
+                continue
+            open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, origin=self._origin)
+            del self._waiting[0]
+            with self._lock:
+                self._training.add(trial.name)
+            self._display.started(trial)
+            return trial, self._typed(trial, experiment)
+        return None
+
+    def _suggest(self) -> bool:
+        """Has one more trial wait, if there is to be one more."""
+        index = len(self._trials)
+        if index >= self._search.num_trials:
+            return False
+        width = len(str(max(self._search.num_trials - 1, 100)))
+        name = f"trial-{index:0{width}}"
+        values = to_plain(self._search.suggest(index, [each.tried for each in self._trials.values()]))
+        trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
+        # Before anything of it is there: whoever goes on tries the same.
+        self._sweep.note("trial_suggested", trial=name, index=index, values=values)
+        self._trials[name] = trial
+        self._waiting.append(trial)
+        return True
+
+    def _cannot_be(self, trial: Trial, error: ConfigError) -> None:
+        """Writes down that no experiment has the values of a trial, each of which is fine with those of others."""
+        failed = replace(trial, status="failed", error=one_line(error))
+        self._note_end(failed)
         del self._waiting[0]
-        with self._lock:
-            self._training.add(trial.name)
-        self._display.started(trial)
-        return trial, self._typed(trial, experiment)
+        self._trials[trial.name] = failed
+        self._display.ended(failed)
 
     def _trial_experiment(self, trial: Trial) -> Experiment:
         return self._search.trial(self._experiment, trial.name, trial.values)
@@ -305,11 +338,14 @@ class _Lead:
                 Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
         trial = self._sweep.trial_as_it_is(self._trials[name])
         if trial.has_ended:
-            self._sweep.note(
-                "trial_ended", trial=name, status=trial.status, reason=trial.reason, error=trial.error,
-                metric=trial.metric, steps=trial.steps,
-            )  # fmt: skip
+            self._note_end(trial)
         return trial
+
+    def _note_end(self, trial: Trial) -> None:
+        self._sweep.note(
+            "trial_ended", trial=trial.name, status=trial.status, reason=trial.reason, error=trial.error,
+            metric=trial.metric, steps=trial.steps,
+        )  # fmt: skip
 
     def _make_room(self, keep: int) -> None:
         """Deletes the checkpoints of finished trials that are not among the best so far."""
@@ -331,6 +367,12 @@ class _Lead:
             All that it is told, and the checkpoint, which is not deleted before the trial has saved one of its own.
         """
         tried = {path: to_plain(value) for path, value in values.items() if path in self._search.space}
+        try:
+            self._search.trial(self._experiment, name, tried)
+        except ConfigError as error:
+            (donor,) = [each for each in self._trials.values() if checkpoint.startswith(f"{each.run_dir}/")]
+            self._display.line(f"{name} takes the values of {donor.name} as they are: {one_line(error)}", "yellow")
+            tried = donor.values
         checkpoint, pinned = self._donors.hold(name, checkpoint)
         trial = replace(self._trials[name], values=tried, resume=checkpoint)
         self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned)

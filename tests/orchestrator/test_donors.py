@@ -105,6 +105,17 @@ def test_the_checkpoint_of_a_donor_stays_until_the_trial_has_saved_one_of_its_ow
         load_weights(given)
 
 
+def test_values_of_a_donor_stay_as_they_are_where_others_would_be_none(begun: Path) -> None:
+    given = train_donor(begun, 2)
+    driver = lead(begun)
+    values, resume = driver._exploited("trial-001", given, {RATE: 0.02, "config.max_steps": -1})
+    assert (values[RATE], resume) == (0.02, given), "what is no part of the space is passed over"
+    values, resume = driver._exploited("trial-001", given, {RATE: "much"})
+    assert (values[RATE], resume) == (0.01, given)
+    *_, change = [each for each in read_events(Folder(str(begun / "pbt"))) if each["event"] == "trial_changed"]
+    assert change["values"] == {RATE: 0.01}
+
+
 def test_a_driver_that_was_killed_leaves_no_pin_for_good(begun: Path) -> None:
     given = train_donor(begun, 2)
     lead(begun)._exploited("trial-001", given, {RATE: 0.02})

@@ -29,9 +29,10 @@ from headway.orchestrator.supervision import Signals
 from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweep_result import SweepResult
 from headway.orchestrator.sweep_retention import delete_checkpoints, surplus
-from headway.orchestrator.sweeping import _Lead, what_fits
-from headway.orchestrator.sweeps import Trial
+from headway.orchestrator.sweeping import _first_possible, _Lead, what_fits
+from headway.orchestrator.sweeps import Sweep, Trial
 from headway.orchestrator.trial import _with_values
+from headway.trainer import ParallelConfig
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import claimed_by_another
 from tests.tiny import TinyConfig, TinyTrainer
@@ -314,6 +315,33 @@ def test_a_driver_that_has_lost_its_sweep_takes_no_trial_from_the_next_one(tmp_p
             do()
     assert opened.folder.read("sweep.json") == theirs
     assert opened.folder.folders() == []
+
+
+def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_of_the_sweep(tmp_path: Path) -> None:
+    base = experiment(tmp_path, config=TinyConfig(max_steps=4, parallel=ParallelConfig(strategy="fsdp")))
+    offload = {
+        "config.parallel.strategy": Choice(["ddp", "fsdp"]),
+        "config.parallel.cpu_offload": Choice([True, False]),
+    }
+    grid = Search(space=offload, algorithm="grid")
+    grid.check(base)
+    # As if the driver had been killed right after it had suggested the first one, which cannot be.
+    killed = open_sweep(base, grid)
+    killed.note("trial_suggested", trial="trial-000", index=0, values=grid.suggest(0))
+    killed.update(status="failed")
+    lead = _Lead(base, grid, open_sweep(base, grid), Signals(), SweepDisplay("validation/loss", "min"))
+    given = []
+    while (found := lead._next()) is not None:
+        given.append(found[0].name)
+    assert given == ["trial-001", "trial-002", "trial-003"]
+    failed, *others = Sweep(killed.sweep_dir).trials()
+    assert (failed.status, failed.has_ended) == ("failed", True)
+    assert "cpu_offload belongs to strategies" in (failed.error or "")
+    assert [trial.status for trial in others] == ["running"] * 3
+    # What is tried before anything starts is one that can be; where there is none, nothing starts.
+    assert _first_possible(base, grid).config.parallel.strategy == "ddp"
+    with pytest.raises(ConfigError, match="the values of no trial go together: .*cpu_offload"):
+        _first_possible(base, replace(grid, space={**offload, "config.parallel.strategy": "ddp"}, trials=1))
 
 
 def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_path: Path) -> None:

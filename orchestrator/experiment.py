@@ -97,6 +97,11 @@ class Scaling:
         """What all workers together reserve, by Ray's names; of a number that may vary, the most."""
         return self.reserved_by(self.max_workers)
 
+    @property
+    def patience_s(self) -> float:
+        """For how long workers are waited for: `wait`, or ten minutes for those that the cluster could hold."""
+        return self.wait.amount if self.wait else 600.0
+
     def reserved_by(self, workers: int) -> dict[str, float]:
         """What so many workers reserve, by Ray's names."""
         return {name: amount * workers for name, amount in self.per_worker.items()}

@@ -12,6 +12,7 @@ from dataclasses import replace
 import ray
 from ray.util import placement_group_table
 
+from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
 from .environ import environ
@@ -73,18 +74,42 @@ def _check_machine(scaling: Scaling) -> None:
 
 
 def missing(scaling: Scaling) -> str:
-    """Says what the connected cluster lacks in all for the fewest workers, as "2 of 8 CPU"; empty if nothing."""
+    """Says what the connected cluster lacks for the fewest workers, as "2 of 8 CPU"; empty if nothing."""
     there = ray.cluster_resources()
-    return ", ".join(
+    lack = ", ".join(
         f"{there.get(name, 0):g} of {wanted:g} {name}"
         for name, wanted in scaling.reserved_by(scaling.min_workers).items()
         if there.get(name, 0) < wanted
     )
+    if not lack and (held := holding(alive(), scaling)) < scaling.min_workers:
+        each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
+        return f"{held} of {scaling.min_workers} places of {each} on one machine"
+    return lack
+
+
+def too_late(what: str, scaling: Scaling) -> ConfigError:
+    """Returns the error of who has waited for workers as long as `Scaling.patience_s`.
+
+    Args:
+        what: has not come up, as "the workers have".
+        scaling: what they want.
+    """
+    lack = missing(scaling)
+    return ConfigError(
+        f"{what} not come up in {human_duration(scaling.patience_s)}: "
+        + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")
+        + "; to wait longer, set scaling.wait"
+    )
 
 
 def places_taken() -> set[str]:
-    """Returns the placement groups of the cluster that have their place."""
-    return {name for name, group in placement_group_table().items() if group["state"] == "CREATED"}
+    """Returns the placement groups of the cluster that have their place, but for those that hold no CPU."""
+    return {
+        name
+        for name, group in placement_group_table().items()
+        # The process of a trial beside its workers reserves no more than a byte of memory.
+        if group["state"] == "CREATED" and any(bundle.get("CPU") for bundle in group["bundles"].values())
+    }
 
 
 def waiting(scaling: Scaling, taken: set[str]) -> str | None:
@@ -95,7 +120,7 @@ def waiting(scaling: Scaling, taken: set[str]) -> str | None:
         taken: `places_taken` of when they began to wait; where there are others now, they are coming up.
     """
     there, free, wanted = ray.cluster_resources(), ray.available_resources(), scaling.min_workers
-    fitting = holding([free], scaling)
+    fitting = min(holding([free], scaling), holding(alive(), scaling))
     if fitting >= wanted or places_taken() - taken:
         return None
     amounts = ", ".join(f"{free.get(name, 0):g} {name} free of {there.get(name, 0):g}" for name in scaling.per_worker)
@@ -103,10 +128,14 @@ def waiting(scaling: Scaling, taken: set[str]) -> str | None:
     return f"waiting for {wanted} worker{'s'[: wanted > 1]}: {fit} ({amounts})"
 
 
+def alive() -> list[dict[str, float]]:
+    """Returns the resources of each machine of the connected cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def room_for(scaling: Scaling, *, workers: int) -> int:
     """Returns how many workers a group may have that has so many now, on the connected cluster."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return room(nodes, ray.available_resources(), scaling, workers=workers)
+    return room(alive(), ray.available_resources(), scaling, workers=workers)
 
 
 def possible(scaling: Scaling) -> Scaling:

@@ -75,13 +75,18 @@ class Growth:
         return False
 
 
-def holding(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
-    """Returns how many workers fit on machines with these resources, whatever else runs there; at most those wanted."""
-    fitting = sum(
-        min(int(node.get(name, 0) / amount + 1e-9) for name, amount in scaling.per_worker.items() if amount)
+def places(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
+    """Returns how many workers fit on machines with these resources, whatever else runs there: each on one of them."""
+    # First the least of a machine: what nobody counts may be infinite.
+    return sum(
+        int(min(node.get(name, 0) / amount for name, amount in scaling.per_worker.items() if amount) + 1e-9)
         for node in nodes
     )
-    return min(fitting, scaling.max_workers)
+
+
+def holding(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
+    """Returns the same, but at most the workers that are wanted."""
+    return min(places(nodes, scaling), scaling.max_workers)
 
 
 def room(nodes: Iterable[Mapping[str, float]], free: Mapping[str, float], scaling: Scaling, *, workers: int) -> int:

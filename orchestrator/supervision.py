@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 from headway.trainer.callbacks.progress_bar import human_duration
-from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_grow, ask_to_stop, asked_to_stop
 from .display import Display
@@ -23,7 +22,7 @@ from .events import Event, EventLog, Follower, read_events
 from .experiment import Experiment
 from .group import error_of, train_group
 from .lease import is_lost
-from .local_ray import missing, places_taken, room_for, waiting
+from .local_ray import places_taken, room_for, too_late, waiting
 from .preemption import endings
 from .resizing import RESIZING, Growth
 from .result import RunResult
@@ -32,9 +31,9 @@ from .runs import Run
 from .storage import Patience, patiently
 from .watching import Watch
 
-# A group that has not come up after so long, on a cluster that could hold it, is given up; Scaling.wait says otherwise.
-_PATIENCE_S = 600.0
 _TELL_WAITING_EVERY_S = 5.0
+# Thirty years, which Ray Train can count to.
+_FOR_EVER_S = 1e9
 # What Ray Train gives a machine that goes nobody knows when, and what it takes to look and to end a group.
 _RAYS_DEADLINE_S = 120.0
 _GRACE_S = 10.0
@@ -108,6 +107,7 @@ class Supervision:
         spares: keeps worker processes in reserve.
         began: when this start did, in seconds since 1970; by default now.
         train: runs the workers to their end; returns the fields of rank 0's `FitResult`.
+        gives_up: whether workers that do not come up are an error in the end; else somebody else minds the clock.
     """
 
     def __init__(
@@ -122,8 +122,10 @@ class Supervision:
         spares: bool,
         began: float | None = None,
         train: Callable[..., dict[str, Any]] = train_group,
+        gives_up: bool = True,
     ) -> None:
         self._train_workers = train
+        self._patience_s = experiment.scaling.patience_s if gives_up else _FOR_EVER_S
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
         self._resumption, self._verbose, self._spares = resumption, verbose, spares
         self._since = time.time()
@@ -206,7 +208,7 @@ class Supervision:
                 self._run,
                 since=self._since,
                 resumption=self._resumption,
-                patience_s=_patience_s(self._experiment),
+                patience_s=self._patience_s,
                 verbose=self._verbose,
                 spares=self._spares,
             )
@@ -306,23 +308,16 @@ class Supervision:
 
     def _heed_the_clock(self) -> None:
         """Says what workers wait for that do not come, and does not wait for ever."""
-        scaling, patience_s = self._experiment.scaling, _patience_s(self._experiment)
-        now_s = time.monotonic()
-        if now_s - self._waits_since < patience_s:
-            if min(now_s - self._waits_since, now_s - self._told_waiting_s) > _TELL_WAITING_EVERY_S:
-                self._told_waiting_s = now_s
-                if (text := waiting(scaling, self._taken)) not in (None, self._told_waiting):
-                    self._told_waiting = text
-                    self._display.line(str(text))
-                    since = time.time() - (now_s - self._waits_since)
-                    self._events.add("waiting_for_machines", text=text, since=round(since, 3))
-            return
-        lack = missing(scaling)
-        raise ConfigError(
-            f"the workers have not come up in {human_duration(patience_s)}: "
-            + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")
-            + "; to wait longer, set scaling.wait"
-        )
+        scaling, now_s = self._experiment.scaling, time.monotonic()
+        if now_s - self._waits_since >= self._patience_s:
+            raise too_late("the workers have", scaling)
+        if min(now_s - self._waits_since, now_s - self._told_waiting_s) > _TELL_WAITING_EVERY_S:
+            self._told_waiting_s = now_s
+            if (text := waiting(scaling, self._taken)) not in (None, self._told_waiting):
+                self._told_waiting = text
+                self._display.line(str(text))
+                since = time.time() - (now_s - self._waits_since)
+                self._events.add("waiting_for_machines", text=text, since=round(since, 3))
 
     def _result(self) -> RunResult:
         if self._error is not None:
@@ -344,7 +339,3 @@ class Supervision:
 
 def _again(stop: Stop) -> str:
     return "once more" if stop.reason == "Ctrl-C" else "`headway runs stop --now`"
-
-
-def _patience_s(experiment: Experiment) -> float:
-    return experiment.scaling.wait.amount if experiment.scaling.wait else _PATIENCE_S

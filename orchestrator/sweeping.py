@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
@@ -31,6 +30,9 @@ from .sweep_result import SweepResult
 from .sweep_retention import delete_checkpoints, surplus
 from .sweeps import Sweep, Trial
 from .training import check_training, one_line
+
+if TYPE_CHECKING:
+    from .capacity import Capacity
 
 # Until Ray Tune has let go of trials that are to end at once.
 _LEAVE_S = 10.0
@@ -58,6 +60,7 @@ def sweep(
         StorageError: the storage cannot be written.
     """
     quiet_environment(verbose=verbose)
+    from .capacity import Capacity
     from .local_ray import check_resources, connected, cpus_here, will_be_own
     from .supervision import Signals
 
@@ -76,12 +79,10 @@ def sweep(
         try:
             with connected(experiment.scaling, verbose=verbose) as is_own:
                 signals.install()
-                import ray
-
-                at_once, told = what_fits(experiment, search, ray.cluster_resources(), cpus=cpus)
+                capacity = Capacity(experiment, search, cpus=cpus)
                 lead = _Lead(experiment, search, opened, signals, display)
                 # What trains in a Ray of our own ends with it.
-                status, reason = lead.run(at_once, told, leave_s=0.0 if is_own else _LEAVE_S)
+                status, reason = lead.run(capacity, leave_s=0.0 if is_own else _LEAVE_S)
         except KeyboardInterrupt:
             status, reason = "interrupted", f"{signals.name} before training began"
         except RunConflictError:
@@ -147,25 +148,25 @@ class _Lead:
         self._is_over = False
         self._patience = Patience()
 
-    def run(self, at_once: int, told: str, *, leave_s: float) -> tuple[Any, str]:
-        """Runs the trials, so many at once, and returns how that ended, and why.
+    def run(self, capacity: Capacity, *, leave_s: float) -> tuple[Any, str]:
+        """Runs the trials, and returns how that ended, and why.
 
         Args:
-            at_once: how many train at a time.
-            told: the same, for people.
+            capacity: says how many may train at a time.
             leave_s: how long to wait for Ray Tune when all is to end at once.
 
         Raises:
+            ConfigError: no trial trains, and that for long.
             StorageError: the folder of the sweep has been away for a minute.
             TrainingFailedError: Ray Tune has failed, or that minute was over in its thread.
         """
         done = sum(trial.has_ended for trial in self._trials.values())
-        self._display.begin(self._experiment, self._search, told, done=done, going_on=len(self._waiting))
+        self._display.begin(self._experiment, self._search, capacity.told, done=done, going_on=len(self._waiting))
         for trial in self._trials.values():
             if trial.has_ended:
                 self._display.ended(trial, before=True)
         self._signals.raises = False
-        thread = threading.Thread(target=self._tune, args=(at_once,), name="headway-ray-tune", daemon=True)
+        thread = threading.Thread(target=self._tune, args=(capacity,), name="headway-ray-tune", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
@@ -174,6 +175,8 @@ class _Lead:
                 self._is_over = True
                 thread.join(leave_s)
                 return self._stop.status, reason
+            if self._stop is None:
+                self._heed_machines(capacity, thread, leave_s)
         if self._error is not None:
             raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error
         if self._stop is not None:
@@ -213,6 +216,17 @@ class _Lead:
             return f"{asked.reason}, without checkpoints after {human_duration(asked.within_s)}"
         return f"{asked.reason}, at once" if asked.abort else None
 
+    def _heed_machines(self, capacity: Capacity, thread: threading.Thread, leave_s: float) -> None:
+        try:
+            line = capacity.look()
+        except ConfigError:
+            # Trials must not begin now, when nobody minds them.
+            self._is_over = True
+            thread.join(leave_s)
+            raise
+        if line is not None:
+            self._display.line(line, "dim")
+
     def _ask_trials(self, asked: Stop) -> None:
         with self._lock:
             training = list(self._training)
@@ -220,7 +234,7 @@ class _Lead:
             # As what goes on with the sweep, whatever the sweep itself is called.
             ask_to_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
 
-    def _tune(self, at_once: int) -> None:
+    def _tune(self, capacity: Capacity) -> None:
         from ray import cloudpickle
 
         from .group import by_value, import_folders
@@ -251,7 +265,7 @@ class _Lead:
                 exploited=lambda *told: patiently(lambda: self._exploited(*told)),
                 is_over=lambda: self._is_over,
                 resources=resources_of(self._experiment.scaling),
-                at_once=at_once,
+                at_once=lambda: capacity.at_once,
                 max_failures=self._experiment.retries.max_failures,
                 place=place,
             )
@@ -388,43 +402,6 @@ class _Lead:
         # It also hears of the report that had the trial changed.
         if self._donors.waits(name) and patiently(lambda: self._sweep.goes_on_by_itself(name)):
             self._donors.let_go(name)
-
-
-def what_fits(
-    experiment: Experiment, search: Search, there: Mapping[str, float], *, cpus: float | None = None
-) -> tuple[int, str]:
-    """Returns how many trials train at once, and the same in words.
-
-    Args:
-        experiment: with the workers of one trial.
-        search: with a limit.
-        there: what the cluster has, by Ray's names.
-        cpus: that trials may take of it, where others are for something else.
-
-    Raises:
-        ConfigError: not even one fits.
-    """
-    scaling = experiment.scaling
-    if cpus is not None:
-        there = {**there, "CPU": max(cpus, scaling.reserved_by(scaling.min_workers)["CPU"])}
-    fits = min(
-        (
-            math.floor(there.get(name, 0) / wanted + 1e-9)
-            for name, wanted in scaling.reserved_by(scaling.min_workers).items()
-            if wanted
-        ),
-        default=1,
-    )
-    if fits < 1 and scaling.wait is None:
-        wants = ", ".join(f"{amount:g} {name}" for name, amount in scaling.reserved_by(scaling.min_workers).items())
-        has = ", ".join(f"{there.get(name, 0):g} {name}" for name in scaling.in_total)
-        raise ConfigError(f"a trial wants {wants}, and there is {has}: no trial can ever train")
-    fits = max(fits, 1)
-    at_once = min(fits, search.concurrent or fits, search.num_trials)
-    has = ", ".join(
-        f"{there.get(name, 0):g} {name}{'s' if there.get(name, 0) != 1 else ''}" for name in scaling.in_total
-    )
-    return at_once, f"{has}: {at_once} trial{'s' if at_once > 1 else ''} of {scaling.in_words} at once"
 
 
 def _at(settings: Any, path: str) -> Any:

@@ -100,6 +100,8 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         result = Supervision(
             experiment, run, Signals(), display, verbose=False, spares=False,
             train=train_here if is_alone else train_group,
+            # The driver does, where no trial has its workers: one waits for others to end as well.
+            gives_up=False,
             resumption=Resumption(resume=resume, accept_changes=task.may_change),
         ).run()  # fmt: skip
         if result.status == "completed":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,7 +60,7 @@ def tune_trials(
     exploited: Exploited,
     is_over: Callable[[], bool],
     resources: Any,
-    at_once: int,
+    at_once: Callable[[], int],
     max_failures: int,
     place: str,
 ) -> None:
@@ -76,7 +77,7 @@ def tune_trials(
             returns these typed, and the checkpoint to go on from.
         is_over: says whether to leave all trials as they are.
         resources: of one trial.
-        at_once: how many trials train at a time.
+        at_once: says how many trials may train at the moment.
         max_failures: how often the process of a trial may die.
         place: where Ray Tune keeps its files.
     """
@@ -192,7 +193,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         inner: which decides.
         sweep: whose trials they are.
         kind: its name, for people.
-        at_once: how many may train.
+        at_once: says how many may train at the moment.
         exploited: is told when a trial goes on from another one's checkpoint, with other values.
         earlier: by name, the reports of trials that have ended under an earlier driver, by which others are judged too.
     """
@@ -203,7 +204,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         sweep: Sweep,
         *,
         kind: str,
-        at_once: int,
+        at_once: Callable[[], int],
         exploited: Exploited,
         earlier: Mapping[str, Sequence[dict[str, Any]]],
     ) -> None:
@@ -219,7 +220,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
     def has_room(self) -> bool:
         """Whether one more trial may train."""
         trials = self._controller.get_live_trials() if self._controller is not None else ()
-        return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once
+        return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
         """Takes none: the inner one has its own."""
@@ -230,7 +231,8 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         if self._controller is None:
             # Or the process of a trial is started when that of the one before it is up: one that ends sooner hands its
             # own on, and short trials never train but one at a time.
-            controller.update_max_pending_trials(self._at_once)
+            # How many there are at a time is for `has_room` to say.
+            controller.update_max_pending_trials(sys.maxsize)
             self._recall(controller)
         self._controller = controller
         self._inner.on_trial_add(_Searchless(controller), trial)
@@ -254,7 +256,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
             folder = Folder(self._sweep.folder.path(_name(trial)))
             patiently(lambda: ask_to_stop(folder, Stop(reason=reason)))
             return str(TrialScheduler.CONTINUE)
-        if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once:
+        if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once():
             # It makes room for a trial that waits, and there is room for all.
             return str(TrialScheduler.CONTINUE)
         return decision

@@ -29,7 +29,7 @@ from headway.orchestrator.supervision import Signals
 from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweep_result import SweepResult
 from headway.orchestrator.sweep_retention import delete_checkpoints, surplus
-from headway.orchestrator.sweeping import _first_possible, _Lead, what_fits
+from headway.orchestrator.sweeping import _first_possible, _Lead
 from headway.orchestrator.sweeps import Sweep, Trial
 from headway.orchestrator.trial import _with_values
 from headway.trainer import ParallelConfig
@@ -198,16 +198,6 @@ def test_a_trial_is_an_experiment_of_its_own_with_typed_values(tmp_path: Path) -
         "trial": "trial-007",
     }
     assert _with_values(base, typed).config == trial.config
-
-
-def test_what_can_run_at_once_is_said_and_a_trial_that_never_fits_is_refused(tmp_path: Path) -> None:
-    base, there = experiment(tmp_path), {"CPU": 4.0}
-    assert what_fits(base, search(concurrent=3), there) == (3, "4 CPUs: 3 trials of 1 worker at once")
-    assert what_fits(base, search(), there, cpus=2)[0] == 2
-    wide = experiment(tmp_path, scaling=base.scaling.__class__(workers=3))
-    assert what_fits(wide, search(), there) == (1, "4 CPUs: 1 trial of 3 workers at once")
-    with pytest.raises(ConfigError, match="a trial wants 3 CPU, and there is 2 CPU"):
-        what_fits(wide, search(), {"CPU": 2.0})
 
 
 def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_refused(tmp_path: Path) -> None:

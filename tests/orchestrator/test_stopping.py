@@ -18,7 +18,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
 from headway.orchestrator import Experiment, LogUniform, Scaling, Search, StorageError
-from headway.orchestrator import supervision as orchestrator_supervision
 from headway.orchestrator.asking import Stop, ask_to_stop, asked_to_stop, withdraw_stop
 from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.cli import main
@@ -301,7 +300,7 @@ def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch:
         told.append(asked_to_stop(run.folder))
         return {}
 
-    monkeypatch.setattr(orchestrator_supervision, "missing", lambda _: "")
+    monkeypatch.setattr("headway.orchestrator.local_ray.missing", lambda _: "")
     with pytest.raises(ConfigError, match="the workers have not come up in 0s"):
         supervision(asked, run, train).run()
     deadline_s = time.monotonic() + 30

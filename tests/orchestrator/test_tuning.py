@@ -36,7 +36,12 @@ SPACE = {"config.learning_rate": LogUniform(1e-4, 1e-1)}
 
 def gentle(sweep: Sweep, search: Search, earlier: dict[str, list[dict[str, Any]]]) -> tuple[Gentle, Any]:
     scheduler = Gentle(
-        _scheduler(search), sweep, kind="x", at_once=1, exploited=lambda *_: pytest.fail("no PBT"), earlier=earlier
+        _scheduler(search),
+        sweep,
+        kind="x",
+        at_once=lambda: 1,
+        exploited=lambda *_: pytest.fail("no PBT"),
+        earlier=earlier,
     )
     controller = SimpleNamespace(update_max_pending_trials=lambda _: None, get_live_trials=list)
     return scheduler, controller
@@ -107,7 +112,8 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
     monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
     # Each turn of the driver is to write.
     monkeypatch.setattr("headway.orchestrator.sweeps.HEARTBEAT_S", 0.0)
-    assert leader.run(1, "", leave_s=0.0) == ("completed", "all trials have ended")
+    capacity: Any = SimpleNamespace(told="", at_once=1, look=lambda: None)
+    assert leader.run(capacity, leave_s=0.0) == ("completed", "all trials have ended")
     assert given == ["trial-000", "trial-001"]
     Leaving.is_away = False
     journal = [(each["event"], each["trial"]) for each in read_events(sweep.folder)]

@@ -1,7 +1,8 @@
 """Where every second of a run went, over all its attempts and starts. Arithmetic over its events: no files, no clock.
 
 It is the main rank's view: while that waits for a slower rank, it computes. A start is the life of one driver; its wall
-time goes from the call of `fit` to its last word, or to the last sign of life if it died without one.
+time goes from the call of `fit` to its last word, or to the last sign of life if it died without one, without the time
+for which the main rank's machine slept.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Ledger:
     Attributes:
         seconds: by class, all of them, in the order of `CLASSES`.
         wall_s: of all starts together.
-        not_running_s: between two starts; not part of `wall_s`.
+        not_running_s: between two starts, and while the main rank's machine slept; not part of `wall_s`.
         starts, attempts: of the driver, and lives of worker groups.
         steps_again: updates that were made twice.
     """
@@ -153,6 +154,7 @@ class _Book:
     now: float = 0.0
     furthest: int = 0
     setting_up: str = "starting"
+    _slept_s: float = 0.0
 
     def account(self, start: _Start, *, before: float | None, until: float | None) -> None:
         """Accounts for one start.
@@ -170,16 +172,18 @@ class _Book:
         signs += [mark["at"] for each in attempts for mark in self.marks.get(each["attempt"], [])]
         ended = max([began, *signs, *([until] if until is not None else [])])
         self.ended = ended if before is None else max(began, min(ended, before))
-        self.now, is_over = began, start.events[-1]["event"] == "driver_ended"
+        self.now, is_over, slept_s = began, start.events[-1]["event"] == "driver_ended", 0.0
         bounds = [*(event["time"] for event in attempts), self.ended]
         for number, (attempt, next_at) in enumerate(zip(attempts, bounds[1:], strict=True)):
             events = [event for event in start.events if attempt["time"] <= event["time"] <= next_at]
             self._come_up(attempt, start.events, is_first=number == 0)
             self._train(attempt, events)
+            slept_s += self._slept_s
         tail = "ending" if is_over else _what_comes_after(start.events)
         self._wait(start.events, self.ended, tail)
         self._pass(self.ended, tail)
-        self.wall_s += self.ended - began
+        self.wall_s += self.ended - began - slept_s
+        self.not_running_s += slept_s
 
     def _pass(self, until: float, name: str) -> None:
         """Gives the time from where the account stands to a class."""
@@ -212,18 +216,24 @@ class _Book:
         self._pass(began, starting)
         self._pass(entered, importing)
         self._pass(attempt["time"], starting)
-        for mark in self.marks.get(attempt["attempt"], [])[-1:]:
-            self._pass(mark["at"] - sum(mark["seconds"].values()), importing)
+        for mark in self.marks.get(attempt["attempt"], [])[:1]:
+            made = mark["at"] - sum(mark["seconds"].values())
+            # A machine that slept before it says so: the trainer was made before it trained.
+            trained = [
+                each["time"] for each in events if each["event"] == "training" and each["time"] >= attempt["time"]
+            ]
+            self._pass(min([made, *trained[:1]]), importing)
         self.setting_up = starting
 
     def _train(self, attempt: Event, events: Sequence[Event]) -> None:
         """Accounts for what the main rank has said of its time, and for a hang after it."""
         hung = next((event for event in events if event["event"] == "rank_hung"), None)
         marks = self.marks.get(attempt["attempt"], [])
+        self._slept_s = 0.0
         at_first = next((event["step"] for event in events if event["event"] == "training"), None)
         if marks:
             last = marks[-1]
-            spent = {name: float(seconds) for name, seconds in last["seconds"].items()}
+            spent = self._by_the_clock(last)
             if hung is not None:
                 self._take_hang(spent, last, hung)
             for phase, seconds in spent.items():
@@ -238,6 +248,18 @@ class _Book:
         reached = [event["step"] for event in events if event["event"] in ends and event.get("step") is not None]
         reached += [mark["step"] for mark in marks]
         self.furthest = max([self.furthest, at_first or 0, *reached])
+
+    def _by_the_clock(self, last: dict[str, Any]) -> dict[str, float]:
+        """Returns what the main rank has spent, made to fit between now and when it said so, by the clock of the wall.
+
+        Its own clock stands still where a machine sleeps, and is not set back: what is left over was no part of the
+        run, and what does not fit is made smaller in proportion.
+        """
+        spent = {name: float(seconds) for name, seconds in last["seconds"].items()}
+        room_s = max(0.0, min(last["at"], self.ended or last["at"]) - self.now)
+        total_s = sum(spent.values())
+        self._slept_s = max(0.0, room_s - total_s)
+        return spent if total_s <= room_s else {name: each * room_s / total_s for name, each in spent.items()}
 
     def _take_hang(self, spent: dict[str, float], last: dict[str, Any], hung: Event) -> None:
         """Moves what the main rank has spent in the phase in which it, or another rank, hung."""

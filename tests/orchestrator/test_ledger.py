@@ -190,6 +190,40 @@ def test_a_hang_is_all_the_time_until_somebody_ended_it() -> None:
         agrees(account, script)
 
 
+@pytest.mark.parametrize("first_marked", [False, True], ids=["before its first mark", "between two marks"])
+def test_the_time_for_which_a_machine_slept_is_no_time_of_the_run(first_marked: bool) -> None:
+    """The process's own clock stands still meanwhile, that of the wall does not."""
+    script = Script()
+    script.start(3.0)
+    script.come_up(waits_s=0.0, imports_s=2.0, spare=False, at_step=0)
+    # Of the time before there is a mark nobody knows but that the trainer was made when it trained.
+    setting_up_s = 0.0 if first_marked else script.seconds["setting up"]
+    if first_marked:
+        script.train(3, saves=True, first_s=4.0)
+    script.now += 8 * 3600.0
+    script.train(20, saves=True, first_s=4.0)
+    script.add("driver_ended")
+    account = ledger(script.events)
+    assert account.not_running_s == pytest.approx(8 * 3600.0 - setting_up_s)
+    script.truth["importing"] += setting_up_s
+    agrees(account, script)
+    assert not account.advice().startswith("importing")
+
+
+def test_a_clock_that_is_set_back_makes_the_classes_smaller_and_not_more_than_the_wall_time() -> None:
+    script = Script()
+    script.start(3.0)
+    script.come_up(waits_s=0.0, imports_s=2.0, spare=False, at_step=0)
+    script.train(150, saves=False, first_s=4.0)
+    script.now -= 50.0
+    script.train(10, saves=True, first_s=4.0)
+    script.add("driver_ended")
+    account = ledger(script.events)
+    assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
+    assert account.seconds["compute"] / account.seconds["data wait"] == pytest.approx(STEP_S / 0.1, rel=0.01)
+    assert 0.5 < account.goodput < 1
+
+
 def test_a_run_that_goes_on_is_accounted_for_until_now() -> None:
     script = Script()
     script.start(1.0)

@@ -200,11 +200,14 @@ class _Scale:
     """Where values lie on an axis from 0 to 1.
 
     Attributes:
+        at: places of values: of numbers by themselves (1 and 1.0 are one, so are 0.0 and -0.0), of others by text.
         ticks: place and text.
+        numeric: whether they are numbers.
     """
 
-    at: dict[str, float]
+    at: dict[Any, float]
     ticks: list[tuple[float, str]]
+    numeric: bool
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> _Scale:
@@ -212,24 +215,25 @@ class _Scale:
         distinct: list[Any] = sorted(set(values)) if numeric else sorted({str(each) for each in values})
         if not numeric or len(distinct) <= 2:
             last = max(len(distinct) - 1, 1)
-            at = {str(each): index / last if len(distinct) > 1 else 0.5 for index, each in enumerate(distinct)}
-            return cls(at, [(at[str(each)], shown(each)[:24]) for each in distinct[:: -(-len(distinct) // 12)]])
+            at = {each: index / last if len(distinct) > 1 else 0.5 for index, each in enumerate(distinct)}
+            return cls(at, [(at[each], shown(each)[:24]) for each in distinct[:: -(-len(distinct) // 12)]], numeric)
         is_wide = distinct[0] > 0 and distinct[-1] / distinct[0] >= 30
         scale = math.log10 if is_wide else float
         low, high = scale(distinct[0]), scale(distinct[-1])
-        at = {str(each): (scale(each) - low) / (high - low) for each in distinct}
+        at = {each: (scale(each) - low) / (high - low) for each in distinct}
         if len(distinct) <= 6:
             ticks: list[tuple[float, str]] = []
             for each in distinct:
                 # Text that lies on other text is not read.
-                if not ticks or at[str(each)] - ticks[-1][0] > 0.05:
-                    ticks.append((at[str(each)], f"{each:.3g}"))
-            return cls(at, ticks)
+                if not ticks or at[each] - ticks[-1][0] > 0.05:
+                    ticks.append((at[each], f"{each:.3g}"))
+            return cls(at, ticks, numeric)
         middles = [low + (high - low) * part / 4 for part in range(5)]
-        return cls(at, [((each - low) / (high - low), f"{10**each if is_wide else each:.3g}") for each in middles])
+        ticks = [((each - low) / (high - low), f"{10**each if is_wide else each:.3g}") for each in middles]
+        return cls(at, ticks, numeric)
 
     def place(self, value: Any) -> float:
-        return self.at[str(value)]
+        return self.at[value if self.numeric else str(value)]
 
 
 def _plotly() -> Any:

@@ -235,6 +235,11 @@ def test_an_axis_is_logarithmic_where_its_values_are_far_apart() -> None:
     assert [narrow.place(each) for each in (1.0, 2.0, 3.0)] == pytest.approx([0, 0.5, 1])
     assert {words.place(each) for each in ("b", "a", None)} == {0, 0.5, 1}
     assert _Scale.of([3]).place(3) == 0.5
+    # A cross-entropy of nothing but hits is -0.0.
+    for values in ([0.0, -0.0, 1.0, 2.0], [1, 1.0, 2, 3], [1, 1.0], [0.0, -0.0]):
+        scale = _Scale.of(values)
+        assert scale.place(values[0]) == scale.place(values[1])
+        assert len({scale.place(each) for each in values}) == len(values) - 1
     assert [text for _, text in _Scale.of([0.1391, 0.1446, 1.0]).ticks] == ["0.139", "1"]
 
 

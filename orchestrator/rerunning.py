@@ -14,6 +14,7 @@ from .config import override, written_values
 from .display import Display
 from .events import read_events
 from .experiment import Experiment
+from .lease import RECORD
 from .planning import plan
 from .quiet import quiet_environment
 from .result import RunResult
@@ -101,6 +102,11 @@ def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target:
     again: Experiment = override(found, written_values(overrides))
     if again.run_dir == past.run_dir:
         raise ConfigError(f"the new run would be {name} itself: give it another name, as in name={name}-2")
+    if Folder(again.run_dir).exists(RECORD) and Run(again.run_dir).is_finished:
+        raise ConfigError(
+            f"{again.name} is finished already, so that nothing would be trained and nothing shown of what the code "
+            f"does now: give the new run another name, as in name={again.name}-2"
+        )
     return again
 
 

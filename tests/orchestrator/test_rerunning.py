@@ -117,6 +117,10 @@ def test_the_record_of_a_run_suffices_for_the_same_weights_K3(
     speeds = {"elapsed_s", "samples_per_s", "step_s", "data_wait", "paused_s"}
     assert {field for _, field, _, _ in compare_runs("one", "one-rerun", runs)} <= speeds
 
+    # The same command again would train nothing, and compare what was trained before the code has changed.
+    with pytest.raises(ConfigError, match="one-rerun is finished already.* as in name=one-rerun-2"):
+        rerun("one", runs)
+
     # Another seed gives other weights, which is said; and a difference that was asked for is named.
     screen = io.StringIO()
     display = Display(Console(file=screen, highlight=False, soft_wrap=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .events import read_events
+from .measured import measured
 from .search import Search
 from .storage import Folder
 from .sweeps import Sweep
@@ -23,7 +24,5 @@ def earlier_reports(sweep: Sweep, search: Search) -> dict[str, list[dict[str, An
 
 
 def _reports_of(run_dir: str, search: Search) -> list[dict[str, Any]]:
-    # One that was made again after a failure counts once.
-    evaluated = {each["step"]: each["metrics"] for each in read_events(Folder(run_dir)) if each["event"] == "evaluated"}
-    values = [(step, metrics[search.metric]) for step, metrics in evaluated.items() if search.metric in metrics]
-    return [report_of(search, value, number, step) for number, (step, value) in enumerate(values, start=1)]
+    values = measured(Folder(run_dir), search.metric)
+    return [report_of(search, value, number, step) for number, (step, value) in enumerate(values.items(), start=1)]

@@ -21,6 +21,7 @@ from .asking import asked_to_stop
 from .errors import DamagedRecordError, RunConflictError, StorageError
 from .events import Event, EventLog, read_events
 from .lease import is_claimed, lease, taken_over
+from .measured import measured
 from .runs import HEARTBEAT_S, SWEEP, Driver, Run
 from .storage import Folder, absolute
 
@@ -285,13 +286,9 @@ def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
     metric = search["metric"]
     if metric.startswith("validation/"):
         return run.record.best_metric
-    # Late, for it imports torch: sweeps are listed without.
-    from headway.trainer.trackers.jsonl import read_records
-
     best = Best(search["mode"])
-    for record in read_records(run.folder.path("metrics.jsonl")):
-        if metric in record:
-            best.offer(record[metric], step=record["step"])
+    for step, value in measured(run.folder, metric).items():
+        best.offer(value, step=step)
     return best.value
 
 

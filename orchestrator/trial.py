@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,13 @@ from headway.trainer.trainer import Trainer
 from .asking import asked_to_stop
 from .display import Display
 from .errors import RunConflictError
-from .events import Event, read_events
+from .events import Event
 from .experiment import Experiment, Scaling
 from .group import failure_watch, task_of, train_group
+from .measured import measured
 from .resumption import Resumption
 from .runs import Driver, Run, now
-from .storage import Folder
+from .storage import Folder, patiently
 from .supervision import Signals, Supervision
 from .training import close, one_line
 from .worker import run_attempt
@@ -95,7 +96,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         return _train_here(experiment, run, (reporter, *adopted), since=since, resumption=resumption, verbose=verbose)
 
     is_alone = experiment.scaling.max_workers == 1
-    display = Display(Console(quiet=True)) if is_alone else Relay(task)
+    display = Display(Console(quiet=True)) if is_alone else Relay(task, run)
     try:
         result = Supervision(
             experiment, run, Signals(), display, verbose=False, spares=False,
@@ -114,7 +115,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         return
     if task.may_change:
         # A checkpoint of another trial brings that one's best value with it.
-        best = _best_of_its_own(run, task)
+        best = patiently(lambda: _best_of_its_own(run, task))
         result = replace(result, best_metric=best.value, best_step=best.step)
     close(run, result, display)
     if reporter.was_paused:
@@ -125,9 +126,8 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
 def _best_of_its_own(run: Run, task: SweepTask) -> Best:
     """The best value among the evaluations that a run has made itself."""
     best = Best(task.mode)
-    for event in read_events(run.folder):
-        if event["event"] == "evaluated" and task.metric in event["metrics"]:
-            best.offer(event["metrics"][task.metric], step=event["step"])
+    for step, value in measured(run.folder, task.metric).items():
+        best.offer(value, step=step)
     return best
 
 
@@ -159,11 +159,13 @@ class Relay(Display):
 
     Args:
         task: of the sweep.
+        run: of the trial. Evaluations that an earlier process of it has made count, too.
     """
 
-    def __init__(self, task: SweepTask) -> None:
+    def __init__(self, task: SweepTask, run: Run) -> None:
         super().__init__(Console(quiet=True))
-        self._sweep_task, self._evaluations = task, 0
+        self._sweep_task = task
+        self._evaluated = set(patiently(lambda: measured(run.folder, task.metric)))
 
     def event(self, event: Event) -> None:
         """Reports an evaluation.
@@ -174,10 +176,14 @@ class Relay(Display):
         if event["event"] != "evaluated":
             return
         _check_metric(self._sweep_task.metric, event["metrics"], "an evaluation")
-        self._evaluations += 1
-        tune.report(
-            report_of(self._sweep_task, event["metrics"][self._sweep_task.metric], self._evaluations, event["step"])
-        )
+        step, value = event["step"], event["metrics"][self._sweep_task.metric]
+        self._evaluated.add(step)
+        tune.report(report_of(self._sweep_task, value, _up_to(self._evaluated, step), step))
+
+
+def _up_to(steps: Collection[int], step: int) -> int:
+    """How many there are: what comes after a restart is counted on, and what is made again has the same number."""
+    return sum(each <= step for each in steps)
 
 
 def report_of(asked: SweepTask | Search, value: float, evaluations: int, step: int) -> dict[str, Any]:
@@ -206,6 +212,13 @@ class Reporter(Callback):
         self.was_paused = False
         self._task, self._run = task, run
         self._value: float | None = None
+        # With a metric of the training the records of it are what a scheduler counts.
+        self._logged: set[int] = set()
+
+    def on_fit_start(self, trainer: Trainer[Any]) -> None:
+        """Takes note of what was reported before this attempt."""
+        if self._task.metric.startswith("train/"):
+            self._logged = set(measured(self._run.folder, self._task.metric))
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Reports, or asks for the checkpoint that goes with the report."""
@@ -223,7 +236,8 @@ class Reporter(Callback):
         """Reports a metric of the training."""
         if self._task.metric.startswith("train/") and self._task.metric in metrics:
             self._value = metrics[self._task.metric]
-            self._report(trainer, trainer.global_step)
+            self._logged.add(trainer.global_step)
+            self._report(trainer, _up_to(self._logged, trainer.global_step))
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
         """Reports the evaluation before, with a pointer to the checkpoint."""

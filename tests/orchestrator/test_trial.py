@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from headway.orchestrator import Experiment, supervision, trial
-from headway.orchestrator.claiming import open_run
+from headway.orchestrator import ASHA, Experiment, LogUniform, Search, supervision, trial
+from headway.orchestrator.claiming import open_run, open_sweep
+from headway.orchestrator.events import EventLog, read_events
+from headway.orchestrator.recall import earlier_reports
 from headway.orchestrator.runs import Run
 from headway.orchestrator.trial import Relay, SweepTask, run_trial
+from headway.trainer import CheckpointConfig
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment
 from tests.tiny import TinyConfig, TinyTrainer
@@ -45,7 +48,8 @@ def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
 ) -> None:
     donor = TinyTrainer(TinyConfig(max_epochs=1), run_dir=str(tmp_path / "donor")).fit()
     assert donor.best_metric is not None
-    found = replace(experiment(tmp_path, max_steps=None, max_epochs=3), name="tiny")
+    # As the sweep sets it: each evaluation is reported with its checkpoint.
+    found = experiment(tmp_path, max_steps=None, max_epochs=3, checkpoint=CheckpointConfig(background=False))
     open_run(found)
     bad = {"config.learning_rate": 5.0, "trial": "tiny", "resume": donor.last_checkpoint}
     run_trial(bad, task_of_a_sweep(tmp_path, found, pauses=True, may_change=True))
@@ -55,6 +59,50 @@ def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
     assert min(own.values()) > 10 * donor.best_metric, "or the test shows nothing"
     assert (record.best_metric, record.best_step) == (min(own.values()), min(own, key=own.__getitem__))
     assert str(record.best_checkpoint).endswith(f"step-{record.best_step:08d}")
+
+
+def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_started_again(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    found = experiment(tmp_path)
+    run = open_run(found).run
+    log = EventLog(run.folder, "rank-0")
+    # In its second life it goes on from a checkpoint of step 25, and makes one evaluation again.
+    for steps in ((10, 20, 30), (30, 40, 50)):
+        relay = Relay(task_of_a_sweep(tmp_path, found), run)
+        for step in steps:
+            log.add("evaluated", step=step, metrics={"validation/loss": 1.0})
+            relay.event(read_events(run.folder)[-1])
+    assert [(each["step"], each["evaluations"]) for each in told] == [
+        (10, 1), (20, 2), (30, 3), (30, 3), (40, 4), (50, 5),
+    ]  # fmt: skip
+
+
+def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    """Not its steps: at the first record the looks of a scheduler at 1 and 4 of them are over."""
+    base = replace(experiment(tmp_path, max_steps=None, max_epochs=2, log_every="4 steps"), name="sweep")
+    space = {"config.learning_rate": LogUniform(1e-3, 1e-1)}
+    asked = Search(space=space, metric="train/loss", trials=1, scheduler=ASHA())
+    sweep = open_sweep(base, asked)
+    found = asked.trial(base, "tiny", {})
+    task = task_of_a_sweep(Path(sweep.sweep_dir), found, metric="train/loss")
+    for epochs in (1, 2):
+        lasting = replace(found, config=replace(found.config, max_epochs=epochs))
+        run = open_run(lasting).run
+        run_trial({"trial": "tiny", "resume": "auto"}, replace(task, experiment=cloudpickle.dumps(lasting)))
+        assert Run(run.run_dir).status == "completed"
+    assert [(each["step"], each["evaluations"]) for each in told] == [
+        (4, 1),
+        (8, 2),
+        (12, 3),
+        (16, 4),
+        (20, 5),
+        (24, 6),
+    ]
+    sweep.note("trial_ended", trial="tiny", status="completed")
+    assert earlier_reports(sweep, asked) == {"tiny": told}
 
 
 @pytest.mark.parametrize("metric", ["train/los", "validation/los"])
@@ -74,4 +122,4 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
     # Workers of its own tell of evaluations by their events.
     if metric.startswith("validation/"):
         with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation gives validation/loss"):
-            Relay(task).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
+            Relay(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 
 from .errors import DataError
 from .inputs import count, find_files, names, split_files
+from .locking import LOCK, locked
 from .sources import PathLike, Paths
 from .tokenizers import ByteTokenizer, Tokenizer
 
@@ -29,6 +31,7 @@ __all__ = ["PrepareProgress", "Prepared", "find_files", "prepare_text", "split_f
 
 RECORD = "prepared.json"
 _PLACE = "place.json"
+_SAMPLE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,12 @@ def prepare_text(
     Args:
         inputs: a file, a folder (all files in it, to its bottom), a glob, or a list of these. UTF-8; what is not is
             replaced by U+FFFD.
-        output: the folder to make. If it is there, it must be what this call would make.
+        output: the folder to make. If it is there, it must be what this call would make. It may lie in a folder of the
+            input, of which it is no part. Another process that makes it is waited for.
         row_length: tokens of one row.
         tokenizer: a function from a document's text to its tokens; None takes the bytes, with a mark before and after.
+            The same text must always give the same tokens: by its name, and by what it makes of the first document's
+            beginning, it is known again.
         tail: what becomes of tokens that do not fill the last row: "drop" leaves them out, "pad" fills up with `pad`.
         pad: the token that fills up.
         column: its name.
@@ -125,10 +131,14 @@ def prepare_text(
         raise DataError(f"tail is 'drop' or 'pad', not {tail!r}")
     tokenizer = tokenizer or ByteTokenizer()
     folder = Path(output).expanduser().absolute()
-    files = find_files(inputs)
+    partial = folder.with_name(folder.name + ".partial")
+    files = [each for each in find_files(inputs) if not {folder, partial} & {*each.parents}]
+    if not files:
+        raise DataError(f"the input holds no file but those of the output, {folder}")
     wanted = {
         "row_length": row_length,
         "tokenizer": _name(tokenizer),
+        "first_tokens": _first_tokens(files, tokenizer),
         "tail": tail,
         **({"pad": pad} if tail == "pad" else {}),
         "column": column,
@@ -139,58 +149,65 @@ def prepare_text(
     if folder.exists():
         return _finished(folder, wanted)
 
-    partial = folder.with_name(folder.name + ".partial")
-    place = _resume(partial, wanted)
-    started, shown = time.monotonic(), 0.0
+    with locked(partial):
+        if folder.exists():  # made by whom this one waited for
+            (partial / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.rmdir()
+            return _finished(folder, wanted)
+        place = _resume(partial, wanted)
+        started, shown = time.monotonic(), 0.0
 
-    def show(files_done: int, rows: int, *, now: bool = False) -> None:
-        nonlocal shown
-        seconds = time.monotonic() - started
-        if progress and (now or seconds - shown >= 0.25):
-            shown = seconds
-            progress(PrepareProgress(files_done, len(files), rows, rows * row_length, seconds))
+        def show(files_done: int, rows: int, *, now: bool = False) -> None:
+            nonlocal shown
+            seconds = time.monotonic() - started
+            if progress and (now or seconds - shown >= 0.25):
+                shown = seconds
+                progress(PrepareProgress(files_done, len(files), rows, rows * row_length, seconds))
 
-    group, part = rows_per_group * row_length, rows_per_file * row_length
-    rest = np.empty(0, np.int32)
-    part_tokens = 0  # of the Parquet file that is being written
-    writer = _Writer(partial, column, row_length)
-    try:
-        for document in range(place.document, len(files)):
-            tokens = _tokens(files[document], tokenizer)
-            rest = np.concatenate([rest, tokens[place.tokens :] if document == place.document else tokens])
-            while len(rest) >= (size := min(group, part - part_tokens)):
-                writer.write(place.parts, rest[:size])
-                rest, part_tokens = rest[size:], part_tokens + size
-                if part_tokens == part:
-                    writer.finish(place.parts)
-                    place = _Place(place.parts + 1, place.rows + rows_per_file, document, len(tokens) - len(rest))
-                    _write_json(partial / _PLACE, asdict(place))
-                    part_tokens = 0
-            show(document + 1, place.rows + (part_tokens + len(rest)) // row_length)
+        group, part = rows_per_group * row_length, rows_per_file * row_length
+        rest = np.empty(0, np.int32)
+        part_tokens = 0  # of the Parquet file that is being written
+        writer = _Writer(partial, column, row_length)
+        try:
+            for document in range(place.document, len(files)):
+                tokens = _tokens(files[document], tokenizer)
+                rest = np.concatenate([rest, tokens[place.tokens :] if document == place.document else tokens])
+                while len(rest) >= (size := min(group, part - part_tokens)):
+                    writer.write(place.parts, rest[:size])
+                    rest, part_tokens = rest[size:], part_tokens + size
+                    if part_tokens == part:
+                        writer.finish(place.parts)
+                        place = _Place(place.parts + 1, place.rows + rows_per_file, document, len(tokens) - len(rest))
+                        _write_json(partial / _PLACE, asdict(place))
+                        part_tokens = 0
+                show(document + 1, place.rows + (part_tokens + len(rest)) // row_length)
 
-        missing = -len(rest) % row_length
-        rest = (
-            np.pad(rest, (0, missing), constant_values=pad)
-            if tail == "pad"
-            else rest[: len(rest) // row_length * row_length]
-        )
-        if len(rest):
-            writer.write(place.parts, rest)
-            part_tokens += len(rest)
-        if part_tokens:
-            writer.finish(place.parts)
-    finally:
-        writer.close()
-    rows, parts = place.rows + part_tokens // row_length, place.parts + (part_tokens > 0)
-    if not rows:
-        raise DataError(
-            f"{count(files)} hold fewer tokens than one row of {row_length}; use a smaller row_length, or tail='pad'"
-        )
-    show(len(files), rows, now=True)
-    (partial / _PLACE).unlink(missing_ok=True)
-    _write_json(partial / RECORD, {**wanted, "rows": rows, "tokens": rows * row_length, "files": parts})
-    partial.rename(folder)
-    return Prepared(folder, rows, rows * row_length, parts, already_done=False)
+            missing = -len(rest) % row_length
+            rest = (
+                np.pad(rest, (0, missing), constant_values=pad)
+                if tail == "pad"
+                else rest[: len(rest) // row_length * row_length]
+            )
+            if len(rest):
+                writer.write(place.parts, rest)
+                part_tokens += len(rest)
+            if part_tokens:
+                writer.finish(place.parts)
+        finally:
+            writer.close()
+        rows, parts = place.rows + part_tokens // row_length, place.parts + (part_tokens > 0)
+        if not rows:
+            raise DataError(
+                f"{count(files)} hold fewer tokens than one row of {row_length}; use a smaller row_length, or "
+                "tail='pad'"
+            )
+        show(len(files), rows, now=True)
+        (partial / _PLACE).unlink(missing_ok=True)
+        _write_json(partial / RECORD, {**wanted, "rows": rows, "tokens": rows * row_length, "files": parts})
+        partial.rename(folder)
+        (folder / LOCK).unlink(missing_ok=True)
+        return Prepared(folder, rows, rows * row_length, parts, already_done=False)
 
 
 class _Writer:
@@ -224,9 +241,17 @@ class _Writer:
         return self._folder / f"part-{part:05d}.parquet"
 
 
-def _tokens(path: Path, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+def _first_tokens(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart that are called alike, such as functions without a name."""
+    first = next((each for each in files if each.stat().st_size), files[0])
+    tokens = _tokens(first, tokenizer, length_bytes=_SAMPLE_BYTES)
+    return f"{len(tokens)} tokens, {hashlib.sha256(tokens.tobytes()).hexdigest()[:12]}"
+
+
+def _tokens(path: Path, tokenizer: Tokenizer, *, length_bytes: int = -1) -> npt.NDArray[np.int32]:
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        with path.open("rb") as file:
+            text = file.read(length_bytes).decode("utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     tokens = np.asarray(tokenizer(text))
@@ -268,6 +293,8 @@ def _resume(partial: Path, wanted: dict[str, Any]) -> _Place:
 
 
 def _compare(folder: Path, record: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if "first_tokens" not in record:  # made before this was recorded
+        wanted = {key: value for key, value in wanted.items() if key != "first_tokens"}
     different = [
         f"{key} was {record.get(key)!r} and is {wanted.get(key)!r}"
         for key in dict.fromkeys([*wanted, *(key for key in record if key not in ("rows", "tokens", "files"))])
@@ -289,8 +316,8 @@ def _inputs(files: Sequence[Path]) -> str:
 
 
 def _name(tokenizer: Tokenizer) -> str:
-    # A tokenizer object is known by its type and, if it says so, by what it was loaded from.
-    of = getattr(tokenizer, "name_or_path", None)
+    # A tokenizer is known by its type, or its method's name, and, if its object says so, by what that was loaded from.
+    of = getattr(getattr(tokenizer, "__self__", tokenizer), "name_or_path", None)
     kind = tokenizer if hasattr(tokenizer, "__qualname__") else type(tokenizer)
     return f"{kind.__module__}.{kind.__qualname__}" + (f" {of}" if of else "")
 

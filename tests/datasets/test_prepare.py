@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from headway.datasets.collate import to_rows
 from headway.datasets.errors import DataError
+from headway.datasets.locking import locked
 from headway.datasets.prepare import PrepareProgress, find_files, prepare_text, split_files
 from headway.datasets.sources import read_source
 from headway.datasets.tokenizers import ByteTokenizer
@@ -89,7 +92,7 @@ def _failing(after: int) -> Callable[[str], Any]:
 
 def test_interrupted_anywhere_it_goes_on_and_ends_with_the_same_bytes(texts: Path, tmp_path: Path) -> None:
     reference = bytes_of(prepare_text(texts, tmp_path / "whole", tokenizer=_failing(99), **OPTIONS).path)
-    for after in range(len(TEXTS)):
+    for after in range(1, 1 + len(TEXTS)):  # once for its beginning, then once for each
         out = tmp_path / f"out-{after}"
         with pytest.raises(_Interrupted):
             prepare_text(texts, out, tokenizer=_failing(after), **OPTIONS)
@@ -131,6 +134,71 @@ def test_other_options_after_an_interruption_are_refused(texts: Path, tmp_path: 
         prepare_text(texts, tmp_path / "out", tokenizer=_failing(3), **OPTIONS)
     with pytest.raises(DataError, match=r"out\.partial was made from something else: row_length was 10 and is 12"):
         prepare_text(texts, tmp_path / "out", tokenizer=_failing(99), **{**OPTIONS, "row_length": 12})
+
+
+class _Letters:
+    """Gives every letter one number, which is not in its name."""
+
+    def __init__(self, number: int, name_or_path: str = "") -> None:
+        self.number = number
+        self.name_or_path = name_or_path
+
+    def encode(self, text: str) -> list[int]:
+        return [self.number] * len(text)
+
+
+def test_another_tokenizer_of_the_same_name_is_told_apart(texts: Path, tmp_path: Path) -> None:
+    prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "small").encode, **OPTIONS)
+    with pytest.raises(DataError, match=r"_Letters.encode small' and is '.*_Letters.encode large'"):
+        prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "large").encode, **OPTIONS)
+    with pytest.raises(
+        DataError, match=r"something else: first_tokens was '5 tokens, \w+' and is '5 tokens, \w+'\. Delete it"
+    ):
+        prepare_text(texts, tmp_path / "out", tokenizer=_Letters(2, "small").encode, **OPTIONS)
+    assert prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "small").encode, **OPTIONS).already_done
+    # What was made before this was recorded is not refused.
+    record = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    del record["first_tokens"]
+    (tmp_path / "out" / "prepared.json").write_text(json.dumps(record))
+    assert prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "small").encode, **OPTIONS).already_done
+
+
+def test_the_output_may_lie_in_the_input(texts: Path, tmp_path: Path) -> None:
+    reference = prepare_text(texts, tmp_path / "out", **OPTIONS)
+    with pytest.raises(_Interrupted):
+        prepare_text(texts, texts / "out", tokenizer=_failing(5), **OPTIONS)
+    assert list((texts / "out.partial").glob("*.parquet"))
+    made = prepare_text(texts, texts / "out", tokenizer=_failing(99), **OPTIONS)
+    assert tokens_of(made.path) == tokens_of(reference.path)
+    assert prepare_text(texts, texts / "out", tokenizer=_failing(99), **OPTIONS).already_done
+    with pytest.raises(DataError, match="no file but those of the output"):
+        prepare_text(made.path, made.path, **OPTIONS)
+
+
+def test_who_makes_the_same_folder_meanwhile_is_waited_for(texts: Path, tmp_path: Path) -> None:
+    """Locks are of open files, so that threads stand for processes here."""
+    running, most = 0, 0
+
+    def counted(text: str) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+        return ByteTokenizer()(text)
+
+    reference = tokens_of(prepare_text(texts, tmp_path / "whole", **OPTIONS).path)
+    out = tmp_path / "out"
+    with ThreadPoolExecutor(3) as pool, locked(tmp_path / "out.partial"):
+        made = [pool.submit(prepare_text, texts, out, tokenizer=counted, **OPTIONS) for _ in range(3)]
+        time.sleep(0.3)  # each has read how the input begins, and waits
+        assert [each.name for each in (tmp_path / "out.partial").iterdir()] == [".lock"]
+        most = 0
+    assert sorted(each.result().already_done for each in made) == [False, True, True]
+    assert most == 1
+    assert tokens_of(out) == reference
+    assert not (tmp_path / "out.partial").exists()
+    assert not (out / ".lock").exists()
 
 
 def test_a_folder_of_somebody_else_is_left_alone(texts: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweeping import _Lead
 from headway.orchestrator.sweeps import Sweep
 from headway.orchestrator.tuning import Gentle, _scheduler
+from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment
 from tests.orchestrator.test_stopping import Leaving
 
@@ -119,6 +121,33 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
     journal = [(each["event"], each["trial"]) for each in read_events(sweep.folder)]
     # In this order, and each once: what could not be written was not done.
     assert journal == [(kind, name) for name in given for kind in ("trial_suggested", "trial_ended")]
+
+
+def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = lead(Search(space=SPACE, trials=2), str(tmp_path))
+    seen: list[bool] = []
+
+    def tune_trials(*_: Any, next_trial: Any, is_over: Any, at_once: Any, **__: Any) -> None:
+        assert at_once() == 1
+        next_trial()
+        deadline_s = time.monotonic() + 20
+        while not is_over() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        seen.append(is_over())
+
+    def look() -> None:
+        raise ConfigError("a trial has not come up")
+
+    monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
+    capacity: Any = SimpleNamespace(told="", at_once=1, look=look)
+    with pytest.raises(ConfigError, match="a trial has not come up"):
+        leader.run(capacity, leave_s=10.0)
+    assert seen == [True]
+    leader._sweep.update(status="failed")
+    # It is no failure of the trial, which the next driver trains.
+    assert [(trial.status, trial.has_ended) for trial in leader._sweep.trials()] == [("interrupted", False)]
 
 
 def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_up_in_the_end(

@@ -128,11 +128,23 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
             f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}{driver.if_gone}; "
             "wait for it, or choose another name"
         )
-    _refuse_another(sweep.record, asked, experiment)
+    _refuse_another(sweep, asked, experiment)
     folder.prepare()
     withdraw_stop(folder)
+    # What trials are trained with from now on the record says when one is to be trained.
+    del asked["experiment"]
     sweep.update(**asked, status="running", reason="", started=now(), ended=None, driver=Driver.this())
     return sweep
+
+
+def take_changes(sweep: Sweep, experiment: Experiment) -> list[str]:
+    """Has the record of a sweep say what its trials are trained with from now on; returns what of it is new."""
+    plain = json.loads(json.dumps(to_plain(experiment)))
+    changes = [str(each) for each in differences(sweep.record.experiment, plain) if may_change(each.path)]
+    if changes:
+        sweep.note("settings_changed", changes=changes)
+        sweep.update(experiment=plain)
+    return changes
 
 
 def origin_of(experiment: Experiment) -> dict[str, Any]:
@@ -182,17 +194,26 @@ def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
     )
 
 
-def _refuse_another(record: SweepRecord, asked: Mapping[str, Any], experiment: Experiment) -> None:
-    before = {"search": record.search, **record.experiment}
+def _refuse_another(sweep: Sweep, asked: Mapping[str, Any], experiment: Experiment) -> None:
+    before = {"search": sweep.record.search, **sweep.record.experiment}
     after = json.loads(json.dumps({"search": asked["search"], **asked["experiment"]}))
     for each in (before, after):
         # The class is the same one when its file has moved.
         each["trainer"] = str(each["trainer"]).rpartition(":")[2]
+    changes = list(differences(before, after))
     refused = [
         change
-        for change in differences(before, after)
+        for change in changes
         if not (may_change(change.path) or change.path.removeprefix("search.") in _FREE_IN_SEARCH)
     ]
+    limits = [change for change in changes if change.path in _LIMITS]
+    if limits and (ended := sum(each.has_ended and each.status != "failed" for each in sweep.trials())):
+        lines = "\n".join(f"  {change}" for change in limits)
+        raise RunConflictError(
+            f"{ended} of the trials of {experiment.name} have ended with other limits:\n{lines}\n"
+            "Trials of two lengths cannot be compared: give this sweep another name (name=...), or take the changes "
+            f"back. The sweep lies in {experiment.run_dir}"
+        )
     if refused:
         lines = "\n".join(f"  {change}" for change in refused)
         raise RunConflictError(

@@ -15,7 +15,7 @@ from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
 from .asking import Stop, ask_to_stop, asked_to_stop
-from .claiming import open_run, open_sweep, origin_of
+from .claiming import open_run, open_sweep, origin_of, take_changes
 from .config import to_plain, to_yaml
 from .donors import Donors
 from .errors import RunConflictError, StorageError, TrainingFailedError
@@ -75,6 +75,8 @@ def sweep(
     opened = open_sweep(experiment, search)
     if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
         return _end(opened, display, "completed")
+    for change in take_changes(opened, experiment):
+        display.line(f"  {change}", "dim")
     with Signals() as signals:
         try:
             with connected(experiment.scaling, verbose=verbose) as is_own:

@@ -21,8 +21,10 @@ from headway.orchestrator import (
     Search,
     Uniform,
     When,
+    sweep,
 )
-from headway.orchestrator.claiming import open_run, open_sweep
+from headway.orchestrator.claiming import open_run, open_sweep, take_changes
+from headway.orchestrator.events import read_events
 from headway.orchestrator.listing import print_runs
 from headway.orchestrator.search import resolve_search
 from headway.orchestrator.supervision import Signals
@@ -221,6 +223,28 @@ def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_
         open_sweep(base, search(seed=1))
     with pytest.raises(RunConflictError, match="config.width"):
         open_sweep(experiment(tmp_path, config=TinyConfig(max_steps=4, width=3)), search())
+
+
+def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_what_trials_have(tmp_path: Path) -> None:
+    opened = open_sweep(experiment(tmp_path), search(trials=2))
+    longer = experiment(tmp_path, config=TinyConfig(max_steps=400, log_every="2 steps"))
+    for name, status in (("trial-000", "failed"), ("trial-001", "completed")):
+        # So far all of those that count would have the new limit.
+        again = open_sweep(longer, search(trials=2))
+        assert again.record.experiment["config"]["max_steps"] == 4, "nothing is trained by it yet"
+        opened.note("trial_suggested", trial=name, index=0, values={})
+        opened.note("trial_ended", trial=name, status=status)
+    with pytest.raises(RunConflictError, match="1 of the trials of tiny have ended with other limits:\n.*4 -> 400"):
+        open_sweep(longer, search(trials=2))
+    # Other things may change: silently only where nothing is trained by them.
+    other = experiment(tmp_path, config=TinyConfig(max_steps=4, log_every="2 steps"))
+    finished = sweep(other, search(trials=2), display=SweepDisplay("validation/loss", "min"))
+    assert finished.status == "completed"
+    assert Sweep(opened.sweep_dir).record.experiment == opened.record.experiment
+    (change,) = take_changes(again, other)
+    assert change == "config.log_every: '50 steps' -> '2 steps'"
+    assert Sweep(opened.sweep_dir).record.experiment["config"]["log_every"] == "2 steps"
+    assert [each["changes"] for each in read_events(opened.folder) if each["event"] == "settings_changed"] == [[change]]
 
 
 def test_no_trial_is_under_way_in_a_sweep_that_has_ended(tmp_path: Path) -> None:

@@ -116,14 +116,15 @@ def what_fits(scaling: Scaling, search: Search, machines: Machines) -> tuple[int
     """
     fits = fitting(scaling, machines)
     room = max(fits, 1)
-    wanted = search.concurrent or room
+    is_pbt = isinstance(search.scheduler, PBT)
+    wanted = search.concurrent or (search.num_trials if is_pbt else room)
     at_once = min(wanted if scaling.wait else min(wanted, room), search.num_trials)
     total = {name: sum(machine.get(name, 0) for machine in machines) for name in scaling.per_worker}
     has = ", ".join(f"{amount:g} {name}{'s'[: amount != 1]}" for name, amount in total.items())
     told = f"{has}: {at_once} trial{'s'[: at_once > 1]} of {scaling.in_words} at once"
     if at_once > fits:
         told += f", with room for {fits or 'none'} now"
-    if isinstance(search.scheduler, PBT) and at_once < search.num_trials:
+    if is_pbt and at_once < search.num_trials:
         told += f"; PBT wants all {search.num_trials} to train at once"
     return at_once, told
 

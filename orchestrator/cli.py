@@ -147,6 +147,9 @@ def sweep(
         typer.Argument(metavar="[PATH=VALUE]...", help="As in config.max_epochs=3 search.trials=20."),
     ] = None,
     search: Annotated[str, typer.Option(help="Name of the Search in the same file.")] = "search",
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Train trials that failed before again, from their last checkpoint.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Ray prints.")] = False,
 ) -> None:
     """Trains many runs with other values, or goes on with them, and says which is best."""
@@ -158,7 +161,7 @@ def sweep(
 
     given = [*shlex.split(os.environ.get("HEADWAY_OVERRIDES", "")), *(overrides or [])]
     experiment, found = resolve_search(target, given, name=search)
-    result = sweep_experiment(experiment, found, verbose=verbose)
+    result = sweep_experiment(experiment, found, retry_failed=retry_failed, verbose=verbose)
     if result.status == "interrupted":
         raise typer.Exit(128 + (result.signal or 2))
     if result.trials and len(result.failed) == len(result.trials):

@@ -19,7 +19,12 @@ def earlier_reports(sweep: Sweep, search: Search) -> dict[str, list[dict[str, An
     """
     if search.scheduler is None or search.scheduler.pauses:
         return {}
-    ended = dict.fromkeys(each["trial"] for each in read_events(sweep.folder) if each["event"] == "trial_ended")
+    ended: dict[str, None] = {}
+    for event in read_events(sweep.folder):
+        if event["event"] == "trial_ended":
+            ended[event["trial"]] = None
+        elif event["event"] == "trial_retried":
+            ended.pop(event["trial"], None)
     return dict(sweep.folder.map(lambda name: (name, _reports_of(sweep.folder.path(name), search)), ended))
 
 

@@ -107,6 +107,8 @@ class SweepDisplay:
         self.line(f"its files: {result.sweep_dir}")
         if result.status in ("interrupted", "stopped"):
             self.line("to go on, start it again as before")
+        if result.failed:
+            self.line("to train those that failed again, once they can do better: start it again with --retry-failed")
 
     def close(self) -> None:
         """Takes the table away; lines stay."""

@@ -40,7 +40,12 @@ _RAYS_FILES = ".ray-tune"
 
 
 def sweep(
-    experiment: Experiment, search: Search, *, verbose: bool = False, display: SweepDisplay | None = None
+    experiment: Experiment,
+    search: Search,
+    *,
+    retry_failed: bool = False,
+    verbose: bool = False,
+    display: SweepDisplay | None = None,
 ) -> SweepResult:
     """Trains trials of an experiment, or goes on with them, and shows how they stand.
 
@@ -51,6 +56,7 @@ def sweep(
     Args:
         experiment: what to train; the sweep has its name, and trials lie in its folder.
         search: what to vary, what to look at, and how long.
+        retry_failed: trains trials that failed before again, each from its newest checkpoint.
         verbose: shows what Ray prints.
         display: where to show the sweep; by default on standard output.
 
@@ -73,6 +79,8 @@ def sweep(
     if cpus is not None:
         check_training(first)
     opened = open_sweep(experiment, search)
+    if retry_failed:
+        opened.retry_failed()
     if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
         return _end(opened, display, "completed")
     for change in take_changes(opened, experiment):

@@ -197,6 +197,7 @@ class Sweep:
         changed: dict[str, Event] = {}
         ended: dict[str, Event] = {}
         emptied: set[str] = set()
+        retried: set[str] = set()
         for event in read_events(self.folder):
             match event["event"]:
                 case "trial_suggested":
@@ -208,12 +209,28 @@ class Sweep:
                     changed[event["trial"]] = event
                 case "trial_ended":
                     ended[event["trial"]] = event
+                case "trial_retried":
+                    ended.pop(event["trial"], None)
+                    retried.add(event["trial"])
                 case "checkpoints_deleted":
                     emptied.add(event["trial"])
         trials = self.folder.map(
             lambda trial: self._as_it_is(trial, changed.get(trial.name), ended.get(trial.name)), found.values()
         )
+        # Its record has the old failure until it begins.
+        trials = [
+            replace(trial, status="interrupted", error=None)
+            if trial.name in retried - set(ended) and trial.status == "failed"
+            else trial
+            for trial in trials
+        ]
         return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
+
+    def retry_failed(self) -> None:
+        """Has the trials that failed be trained again. For the driver alone."""
+        for trial in self.trials():
+            if trial.status == "failed":
+                self.note("trial_retried", trial=trial.name)
 
     def goes_on_by_itself(self, name: str) -> bool:
         """Whether a trial has saved a checkpoint of its own since it was last told to go on from another one's."""

@@ -35,6 +35,7 @@ FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
         (Scaling(wait="9m"), FOURS, {"concurrent": 9}, 9, "8 CPUs: 9 trials of 1 worker at once, with room for 8 now"),
         (Scaling(wait="9m"), FOURS, {"trials": 20}, 8, "8 CPUs: 8 trials of 1 worker at once"),
         (Scaling(wait="9m"), [], {}, 1, "0 CPUs: 1 trial of 1 worker at once, with room for none now"),
+        (Scaling(wait="9m"), FOURS, {"scheduler": PBT()}, 10, "10 trials of 1 worker at once, with room for 8 now"),
         (Scaling(cpus_per_worker=2), FOURS, {"scheduler": PBT()}, 4, "4 trials of 1 worker at once; PBT wants all 10"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headway.orchestrator import (
     ASHA,
@@ -24,8 +26,10 @@ from headway.orchestrator import (
     sweep,
 )
 from headway.orchestrator.claiming import open_run, open_sweep, take_changes
-from headway.orchestrator.events import read_events
+from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.listing import print_runs
+from headway.orchestrator.recall import earlier_reports
+from headway.orchestrator.runs import Run
 from headway.orchestrator.search import resolve_search
 from headway.orchestrator.supervision import Signals
 from headway.orchestrator.sweep_display import SweepDisplay
@@ -245,6 +249,42 @@ def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_w
     assert change == "config.log_every: '50 steps' -> '2 steps'"
     assert Sweep(opened.sweep_dir).record.experiment["config"]["log_every"] == "2 steps"
     assert [each["changes"] for each in read_events(opened.folder) if each["event"] == "settings_changed"] == [[change]]
+
+
+def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    """One by its own code, with a run, and one whose values did not go together, with none."""
+    base, sought = experiment(tmp_path), search(trials=3, scheduler=ASHA())
+    opened = open_sweep(base, sought)
+    for index, status in enumerate(("failed", "completed", "failed")):
+        name = f"trial-00{index}"
+        opened.note("trial_suggested", trial=name, index=index, values={"config.learning_rate": 0.05})
+        if index < 2:
+            run = open_run(sought.trial(base, name, {"config.learning_rate": 0.05})).run
+            EventLog(run.folder, "rank-0").add("evaluated", step=2, metrics={"validation/loss": 0.5})
+            run.update(status=status, error="no luck" if status == "failed" else None)
+        opened.note("trial_ended", trial=name, status=status, error="no luck" if status == "failed" else None)
+    opened.update(status="completed")
+    assert list(earlier_reports(opened, sought)) == ["trial-000", "trial-001", "trial-002"]
+    told = io.StringIO()
+    result = sweep(base, sought, display=SweepDisplay("validation/loss", "min", Console(file=told)))
+    assert [trial.status for trial in result.trials] == ["failed", "completed", "failed"]
+    assert "start it again with --retry-failed" in told.getvalue()
+
+    opened.retry_failed()
+    # Also for who goes on after a driver that was killed right now.
+    assert [(trial.status, trial.error) for trial in opened.trials()] == [
+        ("interrupted", None), ("completed", None), ("pending", None),
+    ]  # fmt: skip
+    assert list(earlier_reports(opened, sought)) == ["trial-001"]
+    lead = _Lead(base, sought, open_sweep(base, sought), Signals(), SweepDisplay("validation/loss", "min"))
+    given = []
+    while (found := lead._next()) is not None:
+        given.append(found[0].name)
+    assert given == ["trial-000", "trial-002"]
+    # What fails once more has failed, until the next time that it is asked for.
+    Run(f"{opened.sweep_dir}/trial-000").update(status="failed", error="again")
+    lead._ended("trial-000", None)
+    assert [trial.status for trial in Sweep(opened.sweep_dir).trials()] == ["failed", "completed", "running"]
 
 
 def test_no_trial_is_under_way_in_a_sweep_that_has_ended(tmp_path: Path) -> None:

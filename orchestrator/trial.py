@@ -27,7 +27,7 @@ from headway.trainer.trainer import Trainer
 from .asking import asked_to_stop
 from .display import Display
 from .errors import RunConflictError
-from .events import Event
+from .events import Event, read_events
 from .experiment import Experiment, Scaling
 from .group import failure_watch, task_of, train_group
 from .measured import measured
@@ -126,8 +126,10 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
 def _best_of_its_own(run: Run, task: SweepTask) -> Best:
     """The best value among the evaluations that a run has made itself."""
     best = Best(task.mode)
-    for step, value in measured(run.folder, task.metric).items():
-        best.offer(value, step=step)
+    for event in read_events(run.folder):
+        # Of two after the same step each is one of other weights, where it went on from a checkpoint of before.
+        if event["event"] == "evaluated" and task.metric in event["metrics"]:
+            best.offer(event["metrics"][task.metric], step=event["step"])
     return best
 
 

@@ -155,8 +155,9 @@ class Jobs:
             passed += len(text)
 
     def _last_word(self, details: JobDetails, show: Callable[[str], None]) -> int:
-        if details.driver_exit_code is not None:
-            return int(details.driver_exit_code)
+        if (code := details.driver_exit_code) is not None:
+            # Of a process that a signal has ended it is the signal's number, below zero; shells add that to 128.
+            return 128 - int(code) if code < 0 else int(code)
         if details.status.value == "STOPPED":
             return _INTERRUPTED
         show(f"the job has ended without its driver: {details.message}\n")
@@ -209,6 +210,11 @@ class Jobs:
         except OSError as error:
             if getattr(error, "response", None) is not None:  # an answer, of requests
                 raise ConfigError(f"the cluster at {self.address} is not ready: {error}") from error
+            if error.filename is not None and not isinstance(error, ConnectionError):  # one of here, not of the network
+                raise ConfigError(
+                    f"{error.filename} cannot be read ({error.strerror}), and the cluster gets a copy of the current "
+                    "directory: make it readable, or name it in .gitignore or .rayignore"
+                ) from error
             raise ConfigError(
                 f"no cluster answers at {self.address}: start one (`ray start --head --dashboard-host=127.0.0.1`), "
                 "open the way to one (`ray dashboard cluster.yaml`), or give another --address"

@@ -95,9 +95,9 @@ def test_jobs_are_a_table_that_cuts_nothing() -> None:
     assert table_of([]) == "JOB  RUN  STATUS  EXIT CODE  STARTED  TOOK"
 
 
-def job(name: str, status: JobStatus, *, run: str = "digits", start_time: int = 0) -> JobDetails:
+def job(name: str, status: JobStatus, *, run: str = "digits", start_time: int = 0, code: int = 2) -> JobDetails:
     return JobDetails(
-        type=JobType.SUBMISSION, submission_id=name, status=status, entrypoint="x", driver_exit_code=2,
+        type=JobType.SUBMISSION, submission_id=name, status=status, entrypoint="x", driver_exit_code=code,
         metadata={"headway_run": run, "headway_storage": "/nowhere"}, start_time=start_time,
     )  # fmt: skip
 
@@ -146,6 +146,20 @@ def test_the_job_of_a_run_is_the_one_that_trains_not_the_one_that_was_refused() 
     assert client.stopped == ["digits-1", "digits-1"]
     client.jobs.remove(running)
     assert jobs.find("digits") == refused
+
+
+def test_a_driver_that_a_signal_has_ended_has_the_exit_code_that_a_shell_would_say() -> None:
+    client = Client(job("digits-1", JobStatus.FAILED, code=-9))
+    assert jobs_with(client).follow("digits-1", lambda _: None) == 137
+
+
+def test_a_file_that_cannot_be_copied_is_not_a_cluster_that_does_not_answer(tmp_path: Path) -> None:
+    class Copying(Client):
+        def submit_job(self, **_: object) -> None:
+            (tmp_path / "secret").read_text()
+
+    with pytest.raises(ConfigError, match="secret cannot be read .No such file.*a copy of the current directory"):
+        jobs_with(Copying()).submit(experiment("s3://b"), [], {})
 
 
 def test_a_connection_that_breaks_shows_nothing_twice() -> None:

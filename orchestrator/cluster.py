@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,7 +29,7 @@ class Group:
 
     Attributes:
         name: of the group.
-        resources: what one node has, by Ray's names.
+        resources: what one node has, by Ray's names; nothing where the file does not say it.
         min_nodes, max_nodes: how many there are; of the head's group that is one.
         is_head: whether it is the head.
         is_spot: whether the cloud may take its nodes away; None where that cannot be told.
@@ -60,6 +60,7 @@ class Cluster:
         max_nodes: the most that there are at a time beside the head.
         shared: folders that are one and the same on every node.
         copied: folders of the nodes that are copied there from elsewhere.
+        is_own: whether the nodes are machines that are there already, of which Ray finds out itself what they have.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Cluster:
     max_nodes: int
     shared: tuple[str, ...]
     copied: tuple[str, ...]
+    is_own: bool = False
 
     def most_workers(self, scaling: Scaling) -> int:
         """How many workers it can hold when it has grown as far as it may."""
@@ -104,21 +106,23 @@ def load_cluster(path: str) -> Cluster:
         raise ConfigError(f"{path} holds a {type(config).__name__}; a cluster has fields, as cluster_name and provider")
     if faults := [*_schema_faults(config)] or [*_faults(config)]:
         raise ConfigError("\n  ".join([f"{path} is no cluster that Ray can start:", *faults]))
-    types = config["available_node_types"]
-    head = config["head_node_type"]
-    groups = [_group(name, types[name], head, config) for name in sorted(types, key=lambda name: name != head)]
+    is_own = _is_own(config)
+    groups = _own_machines(config) if is_own else _groups(config)
     return Cluster(
         name=config["cluster_name"],
-        groups=tuple(groups),
-        max_nodes=config.get("max_workers", _RAYS_MAX_WORKERS),
+        groups=groups,
+        max_nodes=groups[-1].max_nodes if is_own else config.get("max_workers", _RAYS_MAX_WORKERS),
         shared=tuple((config.get("metadata") or {}).get(SHARED, ())),
         copied=tuple(config.get("file_mounts") or ()),
+        is_own=is_own,
     )
 
 
 def faults_of(cluster: Cluster, experiment: Experiment) -> list[str]:
     """Returns what keeps an experiment from ever being trained on a cluster, each with what to change."""
-    return [*_worker_faults(cluster, experiment.scaling), *_storage_faults(cluster, experiment.storage)]
+    # What machines of one's own have is known when they are up.
+    workers = () if cluster.is_own else _worker_faults(cluster, experiment.scaling)
+    return [*workers, *_storage_faults(cluster, experiment.storage)]
 
 
 def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
@@ -126,6 +130,9 @@ def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
     import ray.autoscaler
 
     schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
+    if _is_own(config):
+        # Ray puts it elsewhere before it looks at its schema.
+        config = {name: value for name, value in config.items() if name != "min_workers"}
     for error in sorted(jsonschema.Draft7Validator(schema).iter_errors(config), key=lambda error: list(error.path)):
         where = ".".join(str(part) for part in error.path)
         yield f"{where}: {error.message}" if where else error.message
@@ -133,6 +140,30 @@ def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
     """What Ray asks for besides its schema."""
+    yield from _faults_of_own_machines(config) if _is_own(config) else _faults_of_groups(config)
+    shared = (config.get("metadata") or {}).get(SHARED, [])
+    if not isinstance(shared, list) or not all(str(folder).startswith("/") for folder in shared):
+        yield f"metadata.{SHARED} is a list of absolute folders, not {shared!r}"
+
+
+def _is_own(config: Mapping[str, Any]) -> bool:
+    provider = config.get("provider")
+    return isinstance(provider, Mapping) and provider.get("type") == "local"
+
+
+def _faults_of_own_machines(config: Mapping[str, Any]) -> Iterator[str]:
+    for field in ("head_node", "worker_nodes", "available_node_types"):
+        if config.get(field):
+            yield f"{field} is not for machines of your own (provider.type: local): Ray finds out what they have"
+    provider = config["provider"]
+    if "coordinator_address" in provider:
+        if "max_workers" not in config:
+            yield "max_workers is needed: how many machines the coordinator may hand out"
+    elif not provider.get("head_ip") or not isinstance(provider.get("worker_ips"), list):
+        yield "provider.head_ip and the list provider.worker_ips are needed, or provider.coordinator_address"
+
+
+def _faults_of_groups(config: Mapping[str, Any]) -> Iterator[str]:
     types, head = config.get("available_node_types"), config.get("head_node_type")
     if not types:
         kind = config["provider"]["type"]
@@ -148,9 +179,22 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
     fewest = sum(group.get("min_workers", 0) for name, group in types.items() if name != head)
     if fewest > (most := config.get("max_workers", _RAYS_MAX_WORKERS)):
         yield f"max_workers is {most}, and the groups' min_workers make {fewest}"
-    shared = (config.get("metadata") or {}).get(SHARED, [])
-    if not isinstance(shared, list) or not all(str(folder).startswith("/") for folder in shared):
-        yield f"metadata.{SHARED} is a list of absolute folders, not {shared!r}"
+
+
+def _groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
+    types, head = config["available_node_types"], config["head_node_type"]
+    return tuple(_group(name, types[name], head, config) for name in sorted(types, key=lambda name: name != head))
+
+
+def _own_machines(config: Mapping[str, Any]) -> tuple[Group, ...]:
+    """As Ray takes them: one head, and of the others all that are named unless the file wants fewer."""
+    named = None if "coordinator_address" in config["provider"] else len(config["provider"]["worker_ips"])
+    most = config.get("max_workers", named)
+    fewest = config.get("min_workers", named or 0)
+    if named is not None:
+        most, fewest = min(most, named), min(fewest, named)
+    head = Group(name="head", resources={}, min_nodes=1, max_nodes=1, is_head=True, is_spot=False)
+    return (head, replace(head, name="machines", min_nodes=fewest, max_nodes=most, is_head=False))
 
 
 def _group(name: str, plain: Mapping[str, Any], head: str, config: Mapping[str, Any]) -> Group:
@@ -228,7 +272,7 @@ def explain(cluster: Cluster, experiment: Experiment | None, console: Console) -
         table.add_column(heading, no_wrap=True)
     for group in cluster.groups:
         has = ", ".join(f"{amount:g} {name}" for name, amount in group.resources.items())
-        held = () if experiment is None else (str(group.workers_on_one(experiment.scaling)),)
+        held = () if experiment is None else ("?" if cluster.is_own else str(group.workers_on_one(experiment.scaling)),)
         nodes = "the head" if group.is_head else f"{group.min_nodes} to {group.max_nodes}"
         spot = {True: "spot", False: "no", None: "?"}[group.is_spot]
         table.add_row(group.name, has or "not said", *held, nodes, spot, str(group.priority))
@@ -241,6 +285,9 @@ def explain(cluster: Cluster, experiment: Experiment | None, console: Console) -
 
 def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
     """What is worth knowing, and is no fault."""
+    if cluster.is_own:
+        yield "what its machines have is known when they are up: whether workers fit cannot be told before"
+        return
     most = cluster.most_workers(scaling)
     yield f"room for {most} worker{'s'[: most != 1]} of this experiment when the cluster has grown as far as it may"
     if scaling.min_workers <= most < scaling.max_workers:

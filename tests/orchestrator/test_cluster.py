@@ -19,6 +19,7 @@ from tests.tiny import TinyConfig, TinyTrainer
 
 ROOT = Path(__file__).parents[2]
 OURS: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+TARGET = "tests.tiny:TinyTrainer"
 WAIT = Duration(30, "seconds")
 
 
@@ -150,6 +151,44 @@ def test_what_a_node_has_must_be_said(tmp_path: Path) -> None:
     for name in ("gpu-spot", "gpu-on-demand", "cpu-data"):
         plain["available_node_types"][name]["resources"] = {}
     assert "say what a node of cpu-data, gpu-on-demand, gpu-spot has" in faults(load(tmp_path, plain), workers=1)[0]
+
+
+def test_machines_of_ones_own_are_a_cluster_whose_machines_nobody_describes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    own = {
+        "cluster_name": "cellar", "auth": {"ssh_user": "ray"},
+        "provider": {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]},
+    }  # fmt: skip
+    prepared = prepare_config(copy.deepcopy(own))
+    validate_config(prepared)
+    cluster = load(tmp_path, own)
+    (rays,) = prepared["available_node_types"].values()
+    head, machines = cluster.groups
+    assert (machines.min_nodes, machines.max_nodes) == (rays["min_workers"], rays["max_workers"]) == (2, 2)
+    assert (head.is_head, cluster.max_nodes) == (True, 2)
+    fewer = load(tmp_path, {**own, "min_workers": 0, "max_workers": 1})
+    assert (fewer.groups[1].min_nodes, fewer.groups[1].max_nodes, fewer.max_nodes) == (0, 1, 1)
+    cluster = load(tmp_path, own)
+    assert faults(cluster, workers=64, gpus_per_worker=8) == []
+    # Of the machines nothing is known, but that each has folders of its own.
+    assert "is a folder of its own on every node" in faults(cluster, storage="/runs")[0]
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "check", str(tmp_path / "cluster.yaml"), TARGET, "config.max_steps=1", "storage=s3://b/runs"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "whether workers fit cannot be told before" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("machines"))
+    assert row.split() == ["machines", "not", "said", "?", "2", "to", "2", "no", "0"]
+    for wrong, message in (
+        ({"available_node_types": {"x": {"node_config": {}, "resources": {}}}}, "available_node_types is not for mach"),
+        ({"provider": {"type": "local"}}, "provider.head_ip and the list provider.worker_ips are needed"),
+        ({"provider": {"type": "local", "coordinator_address": "10.0.0.1:5"}}, "max_workers is needed"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path, {**own, **wrong})
 
 
 @pytest.mark.parametrize(

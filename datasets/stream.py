@@ -6,6 +6,7 @@ It keeps the trainer's `BatchStream` contract by shape and knows nothing else of
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -83,6 +84,21 @@ class ParquetStream:
         opened = self._open
         order = "" if opened.shuffle else " unshuffled"
         return f"{opened.source.fingerprint} in {opened.shards} shards{order}"
+
+    def explain_change(self, before: str) -> str | None:
+        """Says what of the order has changed since this was the fingerprint, and what to do; None if the files have."""
+        opened, size = self._open, self._open.global_batch_size
+        said = re.fullmatch(r"(\S+) in (\d+) shards( unshuffled)?", before)
+        if said is None or said[1] != opened.source.fingerprint or before == self.fingerprint:
+            return None
+        shards, shuffle = int(said[2]), said[3] is None
+        if shuffle != opened.shuffle:
+            return f"the files are the same, and shuffle was {shuffle}: give the ParquetStream shuffle={shuffle}"
+        multiple = f" and the run a global_batch_size (now {size}) that is a multiple of it" if size % shards else ""
+        return (
+            f"the files are the same, and were cut into {shards} logical shards and are into {opened.shards}, a number "
+            f"that follows global_batch_size unless it is given: give the ParquetStream shards={shards}{multiple}"
+        )
 
     @property
     def source(self) -> Source:

@@ -28,7 +28,7 @@ from .rng import RngState, seed_everything
 from .saving import Saving
 from .scheduling import schedulers_at
 from .spikes import SpikeDetector
-from .streams import BatchStream, Stateful, is_read
+from .streams import BatchStream, ExplainsChange, Stateful, is_read
 from .table import Table
 from .update import Update
 from .world import World
@@ -355,6 +355,12 @@ class RunState:
         if self._trainer.config.changed_data == "reset":
             self._trainer.print(f"the training data was {before} and is {now}: it is read from its beginning")
             return True
+        why = self._data.explain_change(str(before)) if isinstance(self._data, ExplainsChange) else None
+        if why is not None:
+            raise DataError(
+                f"the training data is not read in the order of when {checkpoint.path} was saved: {why}, begin "
+                'another run, or go on with changed_data="reset", which reads the data from its beginning'
+            )
         raise DataError(
             f"the training data has changed since {checkpoint.path} was saved: its fingerprint was {before} and is "
             f'{now}. Bring the old data back, begin another run, or go on with changed_data="reset", which reads '

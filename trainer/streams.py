@@ -88,6 +88,15 @@ class ForeseesRows(Protocol):
 
 
 @runtime_checkable
+class ExplainsChange(Protocol):
+    """A `BatchStream` whose fingerprint also changes with how its rows are read, and that can tell this from others."""
+
+    def explain_change(self, before: str) -> str | None:
+        """Says what of the reading is not as it was under this fingerprint, and what to do; None if the rows differ."""
+        ...
+
+
+@runtime_checkable
 class Summable(Protocol):
     """A `Stateful` that each rank keeps for itself, and whose states add up: ranks that are gone leave theirs."""
 

@@ -411,8 +411,18 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
     assert opened(folder, rank=1, world_size=2).fingerprint == fingerprint
     assert opened(folder, shuffle=False).fingerprint != fingerprint
     assert opened(folder, shards=4).fingerprint == fingerprint.replace("8 shards", "4 shards")
+    doubled = opened(folder, feed={"global_batch_size": 16})
+    assert "into 8 logical shards and are into 16" in str(doubled.explain_change(fingerprint))
+    assert str(doubled.explain_change(fingerprint)).endswith("give the ParquetStream shards=8")
+    odd = opened(folder, feed={"global_batch_size": 9})
+    assert "shards=8 and the run a global_batch_size (now 9) that is a multiple" in str(odd.explain_change(fingerprint))
+    unshuffled = opened(folder, shuffle=False)
+    assert "shuffle was True: give the ParquetStream shuffle=True" in str(unshuffled.explain_change(fingerprint))
+    assert doubled.explain_change("of another kind of data") is None
     write(folder / "b.parquet", range(41, 81))
-    assert opened(folder).fingerprint != fingerprint
+    changed = opened(folder)
+    assert changed.fingerprint != fingerprint
+    assert changed.explain_change(fingerprint) is None
 
 
 @pytest.mark.parametrize(

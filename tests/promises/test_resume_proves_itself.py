@@ -275,9 +275,10 @@ def test_other_code_of_the_step_is_warned_of(tmp_path: Path) -> None:
 
 class Streamed(TinyTrainer):
     folder: Path
+    shards: int | None = 4
 
     def configure_dataloaders(self) -> Any:
-        return ParquetStream(self.folder, engine="threads", shards=4)
+        return ParquetStream(self.folder, engine="threads", shards=self.shards)
 
 
 def _write(file: Path, seed: int, rows: int = 64) -> None:
@@ -409,3 +410,16 @@ def test_larger_batches_in_the_midst_of_an_epoch_finish_it(tmp_path: Path, of: A
     assert len(set(seen)) == len(seen) == 48 + sum(sizes)
     assert (result.status, result.steps, result.epochs) == ("completed", 6 + len(sizes), 1)
     assert result.history[0].get("dropped_samples", 0) == 103 - len(seen)
+
+
+def test_a_batch_size_that_changes_the_shards_says_how_to_keep_them(tmp_path: Path) -> None:
+    _write(tmp_path / "rows.parquet", 0)
+    of: Any = type("Of", (Streamed,), {"folder": tmp_path / "rows.parquet", "shards": None})
+    first = _trainer(tmp_path / "run", StopAt(2), of=of, global_batch_size=8, max_epochs=1)
+    first.fit()
+    settings: Any = {"global_batch_size": 16, "max_epochs": 1}
+    with pytest.raises(DataError, match=r"not read in the order .*step-00000002.*ParquetStream shards=8, begin ano"):
+        _trainer(tmp_path / "run", of=of, **settings).fit(accept_changes=True)
+    second = _trainer(tmp_path / "run", of=type("Of", (of,), {"shards": 8}), **settings)
+    second.fit(accept_changes=True)
+    assert sorted(row for _, rows in first.seen + second.seen for row in rows) == list(range(64))

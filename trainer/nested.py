@@ -107,14 +107,14 @@ def _is_number(value: Any) -> bool:
 
 
 def batch_size(nested: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor that has one; 1 where there is none."""
+    """Rows of a batch: the first dimension of its first tensor or array that has one; 1 where there is none."""
     rows = _rows(nested)
     return 1 if rows is None else rows
 
 
 def _rows(nested: Any) -> int | None:
-    if isinstance(nested, torch.Tensor):
-        return nested.size(0) if nested.dim() else None
+    if isinstance(nested, (torch.Tensor, np.ndarray)):
+        return nested.shape[0] if nested.ndim else None
     values: Iterable[Any] = ()
     if isinstance(nested, (list, tuple)):
         values = nested

@@ -79,6 +79,7 @@ def test_tensors_change_and_the_rest_stays(nested: Any) -> None:
         ((), 1),
         (None, 1),
         ([{"mask": torch.zeros(0)}], 0),
+        ({"scale": np.array(2.0), "x": np.zeros((7, 2))}, 7),
     ],
 )
 def test_rows_are_those_of_the_first_tensor_that_has_any(nested: Any, rows: int) -> None:

@@ -391,6 +391,8 @@ class _SeededRows(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
+        # What torch gives a dataset without a method of its own raises.
+        self._has_rows = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
@@ -398,7 +400,7 @@ class _SeededRows(Dataset[Any]):
         torch.manual_seed(int(words[0]))
         random.seed(int(words[1]))
         np.random.seed(words)
-        return self._dataset[row]
+        return self._dataset[row] if self._has_rows else self._dataset.__getitems__([row])[0]
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -323,6 +323,26 @@ def test_a_generator_of_a_datasets_own_has_a_seed_of_run_epoch_and_rank() -> Non
     assert draws(*places[-1]) == found[-1]
 
 
+class AtOnce(Dataset[Any]):
+    """Can only read several rows at once."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, rows: list[int]) -> list[float]:
+        return [row + torch.rand(()).item() for row in rows]
+
+
+def test_a_dataset_that_only_reads_several_rows_at_once_does_so_in_worker_processes() -> None:
+    def rows(num_workers: int, batch_size: int = 4) -> list[float]:
+        stream = _open(DataLoader(AtOnce(), batch_size=batch_size, num_workers=num_workers))
+        return [row for batch in stream.epoch(0) for row in batch.micro_batches[0].tolist()]
+
+    assert [int(row) for row in rows(0)] == list(range(8))
+    assert [int(row) for row in rows(1)] == list(range(8))
+    assert rows(1) == rows(2) == rows(1, batch_size=2)
+
+
 def _processes() -> int:
     return len(multiprocessing.active_children())
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import DataError
-from .sources import Paths
+from .paths import Paths
 
 
 def split_files(inputs: Paths, *, held_out: float = 0.05, seed: int = 0) -> tuple[list[Path], list[Path]]:

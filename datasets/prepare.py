@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from .errors import DataError
 from .inputs import count, find_files, names, split_files
 from .locking import LOCK, locked
-from .sources import PathLike, Paths
+from .paths import PathLike, Paths
 from .tokenizers import ByteTokenizer, Tokenizer
 
 __all__ = ["PrepareProgress", "Prepared", "find_files", "prepare_text", "split_files"]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import DataError
+from .paths import Paths, nearest
 from .reading import Job, read_group
-from .sources import Paths, Source, nearest, read_source
+from .sources import Source, read_source
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,22 @@ A *fragment* is one row group of one file: the smallest thing that can be read a
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
-import posixpath
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TypeAlias
+from itertools import pairwise
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .errors import DataError
+from .paths import Found, Paths, absolute, find, name_files, nearest
 
-PathLike: TypeAlias = str | os.PathLike[str]
-Paths: TypeAlias = PathLike | Sequence[PathLike]
-
-SUFFIXES = (".parquet", ".pq", ".parq")
 _FOOTER_GUESS_BYTES = 64 * 1024
 _SAMPLE_BYTES = 4096
 
@@ -93,14 +86,6 @@ class Source:
         return digest.hexdigest()[:16]
 
 
-def absolute(path: Paths) -> tuple[str, ...]:
-    """Returns the paths so that they mean the same in another process, which may run in another folder."""
-    if isinstance(path, (str, os.PathLike)):
-        path = [path]
-    texts = [os.fspath(each) for each in path]
-    return tuple(text if "://" in text else str(Path(text).expanduser().absolute()) for text in texts)
-
-
 def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
     """Finds Parquet files and reads their footers.
 
@@ -114,16 +99,14 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
     """
     if not (wanted := absolute(path)):
         raise DataError("no path was given, but an empty list: what made it found nothing")
-    found = [each for one in wanted for each in _find(one)]
-    paths = sorted({each for each, _ in found})
-    if len(paths) < len(found):
-        twice = next(each for each in paths if sum(each == other for other, _ in found) > 1)
-        raise DataError(f"{twice} is in the dataset twice, and its rows would be too; name it once")
-    filesystems = dict(found)
+    found = sorted((each for one in wanted for each in find(one)), key=lambda each: each.path)
+    paths = [each.path for each in found]
+    if twice := [one for one, other in pairwise(paths) if one == other]:
+        raise DataError(f"{twice[0]} is in the dataset twice, and its rows would be too; name it once")
     # Footers are small and far away: waiting for many at once costs no more than waiting for one.
     with ThreadPoolExecutor(max_workers=min(32, len(paths))) as pool:
-        footers = list(pool.map(lambda each: _read_footer(each, filesystems[each]), paths))
-    names = _relative(paths)
+        footers = list(pool.map(_read_footer, found))
+    names = name_files(found)
     schema = _common_schema(paths, [metadata.schema.to_arrow_schema() for metadata, _, _ in footers], columns)
 
     files, rows, places = [], [], []
@@ -146,75 +129,11 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
     )
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the end of an error about a name that does not exist: the names there are, the likeliest first."""
-    names = list(names)
-    close = difflib.get_close_matches(name, names, n=1)
-    listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return (f"did you mean {close[0]!r}? " if close else "") + f"There is: {listed or 'nothing'}"
-
-
-def _find(path: str) -> list[tuple[str, Any]]:
-    try:
-        fs, inner = fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    # What fsspec strips from a URI is put back, so that any process can open it from the text alone.
-    full: Callable[[str], str] = fs.unstrip_protocol if "://" in path else str
-    try:
-        if fs.isfile(inner):
-            return [(full(inner), fs)]
-        if fs.isdir(inner):
-            return [(full(each), fs) for each in _parquet_in(fs, inner, path)]
-        if any(mark in inner for mark in "*?["):
-            if matches := [full(each) for each in _matching(fs, inner)]:
-                return [(each, fs) for each in matches]
-            raise DataError(f"no file matches {path}, and no folder that holds {' or '.join(SUFFIXES)}")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    parent = posixpath.dirname(inner.rstrip("/"))
-    there = (
-        sorted(posixpath.basename(each.rstrip("/")) for each in fs.ls(parent, detail=False)) if fs.isdir(parent) else []
-    )
-    raise DataError(
-        f"{path} does not exist; {nearest(posixpath.basename(inner.rstrip('/')), there)} in {parent or '/'}"
-    )
-
-
-def _matching(fs: Any, pattern: str) -> list[str]:
-    """Returns the files that a pattern matches, and those in the folders that it matches, such as Spark writes."""
-    files: list[str] = []
-    for match in fs.glob(pattern):
-        if fs.isfile(match):
-            files.append(match)
-        elif posixpath.basename(match.rstrip("/"))[:1] not in "._":
-            files += [each for each in _visible_in(fs, match) if each.endswith(SUFFIXES)]
-    return list(dict.fromkeys(files))  # `**` matches a folder and what is in it
-
-
-def _visible_in(fs: Any, folder: str) -> list[str]:
-    everything = [str(each) for each in fs.find(folder)]
-    # Like Spark, Arrow and Hugging Face: what begins with a dot or an underscore is somebody's bookkeeping.
-    return [
-        each for each in everything if not any(part[:1] in "._" for part in posixpath.relpath(each, folder).split("/"))
-    ]
-
-
-def _parquet_in(fs: Any, folder: str, shown: str) -> list[str]:
-    visible = _visible_in(fs, folder)
-    if files := [each for each in visible if each.endswith(SUFFIXES)]:
-        return files
-    there = ", ".join(sorted(posixpath.relpath(each, folder) for each in visible)[:5])
-    raise DataError(
-        f"the folder {shown} has no file that ends in {', '.join(SUFFIXES)}; there is: {there or 'nothing'}. "
-        "`headway data prepare` makes Parquet from text"
-    )
-
-
-def _read_footer(path: str, fs: Any) -> tuple[pq.FileMetaData, int, str]:
+def _read_footer(found: Found) -> tuple[pq.FileMetaData, int, str]:
     """Returns a file's metadata, size and digest from its last bytes and a sample of its middle."""
+    path = found.path
     try:
-        with fs.open(path, "rb", cache_type="none") if "://" in path else open(path, "rb") as file:
+        with found.fs.open(found.inner, "rb", cache_type="none") if "://" in path else open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _FOOTER_GUESS_BYTES))
             tail = file.read()
@@ -286,13 +205,6 @@ def _select(path: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.S
 
 def _type_of(schema: pa.Schema, name: str) -> str:
     return str(schema.field(name).type) if name in schema.names else "missing"
-
-
-def _relative(paths: Sequence[str]) -> list[str]:
-    if len(paths) == 1:
-        return [posixpath.basename(paths[0])]
-    common = posixpath.commonprefix(paths)
-    return [each[common.rfind("/") + 1 :] for each in paths]
 
 
 def _row_bytes(schema: pa.Schema, footers: Sequence[pq.FileMetaData], rows: int) -> int:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from .assemble import GlobalBatch
 from .engines import connected_to_ray
 from .errors import DataError
+from .paths import Paths, absolute
 from .pipeline import Feed, Pipeline, Recipe
 from .plan import Tail, check_shards, default_shards
-from .sources import Paths, Source, absolute, read_source
+from .sources import Source, read_source
 from .transforms import Transform
 
 logger = logging.getLogger("headway.datasets")

@@ -184,6 +184,34 @@ def test_a_pattern_may_match_folders(folder: Path) -> None:
         read_source(str(folder / "not*"))
 
 
+@pytest.mark.parametrize(
+    ("uri", "names"),
+    [
+        ("zip://a.parquet::{}/data.zip", ["a.parquet"]),
+        ("zip://*.parquet::file://{}/data.zip", ["a.parquet", "b.parquet"]),
+        ("zip://::file://{}/data.zip", ["a.parquet", "b.parquet", "deep/c.parquet"]),
+        ("zip://deep::data.zip", ["c.parquet"]),
+        ("simplecache::file://{}/data", ["a.parquet", "b.parquet", "deep/c.parquet"]),
+        ("simplecache::zip://*.parquet::file://{}/data.zip", ["a.parquet", "b.parquet"]),
+        ("dir://a.parquet::file://{}/data", ["a.parquet"]),
+    ],
+)
+def test_chained_uris_are_read_in_any_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, names: list[str]
+) -> None:
+    shutil.make_archive(str(tmp_path / "data"), "zip", folder)
+    monkeypatch.chdir(tmp_path)
+    stream = ParquetStream(uri.format(tmp_path), engine="threads", shuffle=False, shards=1)
+    monkeypatch.chdir("/")
+    stream.open(feed_of(global_batch_size=4))
+    assert [each.name for each in stream.source.files] == names
+    batch = next(iter(stream.epoch(0)))
+    stream.close()
+    assert batch.micro_batches[0]["id"].tolist() == ([80, 81, 82, 83] if names == ["c.parquet"] else [0, 1, 2, 3])
+    if "cache" in uri:
+        assert all("simplecache::" in each.path for each in stream.source.files)
+
+
 def test_no_path_at_all() -> None:
     with pytest.raises(DataError, match="no path was given"):
         ParquetStream([], engine="threads").open(feed_of())
@@ -209,8 +237,9 @@ def test_a_file_named_twice_is_refused(folder: Path) -> None:
 
 
 def test_an_unknown_protocol_is_refused() -> None:
-    with pytest.raises(DataError, match="cannot read nosuch://bucket/data"):
-        read_source("nosuch://bucket/data")
+    for uri in ("nosuch://bucket/data", "zip://a.parquet::/no/such.zip", "zip://a.parquet::nosuch://bucket/data.zip"):
+        with pytest.raises(DataError, match=f"cannot read {uri}: "):
+            read_source(uri)
 
 
 def test_describe_shows_a_dataset_at_a_glance(folder: Path) -> None:

@@ -18,7 +18,7 @@ from .asking import Stop, ask_to_stop, asked_to_stop
 from .claiming import open_run, open_sweep, origin_of, take_changes
 from .config import to_plain, to_yaml
 from .donors import Donors
-from .errors import RunConflictError, StorageError, TrainingFailedError
+from .errors import RunConflictError, TrainingFailedError
 from .events import read_events
 from .experiment import Experiment
 from .quiet import quiet_environment
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # Until Ray Tune has let go of trials that are to end at once.
 _LEAVE_S = 10.0
-_RAYS_FILES = ".ray-tune"
 
 
 def sweep(
@@ -252,7 +251,6 @@ class _Lead:
         from .tuning import tune_trials
 
         scheduler = self._search.scheduler
-        place = self._sweep.folder.path(_RAYS_FILES)
         try:
             with by_value(self._experiment):
                 experiment = cloudpickle.dumps(self._experiment)
@@ -277,13 +275,9 @@ class _Lead:
                 resources=resources_of(self._experiment.scaling),
                 at_once=lambda: capacity.at_once,
                 max_failures=self._experiment.retries.max_failures,
-                place=place,
             )
         except BaseException as error:
             self._error = error
-        finally:
-            with suppress(StorageError):
-                self._sweep.folder.remove_folder(_RAYS_FILES)
 
     def _next(self) -> tuple[Trial, Values] | None:
         """Returns the trial to train next and what it is told, or None: first those that an earlier driver began.

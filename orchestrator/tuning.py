@@ -9,10 +9,13 @@ import logging
 import math
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import fsspec
+from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 from ray import tune
 from ray.tune import Callback
 from ray.tune.experiment import Trial as TuneTrial
@@ -28,6 +31,7 @@ from ray.tune.search import Searcher
 
 from .asking import Stop, ask_to_stop
 from .environ import environ
+from .errors import StorageError
 from .recall import earlier_reports
 from .schedulers import ASHA, PBT, HyperBand, MedianStopping
 from .search import Search, Values
@@ -44,6 +48,8 @@ _QUIET = {
     "TUNE_WARN_THRESHOLD_S": "60",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
+
+_RAYS_FILES = ".ray-tune"
 
 Next = Callable[[], tuple[Trial, Values] | None]
 Exploited = Callable[[str, str, Values], tuple[Values, str]]
@@ -62,7 +68,6 @@ def tune_trials(
     resources: Any,
     at_once: Callable[[], int],
     max_failures: int,
-    place: str,
 ) -> None:
     """Runs trials until there are no more.
 
@@ -79,14 +84,17 @@ def tune_trials(
         resources: of one trial.
         at_once: says how many trials may train at the moment.
         max_failures: how often the process of a trial may die.
-        place: where Ray Tune keeps its files.
     """
     kind = type(search.scheduler).__name__
     scheduler = Gentle(
         _scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited,
         earlier=patiently(lambda: earlier_reports(sweep, search)),
     )  # fmt: skip
-    with environ(_QUIET, unless_set=True), _errors_alone(logging.getLogger("ray.tune")):
+    with (
+        environ(_QUIET, unless_set=True),
+        _errors_alone(logging.getLogger("ray.tune")),
+        _rays_files(sweep.folder, are_shared=task.pauses) as (place, filesystem),
+    ):
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(run_trial, task=task), resources),
             tune_config=tune.TuneConfig(
@@ -100,6 +108,7 @@ def tune_trials(
             run_config=tune.RunConfig(
                 name=sweep.record.name,
                 storage_path=place,
+                storage_filesystem=filesystem,
                 callbacks=[Listener(ended, reported), _Silence()],
                 stop=AtOnce(is_over),
                 failure_config=tune.FailureConfig(max_failures=max_failures),
@@ -107,6 +116,27 @@ def tune_trials(
             ),
         )
         tuner.fit()
+
+
+@contextmanager
+def _rays_files(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, FileSystem | None]]:
+    """Gives Ray Tune a place for files that nobody reads later, and how to reach it; None as any disk.
+
+    Args:
+        folder: of the sweep.
+        are_shared: whether trials on other machines read them: those that are paused, or that go on from another one.
+    """
+    if not are_shared:
+        with tempfile.TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True) as place:
+            yield place, None
+        return
+    try:
+        # In the way that all else goes: Ray Tune would ask pyarrow, which knows few stores, and not how to reach ours.
+        filesystem, path = fsspec.core.url_to_fs(folder.path(_RAYS_FILES))
+        yield path, None if folder.is_local else PyFileSystem(FSSpecHandler(filesystem))
+    finally:
+        with suppress(StorageError):
+            folder.remove_folder(_RAYS_FILES)
 
 
 @contextmanager

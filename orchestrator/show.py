@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from headway.trainer.callbacks.progress_bar import human_duration
 
@@ -15,7 +13,7 @@ from .account import ledger_of
 from .compare import compare_runs
 from .events import Event, in_words, read_events
 from .ledger import Ledger
-from .listing import local_time, took
+from .listing import aligned, local_time, took
 from .runs import SWEEP, Record, Run, find_run
 from .storage import Folder, absolute, join
 from .sweep_result import SweepResult
@@ -87,18 +85,14 @@ def _print_sweep(result: SweepResult, console: Console) -> None:
 
 def print_comparison(first: str, second: str, storage: str, console: Console | None = None) -> None:
     """Prints what two runs differ in."""
-    # Wider than any row: what is piped into another program must not be cut.
-    console = console or Console(highlight=False, width=240)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("OF", "FIELD", first, second):
-        table.add_column(heading, no_wrap=True)
+    console = console or Console(highlight=False)
     found = compare_runs(first, second, storage)
     if not found:
         console.print(f"{first} and {second} differ in nothing that is recorded", markup=False)
         return
-    for row in found:
-        table.add_row(*map(escape, row))
-    console.print(table)
+    # As wide as it must be: what is piped into another program must not be cut.
+    rows = [("OF", "FIELD", first, second), *(tuple(" ".join(cell.split()) for cell in row) for row in found)]
+    console.print(aligned(rows), markup=False, soft_wrap=True)
 
 
 def _print_ledger(account: Ledger, console: Console) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from headway.orchestrator import Experiment
 from headway.orchestrator.claiming import open_run
 from headway.orchestrator.cli import main
+from headway.orchestrator.runs import find_run
 from headway.trainer import Callback, CheckpointConfig, CheckpointStore, Trainer, World, load_weights
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -237,3 +238,7 @@ def test_two_runs_are_compared_by_what_they_left_behind(capsys: pytest.CaptureFi
     ]
     assert len(rows) == 3
     assert compare("one", "one") == ["one and one differ in nothing that is recorded"]
+    # What is copied from there must be all there.
+    for name in ("one", "two"):
+        find_run(name, str(tmp_path)).update(data={"fingerprint": f"[red]{'x' * 300} {name}"})
+    assert f"data fingerprint [red]{'x' * 300} one [red]{'x' * 300} two" in compare("one", "two")

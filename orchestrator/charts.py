@@ -165,7 +165,7 @@ def parallel_coordinates(
 
     scales = {name: _Scale.of(values) for name, values in axes.items()}
     figure = go.Figure()
-    labels = [_label(name.rpartition(".")[2] if name.count(".") else name) for name in axes]
+    labels = [_label(name) for name in axes]
     places = list(range(len(axes)))
     for index in sorted(range(len(names)), key=lambda each: worth[each]):
         told = "<br>".join(f"{_label(name)}: {_label(shown(values[index]))}" for name, values in axes.items())

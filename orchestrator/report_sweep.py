@@ -9,7 +9,7 @@ from headway.trainer.trackers.jsonl import read_records
 from . import charts
 from .charts import Line
 from .page import Html, element, escaped, facts, joined, note, section, table
-from .sweep_result import SweepResult, TrialResult
+from .sweep_result import SweepResult, TrialResult, labels
 
 _MOST_CURVES = 100
 _PALE = "#c9d1d9"
@@ -45,10 +45,11 @@ def _figures(result: SweepResult) -> Html:
     ranked = result.ranked()
     if not ranked:
         return section("Curves", note(f"No trial has a finite {result.metric} yet."))
-    paths = list(dict.fromkeys(path for trial in ranked for path in trial.values))
-    axes = {path: [trial.values.get(path, "-") for trial in ranked] for path in paths}
-    axes[result.metric] = [trial.metric for trial in ranked]
-    places = len(ranked) - 1 or 1
+    drawn = ranked[:_MOST_CURVES]
+    named = labels(path for trial in drawn for path in trial.values)
+    axes = {name: [trial.values.get(path, "-") for trial in drawn] for path, name in named.items()}
+    axes[result.metric] = [trial.metric for trial in drawn]
+    places = len(drawn) - 1 or 1
     left_out = len(result.trials) - len(ranked)
     return section(
         "Curves",
@@ -56,9 +57,10 @@ def _figures(result: SweepResult) -> Html:
         charts.parallel_coordinates(
             "what was tried: dark is good, and the thick line is the best trial",
             axes,
-            names=[trial.name for trial in ranked],
-            worth=[1 - place / places for place in range(len(ranked))],
+            names=[trial.name for trial in drawn],
+            worth=[1 - place / places for place in range(len(drawn))],
         ),
+        note(f"The best {len(drawn)} of {len(ranked)} trials; the table has all.") if drawn != ranked else Html(""),
         note(f"Without a finite value, and not drawn: {left_out} of {len(result.trials)} trials.")
         if left_out
         else Html(""),
@@ -133,4 +135,5 @@ def _errors(result: SweepResult) -> Html:
 
 
 def _values(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{path.rpartition('.')[2]} {charts.shown(value)}" for path, value in values.items())
+    named = labels(values)
+    return ", ".join(f"{named[path]} {charts.shown(value)}" for path, value in values.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from headway.trainer.best import Mode
 
 from .experiment import Experiment
 from .search import Search
-from .sweep_result import SweepResult
+from .sweep_result import SweepResult, labels
 from .sweeps import Trial
 
 _MOST_ROWS = 12
@@ -71,7 +72,9 @@ class SweepDisplay:
         """Takes in what a trial has come to."""
         with self._lock:
             if (row := self._rows.get(name)) is not None and self._metric in report:
-                row.step, row.value = int(report.get("step", 0)), float(report[self._metric])
+                # For the scheduler the worst stands in its place.
+                value = float(report[self._metric]) if report.get("is_finite", True) else math.nan
+                row.step, row.value = int(report.get("step", 0)), value
 
     def ended(self, trial: Trial, *, before: bool = False) -> None:
         """Shows how a trial ended; one that ended in an earlier life of the sweep counts for the best one only."""
@@ -141,7 +144,8 @@ class SweepDisplay:
 
 def shown(values: Mapping[str, Any]) -> str:
     """Returns values by path for people."""
+    named = labels(values)
     return "  ".join(
-        f"{path.rpartition('.')[2]} {value:.4g}" if isinstance(value, float) else f"{path.rpartition('.')[2]} {value}"
+        f"{named[path]} {value:.4g}" if isinstance(value, float) else f"{named[path]} {value}"
         for path, value in values.items()
     )

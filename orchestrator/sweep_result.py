@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,3 +155,14 @@ class SweepResult:
         """Returns the trials that have a finite value of the metric and did not fail, the best first."""
         judged = [each for each in self.trials if each.metric is not None and each.status != "failed"]
         return sorted(judged, key=lambda each: (each.metric or 0.0) * (1 if self.mode == "min" else -1))
+
+
+def labels(paths: Iterable[str]) -> dict[str, str]:
+    """Returns for each dotted path the shortest end of it that is no other's, for people."""
+    parts = {path: path.split(".") for path in paths}
+    ends = Counter(".".join(each[-size:]) for each in parts.values() for size in range(1, len(each) + 1))
+    found = {}
+    for path, each in parts.items():
+        tails = (".".join(each[-size:]) for size in range(1, len(each) + 1))
+        found[path] = next((tail for tail in tails if ends[tail] == 1), path)
+    return found

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from headway.orchestrator.charts import Line, _Scale, _thinned, curves
 from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.cli import main
 from headway.orchestrator.events import EventLog
+from headway.orchestrator.report_sweep import _figures
+from headway.orchestrator.sweep_result import SweepResult, TrialResult, labels
+from headway.orchestrator.sweeps import Trial
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -241,6 +244,33 @@ def test_an_axis_is_logarithmic_where_its_values_are_far_apart() -> None:
         assert scale.place(values[0]) == scale.place(values[1])
         assert len({scale.place(each) for each in values}) == len(values) - 1
     assert [text for _, text in _Scale.of([0.1391, 0.1446, 1.0]).ticks] == ["0.139", "1"]
+
+
+def test_of_many_trials_the_best_hundred_are_drawn(tmp_path: Path) -> None:
+    trials = [
+        TrialResult(
+            Trial(
+                name=f"trial-{index:03d}", index=index, status="completed", metric=float(index), run_dir=str(tmp_path),
+                values={"config.head.lr": float(index), "config.body.lr": 0.5, "config.width": index % 3},
+            )
+        )
+        for index in range(130)
+    ]  # fmt: skip
+    few = SweepResult(str(tmp_path), "completed", "", trials[:100], "validation/loss", "min")
+    assert "the table has all" not in _figures(few)
+    text = _figures(replace(few, trials=trials))
+    assert "The best 100 of 130 trials; the table has all." in text
+    (drawn,) = re.findall(r"(?s)what was tried: dark is good.*?</figure>", text)
+    assert {f"trial-{index:03d}" for index in range(100)} == set(re.findall(r"trial-\d+", drawn))
+    assert '"ticktext":["head.lr","body.lr","width","validation\\u002floss"]' in drawn
+
+
+def test_two_fields_of_one_name_are_told_apart() -> None:
+    assert labels(["config.lr", "config.width"]) == {"config.lr": "lr", "config.width": "width"}
+    assert labels(["config.a.lr", "config.b.lr", "config.a.b"]) == {
+        "config.a.lr": "a.lr", "config.b.lr": "b.lr", "config.a.b": "b",
+    }  # fmt: skip
+    assert labels(["lr", "config.lr"]) == {"lr": "lr", "config.lr": "config.lr"}
 
 
 # ---- In a browser ----------------------------------------------------------------------------------------------------

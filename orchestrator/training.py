@@ -94,7 +94,7 @@ def fit(
         except BaseException as error:
             display.close()
             run.update(status="failed", reason="", error=one_line(error), ended=now())
-            _end(run, "failed")
+            end_of_start(run, "failed")
             raise
     close(run, result, display, again="without --resume never" if resume == "never" else "as before")
     return result
@@ -179,7 +179,7 @@ def close(run: Run, result: RunResult, display: Display, *, again: str = "as bef
         best_checkpoint=result.best_checkpoint, best_metric=result.best_metric, best_step=result.best_step,
         resumed_from=result.resumed_from, data_guarantee=result.data_guarantee,
     ))  # fmt: skip
-    _end(run, result.status)
+    end_of_start(run, result.status)
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items() if "loss" in name)
     display.line(
         f"{result.status} after {result.steps:,} steps: {result.reason}" + (f"  ({numbers})" if numbers else ""), "bold"
@@ -189,7 +189,7 @@ def close(run: Run, result: RunResult, display: Display, *, again: str = "as bef
         display.line(f"to go on, start it again {again}")
 
 
-def _end(run: Run, status: str) -> None:
+def end_of_start(run: Run, status: str) -> None:
     """Writes the last event of a start, with what the main rank has spent its time on."""
     events = EventLog(run.folder, "driver")
     if (heard := last_heard(run.folder)) is not None:

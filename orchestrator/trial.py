@@ -35,7 +35,7 @@ from .resumption import Resumption
 from .runs import Driver, Run, now
 from .storage import Folder, patiently
 from .supervision import Signals, Supervision
-from .training import close, one_line
+from .training import close, end_of_start, one_line
 from .worker import run_attempt
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         return
     except Exception as error:
         run.update(status="failed", reason="", error=one_line(error), ended=now())
+        end_of_start(run, "failed")
         return
     if task.may_change:
         # A checkpoint of another trial brings that one's best value with it.
@@ -191,7 +192,10 @@ def _up_to(steps: Collection[int], step: int) -> int:
 def report_of(asked: SweepTask | Search, value: float, evaluations: int, step: int) -> dict[str, Any]:
     """Returns what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
     worst = _WORST if asked.mode == "min" else -_WORST
-    return {asked.metric: value if math.isfinite(value) else worst, "evaluations": evaluations, "step": step}
+    is_finite = math.isfinite(value)
+    return {
+        asked.metric: value if is_finite else worst, "evaluations": evaluations, "step": step, "is_finite": is_finite,
+    }  # fmt: skip
 
 
 def _check_metric(metric: str, metrics: Mapping[str, float], of: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,15 @@ from typing import Any
 
 import pytest
 from ray import cloudpickle
+from rich.console import Console
 
 from headway.orchestrator import ASHA, Experiment, LogUniform, Search, supervision, trial
 from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.recall import earlier_reports
 from headway.orchestrator.runs import Run
+from headway.orchestrator.sweep_display import SweepDisplay
+from headway.orchestrator.sweeps import Trial
 from headway.orchestrator.trial import Relay, SweepTask, run_trial
 from headway.trainer import CheckpointConfig
 from headway.trainer.errors import ConfigError
@@ -105,6 +110,19 @@ def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
     assert earlier_reports(sweep, asked) == {"tiny": told}
 
 
+def test_an_evaluation_that_measured_nothing_finite_is_shown_so(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    display = SweepDisplay("validation/loss", "max", Console(file=screen, force_terminal=True, width=120))
+    task = task_of_a_sweep(tmp_path, experiment(tmp_path), mode="max")
+    report = trial.report_of(task, math.nan, 1, 10)
+    assert math.isfinite(report["validation/loss"]), "schedulers stop nothing of which they know no worth"
+    display.started(Trial(name="trial-000", index=0, values={}))
+    display.reported("trial-000", report)
+    Console(file=screen).print(display._table())
+    assert "nan" in screen.getvalue()
+    assert "1e+30" not in screen.getvalue()
+
+
 @pytest.mark.parametrize("metric", ["train/los", "validation/los"])
 def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
     tmp_path: Path, told: list[dict[str, Any]], metric: str
@@ -118,6 +136,7 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
     assert run.status == "failed"
     assert f"metric is '{metric}', but " in (run.record.error or "")
     assert f"{metric}s" in (run.record.error or ""), "what there is instead"
+    assert [read_events(run.folder)[-1][name] for name in ("event", "status")] == ["driver_ended", "failed"]
 
     # Workers of its own tell of evaluations by their events.
     if metric.startswith("validation/"):

@@ -60,7 +60,7 @@ def train_group(
     try:
         trainer = TorchTrainer(
             train,
-            train_loop_config={"task": task},
+            train_loop_config={"task": task, "training": pickled(experiment)},
             torch_config=TorchConfig(
                 backend=backend(
                     "cuda" if scaling.gpus_per_worker else "cpu", with_cpus=experiment.config.parallel.cpu_offload
@@ -110,7 +110,6 @@ def task_of(experiment: Experiment, run: Run, *, since: float, resumption: Resum
     """Returns what each worker of a run is told."""
     scaling = experiment.scaling
     return Task(
-        training=pickled(experiment),
         run_dir=run.run_dir,
         since=since,
         resumption=resumption,

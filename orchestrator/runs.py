@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -163,9 +163,13 @@ class Record:
         settings = {name: value for name, value in plain.items() if name in known}
         return cls(**{**settings, "driver": Driver(**settings["driver"])})
 
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the record as what JSON can say. Not for changing: `asdict` would copy it, and takes a while."""
+        return {**vars(self), "driver": vars(self.driver)}
+
     def to_json(self) -> str:
         """Returns the record as text."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps(self.to_plain(), indent=2) + "\n"
 
 
 class Run:
@@ -221,7 +225,7 @@ class Run:
     @property
     def lease(self) -> str:
         """What tells the driver that has claimed the run from every other one."""
-        return lease(asdict(self.record))
+        return lease(self.record.to_plain())
 
     def experiment(self, target: str | None = None) -> Experiment:
         """Returns the experiment that was recorded, to start the same run again.

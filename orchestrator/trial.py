@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +83,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         return
     name = tune.get_context().get_trial_name()
     run = Run(Folder(task.sweep_dir).path(name))
-    experiment = replace(
-        _with_values(ray.cloudpickle.loads(task.experiment), config), name=name, storage=task.sweep_dir
-    )
+    experiment = replace(_with_values(_experiment_of(task.experiment), config), name=name, storage=task.sweep_dir)
     run.update(status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this())
     resume = _resume_from(run, config["resume"])
     reporter = Reporter(task, run)
@@ -150,7 +149,7 @@ def _train_here(
     watch = failure_watch(experiment, run, since=since)
     while True:
         try:
-            return run_attempt(task, callbacks)
+            return run_attempt(task, lambda: (experiment.trainer, experiment.config), callbacks)
         except Exception as error:
             watch.decide({0: error})
 
@@ -217,7 +216,8 @@ class Reporter(Callback):
     def __init__(self, task: SweepTask, run: Run) -> None:
         self.was_paused = False
         self._task, self._run = task, run
-        self._value: float | None = None
+        # What waits for its checkpoint: the number of the evaluation, its step and its value.
+        self._evaluated: list[tuple[int, int, float]] = []
         # With a metric of the training the records of it are what a scheduler counts.
         self._logged: set[int] = set()
 
@@ -231,31 +231,32 @@ class Reporter(Callback):
         if not self._task.metric.startswith("validation/"):
             return
         _check_metric(self._task.metric, metrics, "an evaluation")
-        self._value = metrics[self._task.metric]
+        # The loop counts it when all callbacks have heard of it.
+        evaluated = (trainer.progress.evaluations + 1, trainer.global_step, metrics[self._task.metric])
         if self._task.pauses:
+            self._evaluated.append(evaluated)
             trainer.request_save()
         else:
-            # The loop counts it when all callbacks have heard of it.
-            self._report(trainer, trainer.progress.evaluations + 1)
+            self._report(trainer, *evaluated)
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Reports a metric of the training."""
         if self._task.metric.startswith("train/") and self._task.metric in metrics:
-            self._value = metrics[self._task.metric]
-            self._logged.add(trainer.global_step)
-            self._report(trainer, _up_to(self._logged, trainer.global_step))
+            step = trainer.global_step
+            self._logged.add(step)
+            self._report(trainer, _up_to(self._logged, step), step, metrics[self._task.metric])
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Reports the evaluation before, with a pointer to the checkpoint."""
-        if self._task.pauses and self._value is not None:
-            self._report(trainer, trainer.progress.evaluations, str(checkpoint.path))
+        """Reports the evaluation before, with a pointer to the checkpoint; one that came while it was saved waits."""
+        while self._evaluated and self._evaluated[0][1] <= checkpoint.step:
+            self._report(trainer, *self._evaluated.pop(0), str(checkpoint.path))
 
-    def _report(self, trainer: Trainer[Any], evaluations: int, checkpoint: str | None = None) -> None:
+    def _report(
+        self, trainer: Trainer[Any], evaluations: int, step: int, value: float, checkpoint: str | None = None
+    ) -> None:
         if self.was_paused:
             return
-        value, self._value = self._value, None
-        assert value is not None
-        report = report_of(self._task, value, evaluations, trainer.global_step)
+        report = report_of(self._task, value, evaluations, step)
         try:
             if checkpoint is None:
                 tune.report(report)
@@ -302,6 +303,12 @@ class Adopt(Callback):
         for scheduler in trainer.schedulers.values():
             if hasattr(scheduler, "base_lrs"):
                 scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+
+
+@lru_cache(maxsize=1)
+def _experiment_of(pickled: bytes) -> Any:
+    """Once in a process, which trains one trial after another."""
+    return ray.cloudpickle.loads(pickled)
 
 
 def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:

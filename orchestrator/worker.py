@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import ray.cloudpickle
 import torch
 
 from headway.trainer.callbacks.base import Callback
+from headway.trainer.trainer import Trainer
 from headway.trainer.world import World
 
 from .asking import asked_to_stop
@@ -39,7 +40,6 @@ class Task:
     """What the driver tells its workers.
 
     Attributes:
-        training: the trainer's class and its config, pickled: a class from a user's file travels by value.
         run_dir: of the run, an absolute path or a URI.
         since: when this driver started, in seconds since 1970.
         resumption: what the user chose to begin with.
@@ -55,7 +55,6 @@ class Task:
         timeout_s: after which a rank that waits for the others gives up.
     """
 
-    training: bytes
     run_dir: str
     since: float
     resumption: Resumption
@@ -72,19 +71,27 @@ class Task:
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains one attempt on one rank, as Ray Train wants to call it: with a dict."""
+    """Trains one attempt on one rank, as Ray Train wants to call it: with a dict.
+
+    Args:
+        settings: the "task", and as "training" the trainer's class and its config, pickled: a class from a user's file
+            travels by value.
+    """
     try:
-        return run_attempt(settings["task"])
+        return run_attempt(settings["task"], lambda: ray.cloudpickle.loads(settings["training"]))
     except BaseException as error:
         name_process(error)
         raise
 
 
-def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+def run_attempt(
+    task: Task, load: Callable[[], tuple[type[Trainer[Any]], Any]], callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
     """Trains one attempt on one rank, and returns the fields of its `FitResult`. Raises whatever the trainer raises.
 
     Args:
         task: what the driver wants.
+        load: gives the trainer's class and its config, once what they import can be found.
         callbacks: of who trains in this process.
     """
     entered = time.time()
@@ -122,7 +129,7 @@ def run_attempt(task: Task, callbacks: Sequence[Callback] = ()) -> dict[str, Any
             if task.watched or world.is_main:
                 around.enter_context(watchdog)
             _announce(events, world, attempt, entered)
-            trainer_class, config = ray.cloudpickle.loads(task.training)
+            trainer_class, config = load()
             if task.capture and world.is_main:
                 around.enter_context(_captured(events))
             if world.is_main and attempt == 1 and world.size < task.max_workers:

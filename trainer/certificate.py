@@ -16,6 +16,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, Digests
@@ -52,7 +53,7 @@ class Certifier:
     def __init__(self, trainer: Trainer[Any], data: BatchStream) -> None:
         self._trainer, self._data = trainer, data
         # Now: the file may be edited while the run goes on.
-        self._code = code_of(type(trainer))
+        self._code = code_of(type(trainer))  # type: ignore[arg-type]  # any class can be hashed
 
     def certify(self) -> Callable[[Digests], dict[str, Any]]:
         """Takes down the present place, and returns what completes the certificate once the state has been written."""
@@ -268,11 +269,13 @@ class _Change:
     remedy: str
 
 
-def code_of(trainer: type) -> dict[str, str]:
+@cache
+def code_of(trainer: type) -> Mapping[str, str]:
     """Returns a digest of the source of each method that has a say in what is learned, by name; comments do not count.
 
     Those are the methods that are not Headway's own, but for hooks and what only measures. One without source, as of a
-    class made in an interpreter, is left out. What the methods call outside the class is not looked at.
+    class made in an interpreter, is left out. What the methods call outside the class is not looked at. Asked again, it
+    is what it was: the file may be edited while its classes are in use.
     """
     code: dict[str, str] = {}
     for cls in trainer.__mro__:

@@ -21,7 +21,7 @@ from headway.orchestrator.recall import earlier_reports
 from headway.orchestrator.runs import Run
 from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweeps import Trial
-from headway.orchestrator.trial import Relay, SweepTask, run_trial
+from headway.orchestrator.trial import Relay, Reporter, SweepTask, run_trial
 from headway.trainer import CheckpointConfig
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment
@@ -142,3 +142,21 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
     if metric.startswith("validation/"):
         with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation gives validation/loss"):
             Relay(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
+
+
+def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_checkpoint(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    """Saving is slower than training here; no evaluation is lost, or told with a checkpoint from before it."""
+    found = replace(experiment(tmp_path, max_steps=None, max_epochs=3), name="tiny")
+    open_run(found)
+    reporter = Reporter(task_of_a_sweep(tmp_path, found, pauses=True), Run(found.run_dir))
+    trainer: Any = SimpleNamespace(
+        global_step=10, progress=SimpleNamespace(evaluations=0), request_save=lambda: None, request_stop=lambda *_: None
+    )
+    reporter.on_evaluation_end(trainer, {"validation/loss": 3.0})
+    trainer.global_step, trainer.progress.evaluations = 20, 1
+    reporter.on_evaluation_end(trainer, {"validation/loss": 2.0})
+    for step, expected in ((10, [(10, 1, 3.0)]), (20, [(10, 1, 3.0), (20, 2, 2.0)])):
+        reporter.on_checkpoint_saved(trainer, SimpleNamespace(step=step, path=tmp_path / f"step-{step}"))
+        assert [(each["step"], each["evaluations"], each["validation/loss"]) for each in told] == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from headway.trainer.errors import ConfigError
 
@@ -15,6 +16,8 @@ from .schedulers import PBT
 from .search import Search
 
 _LOOK_EVERY_S = 5.0
+# Between two trials, and before the first, processes start that have no place yet.
+_STARTING_S = 60.0
 
 Machines = Sequence[Mapping[str, float]]
 """The resources of each machine, by Ray's names."""
@@ -26,7 +29,7 @@ class Capacity:
     Args:
         experiment: with the workers of one trial.
         search: with a limit.
-        cpus: that trials may take of each machine, where others are for something else.
+        cpus: of a Ray of our own, that trials may take: others are for something else.
         clock: seconds, from any beginning.
 
     Attributes:
@@ -45,7 +48,9 @@ class Capacity:
         cpus: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scaling, self._search, self._cpus, self._clock = experiment.scaling, search, cpus, clock
+        # To a Ray of our own no machine comes.
+        self._scaling = experiment.scaling if cpus is None else replace(experiment.scaling, wait=None)
+        self._search, self._cpus, self._clock = search, cpus, clock
         self._taken = places_taken()
         self._looked_s = self._idle_since_s = clock()
         self._waits_for: str | None = None
@@ -65,11 +70,13 @@ class Capacity:
         self._looked_s = now_s
         if places_taken() - self._taken:
             self._idle_since_s, self._waits_for = now_s, None
-        elif now_s - self._idle_since_s >= self._scaling.patience_s:
-            raise too_late("a trial has", self._scaling)
-        elif (text := waiting(self._scaling, self._taken)) not in (None, self._waits_for):
-            self._waits_for = text
-            return text
+        else:
+            text = waiting(self._scaling, self._taken)
+            if now_s - self._idle_since_s >= self._scaling.patience_s + (0.0 if text else _STARTING_S):
+                raise too_late("a trial has", self._scaling)
+            if text not in (None, self._waits_for):
+                self._waits_for = text
+                return text
         before = self.at_once
         self.at_once, self.told = what_fits(self._scaling, self._search, self._machines())
         return self.told if self.at_once != before else None
@@ -90,7 +97,7 @@ def refuse(scaling: Scaling, search: Search, machines: Machines) -> None:
     if fitting(scaling, machines) < 1 and scaling.wait is None:
         each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
         sizes = Counter(", ".join(f"{one.get(name, 0):g} {name}" for name in scaling.per_worker) for one in machines)
-        there = " and ".join(f"{count} with {size}" for size, count in sizes.items())
+        there = " and ".join(f"{count} with {size}" for size, count in sizes.items()) or "none"
         raise ConfigError(
             f"a trial wants {scaling.min_workers} worker{'s'[: scaling.min_workers > 1]} with {each} on one machine "
             f"each, and the machines are {there}: no trial can ever train; ask for less, or say how long to wait for "

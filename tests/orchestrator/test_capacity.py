@@ -122,3 +122,19 @@ def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_
     cluster.machines = [{"CPU": 1.0}, {"CPU": 1.0}]
     with pytest.raises(ConfigError, match="the cluster has 0 of 1 places of 2 CPU on one machine; to wait longer"):
         cluster.look(capacity, after_s=10)
+
+
+def test_processes_have_time_to_start_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [{"CPU": 4.0}])
+    asked = experiment(tmp_path, scaling=Scaling(workers=2, wait="8s"))
+    capacity = Capacity(asked, search(), clock=lambda: cluster.now_s)
+    assert cluster.look(capacity, after_s=60) is None
+    with pytest.raises(ConfigError, match="a trial has not come up in 8s: the cluster could hold them, and is busy"):
+        cluster.look(capacity, after_s=10)
+
+
+def test_no_machine_is_waited_for_where_none_can_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Cluster(monkeypatch, [{"CPU": 4.0}])
+    asked = experiment(tmp_path, scaling=Scaling(wait="9m"))
+    assert Capacity(asked, search(concurrent=8), cpus=2).at_once == 2
+    assert Capacity(asked, search(concurrent=8)).at_once == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from ray import cloudpickle
 from rich.console import Console
 
-from headway.orchestrator import ASHA, Experiment, LogUniform, Search, supervision, trial
+from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search, supervision, trial
 from headway.orchestrator.claiming import open_run, open_sweep
 from headway.orchestrator.events import EventLog, read_events
 from headway.orchestrator.recall import earlier_reports
@@ -22,7 +23,7 @@ from headway.orchestrator.runs import Run
 from headway.orchestrator.sweep_display import SweepDisplay
 from headway.orchestrator.sweeps import Trial
 from headway.orchestrator.trial import Relay, Reporter, SweepTask, run_trial
-from headway.trainer import CheckpointConfig
+from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.test_runs import experiment
 from tests.tiny import TinyConfig, TinyTrainer
@@ -121,6 +122,24 @@ def test_an_evaluation_that_measured_nothing_finite_is_shown_so(tmp_path: Path) 
     Console(file=screen).print(display._table())
     assert "nan" in screen.getvalue()
     assert "1e+30" not in screen.getvalue()
+
+
+def test_workers_of_a_trial_wait_for_others_to_end_as_long_as_it_takes(
+    tmp_path: Path, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever `wait` says: a trial that has had no place has not failed."""
+    returned = {"status": "interrupted", "reason": "told to stop before it began"}
+
+    def wait_for_a_place(*_: Any, **__: Any) -> dict[str, str]:
+        time.sleep(1.0)
+        return returned
+
+    monkeypatch.setattr(trial, "train_group", wait_for_a_place)
+    monkeypatch.setattr("headway.orchestrator.local_ray.missing", lambda _: "")
+    found = replace(experiment(tmp_path), scaling=Scaling(workers=2, wait=Duration(0.1, "seconds")))
+    run = open_run(found).run
+    run_trial({"trial": "tiny", "resume": "auto"}, task_of_a_sweep(tmp_path, found))
+    assert (Run(run.run_dir).status, Run(run.run_dir).reason) == tuple(returned.values())
 
 
 @pytest.mark.parametrize("metric", ["train/los", "validation/los"])

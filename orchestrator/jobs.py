@@ -12,6 +12,7 @@ import os
 import secrets
 import shlex
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,10 +211,10 @@ class Jobs:
         except OSError as error:
             if getattr(error, "response", None) is not None:  # an answer, of requests
                 raise ConfigError(f"the cluster at {self.address} is not ready: {error}") from error
-            if error.filename is not None and not isinstance(error, ConnectionError):  # one of here, not of the network
+            if not _is_of_the_network(error):
                 raise ConfigError(
-                    f"{error.filename} cannot be read ({error.strerror}), and the cluster gets a copy of the current "
-                    "directory: make it readable, or name it in .gitignore or .rayignore"
+                    f"the current directory, of which the cluster gets a copy, cannot be read ({error}): mend it, or "
+                    "name what is not needed in .gitignore or .rayignore"
                 ) from error
             raise ConfigError(
                 f"no cluster answers at {self.address}: start one (`ray start --head --dashboard-host=127.0.0.1`), "
@@ -226,6 +227,11 @@ class Jobs:
             ) from error
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"the cluster at {self.address} refuses: {error}") from error
+
+
+def _is_of_the_network(error: OSError) -> bool:
+    is_a_clients = type(error).__module__.partition(".")[0] in ("requests", "urllib3", "aiohttp")
+    return is_a_clients or isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
 
 
 class _Lost(Exception):

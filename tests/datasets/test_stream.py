@@ -380,14 +380,35 @@ def _broken(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     raise ZeroDivisionError("in the user's code")
 
 
-def test_text_and_ragged_lists_stay_lists(tmp_path: Path, engine: str) -> None:
-    ragged = [list(range(i % 3 + 1)) for i in range(40)]
-    path = write(tmp_path / "mixed.parquet", range(40), group=1, text=[f"row {i}" for i in range(40)], ragged=ragged)
-    stream = opened(path, engine=engine)
+def test_text_ragged_lists_and_objects_stay_lists(tmp_path: Path, engine: str) -> None:
+    """In groups of one row, of which none shows what the others hold; passed on by a transform that works in place."""
+    ragged = [list(range(i % 3)) for i in range(40)]
+    counts = [[("k", i)] if i % 2 else None for i in range(40)]
+    turns = [{"role": "u", "tool": "t" if i % 4 else None, "tags": ["x"] * (i % 2)} for i in range(40)]
+    columns = {
+        "text": [f"row {i}" for i in range(40)],
+        "ragged": pa.array(ragged, pa.list_(pa.int16())),
+        "counts": pa.array(counts, pa.map_(pa.string(), pa.uint64())),
+        "turns": turns,
+    }
+    path = write(tmp_path / "mixed.parquet", range(40), group=1, **columns)
+
+    def negate(rows: dict[str, Any]) -> dict[str, Any]:
+        rows["tokens"] *= -1
+        return rows
+
+    stream = opened(path, engine=engine, transforms=[negate])
+    seen = 0
     for batch in stream.epoch(0):
         columns = batch.micro_batches[0]
-        assert columns["text"] == [f"row {i}" for i in columns["id"].tolist()]
-        assert [each.tolist() for each in columns["ragged"]] == [ragged[i] for i in columns["id"].tolist()]
+        rows = columns["id"].tolist()
+        seen += len(rows)
+        assert columns["text"] == [f"row {i}" for i in rows]
+        assert [(each.dtype, each.tolist()) for each in columns["ragged"]] == [(torch.int16, ragged[i]) for i in rows]
+        assert columns["counts"] == [counts[i] for i in rows]
+        assert columns["turns"] == [turns[i] for i in rows]
+        assert columns["tokens"][:, 0].tolist() == [-i for i in rows]
+    assert seen == 40
     stream.close()
 
 

@@ -22,12 +22,12 @@ Rows: TypeAlias = dict[str, npt.NDArray[Any]]
 NUMBERS = "biuf"
 """Kinds of NumPy's dtypes that a tensor can hold."""
 
-# What one object of a row becomes on its way to another process. No file has this type: it tells such columns apart.
+# What one object of a row becomes on its way to another process.
 _PICKLE = pa.struct([("headway: pickle", pa.large_binary())])
 
 
 def to_rows(table: pa.Table) -> Rows:
-    """Returns a table's columns as arrays, without copying numbers that lie together.
+    """Returns the columns of a table from a file as arrays, without copying numbers that lie together.
 
     Raises:
         DataError: a column of numbers has nulls, which no tensor can hold.
@@ -35,8 +35,17 @@ def to_rows(table: pa.Table) -> Rows:
     return {name: _to_array(name, _in_one_piece(table.column(name))) for name in table.column_names}
 
 
+def from_table(table: pa.Table) -> Rows:
+    """The reverse of `to_table`. For tables of ours alone: what a file calls a pickle may run anybody's code."""
+    columns = {name: _in_one_piece(table.column(name)) for name in table.column_names}
+    return {
+        name: _unpickled(column) if column.type == _PICKLE else _to_array(name, column)
+        for name, column in columns.items()
+    }
+
+
 def to_table(rows: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
-    """The reverse of `to_rows`: what crosses from one process to another; numbers are not copied.
+    """Returns rows as what crosses from one process to another; numbers are not copied.
 
     Raises:
         DataError: a column holds objects that cannot be pickled.
@@ -72,8 +81,6 @@ def _in_one_piece(column: pa.ChunkedArray) -> pa.Array:
 def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
     if isinstance(column, pa.ChunkedArray):  # what `combine_chunks` returns differs between versions of Arrow
         column = pa.concat_arrays(column.chunks)
-    if column.type == _PICKLE:
-        return _objects([pickle.loads(each) for each in column.field(0).to_pylist()])
     if isinstance(column.type, pa.BaseExtensionType):
         shape = list(getattr(column.type, "shape", ()))
         flat = _to_array(name, column.storage)
@@ -95,6 +102,11 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
         return array
     return _objects(column.to_pylist())
+
+
+def _unpickled(column: pa.Array) -> npt.NDArray[Any]:
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    return _objects([pickle.loads(each) for chunk in chunks for each in chunk.field(0).to_pylist()])
 
 
 def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .collate import Rows, join, to_rows, to_table
+from .collate import Rows, from_table, join, to_rows, to_table
 from .errors import DataError
 from .plan import row_order
 from .transforms import Transform, apply, name_of
@@ -88,7 +88,7 @@ def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:
         # Through Arrow, as between processes, so that a column looks the same to whoever reads it, wherever that is.
         changed = apply(each, rows)
         try:
-            rows = to_rows(to_table(changed))
+            rows = from_table(to_table(changed))
         except DataError as error:
             raise DataError(f"what the transform {name_of(each)} returned: {error}") from error
     return rows
@@ -107,7 +107,7 @@ def as_table(pieces: Iterable[Rows]) -> pa.Table:
 def chunks(table: pa.Table) -> Iterator[Rows]:
     """Yields a table's rows, cut where copying can be avoided."""
     for batch in table.to_batches():
-        yield to_rows(pa.Table.from_batches([batch]))
+        yield from_table(pa.Table.from_batches([batch]))
 
 
 def _read_group(job: Job) -> pa.Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from headway.datasets.collate import Rows, to_rows, to_table
+from headway.datasets.collate import Rows, from_table, to_rows, to_table
 from headway.datasets.errors import DataError
 from headway.datasets.reading import Job, as_table, chunks, read, read_table, transform
 from headway.datasets.sources import read_source
@@ -46,16 +47,16 @@ def test_arrays_of_several_sizes_keep_their_kind(dtype: str, depth: int) -> None
     sizes = [(4, 5, 3), (2, 7, 3), (1, 1, 3), (4, 5, 3)]
     images = [generator.integers(0, 2 if dtype == "bool" else 200, size[:depth]).astype(dtype) for size in sizes]
     for column in (_column(*images), _column(None, *images, None), _column(images[0], None, images[1])):
-        back = to_rows(to_table({"image": column}))["image"]
+        back = from_table(to_table({"image": column}))["image"]
         assert _same(back, column)
         # And once more: what comes out goes in.
-        assert _same(to_rows(to_table({"image": back}))["image"], column)
+        assert _same(from_table(to_table({"image": back}))["image"], column)
 
 
 def test_lists_of_lists_of_several_lengths_keep_their_kind() -> None:
     boxes = _column(np.arange(3, dtype="int16"), np.arange(1, dtype="int16"), np.zeros(0, "int16"))
     column = _column(boxes, boxes[:1], None, _column(None, boxes[0]))
-    back = to_rows(to_table({"boxes": column}))["boxes"]
+    back = from_table(to_table({"boxes": column}))["boxes"]
     assert back[0][0].dtype == back[0][2].dtype == back[3][1].dtype == np.int16
     assert [len(each) for each in back[0]] == [3, 1, 0]
     assert back[2] is back[3][0] is None
@@ -68,7 +69,7 @@ def test_what_is_no_array_stays_what_it_is() -> None:
         "bytes": _column(b"a", b"bc"),
         "words": _column(["a", "b"], ["c"]),
     }
-    back = to_rows(to_table(rows))
+    back = from_table(to_table(rows))
     assert {name: column.tolist() for name, column in back.items()} == {
         "text": ["a", None],
         "bytes": [b"a", b"bc"],
@@ -171,3 +172,22 @@ def test_lists_of_numbers_are_tensors_however_ragged(tmp_path: Path, arrow: Any,
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(DataError, match="column 'f' holds function, which cannot be sent to another process"):
         to_table({"f": _column(lambda: None)})
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(os.environ["HEADWAY_BOMB"]),))
+
+
+def test_a_file_cannot_have_its_reader_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column that looks as rows do on their way between our own processes is data like any other."""
+    monkeypatch.setenv("HEADWAY_BOMB", str(tmp_path / "went-off"))
+    looks_like_ours = to_table({"text": np.array([_Bomb()], dtype=object)})
+    pq.write_table(looks_like_ours, tmp_path / "a.parquet")
+    rows = to_rows(pq.read_table(tmp_path / "a.parquet"))
+    assert isinstance(rows["text"][0], dict)
+    sent = from_table(to_table(rows))
+    assert not (tmp_path / "went-off").exists()
+    assert sent["text"][0] == rows["text"][0]
+    from_table(looks_like_ours)
+    assert (tmp_path / "went-off").exists(), "or the test shows nothing"

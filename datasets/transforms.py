@@ -75,6 +75,11 @@ def _as_array(values: Any) -> npt.NDArray[Any]:
         return values.astype(object) if values.dtype.kind in "US" else values
     if not isinstance(values, (list, tuple, np.ndarray)):
         return _as_array(np.asarray(values))
+    if len(values) and _is_number(values[0]):  # as a rule they all are, and NumPy finds out sooner
+        with suppress(ValueError):
+            numbers = np.asarray(values)
+            if numbers.dtype.kind not in "USO":
+                return numbers
     rows = [_as_row(each) for each in values]
     if all(_is_number(each) or _is_array(each) or _is_empty(each) or each is None for each in rows):
         # A list without an item does not say what it is empty of: of what the other lists are.

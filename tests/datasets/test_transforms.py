@@ -31,6 +31,9 @@ def returned(values: Any) -> Any:
         [{"a": 1}, {"b": [2]}],
         [(1, "a"), (2, "b")],
         [2**70, 1],
+        [1, "a"],
+        [1, b"a\0"],
+        [[1, "a"], [2, "b"]],
     ],
 )
 def test_what_is_no_number_stays_what_it_is(values: list[Any]) -> None:

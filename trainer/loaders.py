@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from .errors import ConfigError, DataError
 from .nested import batch_size
-from .rng import RngState
+from .rng import RngState, seed_torch
 from .streams import BatchStream, Feed, GlobalBatch, Guarantee, is_stream
 
 
@@ -397,7 +397,7 @@ class _SeededRows(Dataset[Any]):
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
         words = np.random.SeedSequence((self._seed, epoch, row)).generate_state(2, np.uint32)
-        torch.manual_seed(int(words[0]))
+        seed_torch(int(words[0]))
         random.seed(int(words[1]))
         np.random.seed(words)
         return self._dataset[row] if self._has_rows else self._dataset.__getitems__([row])[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headway.trainer.manifest import CheckpointWarning
-from headway.trainer.rng import RngState, seed_everything
+from headway.trainer.rng import RngState, seed_everything, seed_torch
 
 
 def draw() -> tuple[Any, ...]:
@@ -84,3 +84,10 @@ def test_a_missing_generator_is_one_warning_and_the_others_are_restored_A16() ->
         RngState().load_state_dict(state)
     assert len(caught) == 1
     assert draw()[-1] == expected[-1]
+
+
+def test_seeding_torch_gives_what_its_own_function_gives() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    seed_torch(7)
+    assert torch.equal(torch.rand(4), expected)

@@ -37,6 +37,8 @@ ADVICE = {
 CLASSES = tuple(ADVICE)
 
 _WORTH_A_WORD = 0.05
+# Less than this is no sleep: what is written down is rounded, and clocks drift.
+_SLEEP_S = 1.0
 _CLASS_OF: dict[str, str] = {
     "reading data": "data wait",
     "saving": "checkpoint stall",
@@ -253,12 +255,16 @@ class _Book:
         """Returns what the main rank has spent, made to fit between now and when it said so, by the clock of the wall.
 
         Its own clock stands still where a machine sleeps, and is not set back: what is left over was no part of the
-        run, and what does not fit is made smaller in proportion.
+        run, unless it is as little as the two clocks may differ, and what does not fit is made smaller in proportion.
         """
         spent = {name: float(seconds) for name, seconds in last["seconds"].items()}
         room_s = max(0.0, min(last["at"], self.ended or last["at"]) - self.now)
         total_s = sum(spent.values())
-        self._slept_s = max(0.0, room_s - total_s)
+        left_s = max(0.0, room_s - total_s)
+        if left_s < _SLEEP_S:
+            self.seconds[self.setting_up] += left_s
+        else:
+            self._slept_s = left_s
         return spent if total_s <= room_s else {name: each * room_s / total_s for name, each in spent.items()}
 
     def _take_hang(self, spent: dict[str, float], last: dict[str, Any], hung: Event) -> None:

@@ -52,8 +52,8 @@ class Certifier:
 
     def __init__(self, trainer: Trainer[Any], data: BatchStream) -> None:
         self._trainer, self._data = trainer, data
-        # Now: the file may be edited while the run goes on.
-        self._code = code_of(type(trainer))  # type: ignore[arg-type]  # any class can be hashed
+        # Now, and once in a process of many trials: the file may be edited while the run goes on.
+        self._code = _code_when_first_trained(type(trainer))  # type: ignore[arg-type]  # any class can be hashed
 
     def certify(self) -> Callable[[Digests], dict[str, Any]]:
         """Takes down the present place, and returns what completes the certificate once the state has been written."""
@@ -269,13 +269,11 @@ class _Change:
     remedy: str
 
 
-@cache
-def code_of(trainer: type) -> Mapping[str, str]:
+def code_of(trainer: type) -> dict[str, str]:
     """Returns a digest of the source of each method that has a say in what is learned, by name; comments do not count.
 
     Those are the methods that are not Headway's own, but for hooks and what only measures. One without source, as of a
-    class made in an interpreter, is left out. What the methods call outside the class is not looked at. Asked again, it
-    is what it was: the file may be edited while its classes are in use.
+    class made in an interpreter, is left out. What the methods call outside the class is not looked at.
     """
     code: dict[str, str] = {}
     for cls in trainer.__mro__:
@@ -289,6 +287,11 @@ def code_of(trainer: type) -> Mapping[str, str]:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
                 code[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
     return code
+
+
+@cache
+def _code_when_first_trained(trainer: type) -> dict[str, str]:
+    return code_of(trainer)
 
 
 def _ranks(number: int) -> str:

@@ -35,6 +35,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[dict[str, str]]:
+    # It keeps connections by what they were asked for, and not by the address in the environment: another module has
+    # had a server of its own.
+    S3FileSystem = pytest.importorskip("s3fs").S3FileSystem
+    S3FileSystem.clear_instance_cache()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = subprocess.Popen(
@@ -59,6 +63,7 @@ def settings() -> Iterator[dict[str, str]]:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
     finally:
+        S3FileSystem.clear_instance_cache()
         server.kill()
         server.wait()
 

@@ -210,6 +210,20 @@ def test_the_time_for_which_a_machine_slept_is_no_time_of_the_run(first_marked: 
     assert not account.advice().startswith("importing")
 
 
+def test_what_two_clocks_differ_by_is_no_sleep() -> None:
+    script = Script()
+    script.start(3.0)
+    script.come_up(waits_s=0.0, imports_s=2.0, spare=False, at_step=0)
+    script.train(3, saves=True, first_s=4.0)
+    script.now += 0.4
+    script.train(20, saves=True, first_s=4.0)
+    script.add("driver_ended")
+    account = ledger(script.events)
+    assert account.not_running_s == 0
+    assert account.wall_s == pytest.approx(sum(script.truth.values()) + 0.4)
+    assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
+
+
 def test_a_clock_that_is_set_back_makes_the_classes_smaller_and_not_more_than_the_wall_time() -> None:
     script = Script()
     script.start(3.0)

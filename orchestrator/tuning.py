@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import pickle
 import random
 import sys
 import tempfile
@@ -17,7 +19,6 @@ from typing import Any
 import fsspec
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 from ray import tune
-from ray.tune import Callback
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import (
@@ -38,7 +39,8 @@ from .search import Search, Values
 from .space import Axis, Choice, LogUniform, RandInt, Uniform
 from .storage import Folder, patiently
 from .sweeps import PRUNED, Sweep, Trial
-from .trial import SweepTask, pointer_in, run_trial
+from .trial import SweepTask, pointer_in
+from .trial_process import train_trial
 
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -48,10 +50,13 @@ _QUIET = {
     "TUNE_WARN_THRESHOLD_S": "60",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
+_CALLBACKS = "RAY_TUNE_CALLBACKS"
 
 _RAYS_FILES = ".ray-tune"
 
 Next = Callable[[], tuple[Trial, Values] | None]
+Ended = Callable[[str, str | None], None]
+Reported = Callable[[str, Mapping[str, Any]], None]
 Exploited = Callable[[str, str, Values], tuple[Values, str]]
 
 
@@ -61,8 +66,8 @@ def tune_trials(
     task: SweepTask,
     *,
     next_trial: Next,
-    ended: Callable[[str, str | None], None],
-    reported: Callable[[str, Mapping[str, Any]], None],
+    ended: Ended,
+    reported: Reported,
     exploited: Exploited,
     is_over: Callable[[], bool],
     resources: Any,
@@ -92,13 +97,14 @@ def tune_trials(
     )  # fmt: skip
     with (
         environ(_QUIET, unless_set=True),
+        environ({_CALLBACKS: ",".join(filter(None, (os.environ.get(_CALLBACKS), f"{__name__}.{_Silence.__name__}")))}),
         _errors_alone(logging.getLogger("ray.tune")),
         _rays_files(sweep.folder, are_shared=task.pauses) as (place, filesystem),
     ):
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(run_trial, task=task), resources),
+            tune.with_resources(tune.with_parameters(train_trial, packed=pickle.dumps(task)), resources),
             tune_config=tune.TuneConfig(
-                search_alg=Suggestions(next_trial, scheduler),
+                search_alg=Suggestions(next_trial, scheduler, ended=ended, reported=reported),
                 scheduler=scheduler,
                 num_samples=-1,
                 reuse_actors=True,
@@ -109,7 +115,6 @@ def tune_trials(
                 name=sweep.record.name,
                 storage_path=place,
                 storage_filesystem=filesystem,
-                callbacks=[Listener(ended, reported), _Silence()],
                 stop=AtOnce(is_over),
                 failure_config=tune.FailureConfig(max_failures=max_failures),
                 verbose=0,
@@ -162,16 +167,22 @@ class _Unkept:
 
 
 class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
-    """Gives Ray Tune one trial after another, as long as there is room.
+    """Gives Ray Tune one trial after another, as long as there is room, and passes on what it hears of them.
+
+    Not as its callback: where it is given any, Ray Tune imports all that it knows, with MLflow and wandb: two seconds.
 
     Args:
         next_trial: returns the next one and its values, or None.
         scheduler: which knows how many trials train.
+        ended: is told the name of each that has ended, and an error.
+        reported: is told what one has reported.
     """
 
-    def __init__(self, next_trial: Next, scheduler: Gentle) -> None:
+    def __init__(self, next_trial: Next, scheduler: Gentle, *, ended: Ended, reported: Reported) -> None:
         super().__init__(metric="metric", mode="min")
         self._next, self._scheduler = next_trial, scheduler
+        self._ended, self._reported = ended, reported
+        self._names: dict[str, str] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         """Returns a trial, None to be asked again later, or FINISHED."""
@@ -181,14 +192,20 @@ class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
         if found is None:
             return str(Searcher.FINISHED)
         trial, values = found
+        self._names[trial_id] = trial.name
         return {**values, "trial": trial.name, "resume": trial.resume}
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **_: Any) -> bool:
         """Takes none: the search is ours."""
         return True
 
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Passes it on."""
+        self._reported(self._names[trial_id], result)
+
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Learns nothing from it; suggestions come from the journal."""
+        """Passes it on."""
+        self._ended(self._names[trial_id], self._scheduler.error_of(trial_id) if error else None)
 
     def save(self, checkpoint_path: str) -> None:
         """Saves nothing: the journal has it."""
@@ -251,6 +268,11 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         """Whether one more trial may train."""
         trials = self._controller.get_live_trials() if self._controller is not None else ()
         return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
+
+    def error_of(self, trial_id: str) -> str:
+        """Returns the last line of what has ended a trial."""
+        lines = str(self._controller.get_trial(trial_id).get_error()).strip().splitlines()
+        return lines[-1] if lines else "its process died"
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
         """Takes none: the inner one has its own."""
@@ -363,41 +385,13 @@ class _Searchless:
 
 
 class _Silence(_Unkept, TrialProgressCallback):  # type: ignore[misc]
-    """In place of what prints how trials stand."""
+    """In place of what prints how trials stand. Ray Tune makes it, by its name in the environment."""
 
     def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
         """Prints nothing."""
 
     def _print(self, msg: str) -> None:
         """Prints nothing."""
-
-
-class Listener(_Unkept, Callback):  # type: ignore[misc]
-    """Passes on what Ray Tune hears of trials.
-
-    Args:
-        ended: is told the name of each that has ended, and an error.
-        reported: is told what one has reported.
-    """
-
-    def __init__(
-        self, ended: Callable[[str, str | None], None], reported: Callable[[str, Mapping[str, Any]], None]
-    ) -> None:
-        self._ended, self._reported = ended, reported
-
-    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:
-        """Passes it on."""
-        self._reported(_name(trial), result)
-
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        """Passes it on."""
-        self._ended(_name(trial), None)
-
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        """Passes it on."""
-        error = trial.get_error()
-        lines = str(error).strip().splitlines()
-        self._ended(_name(trial), lines[-1] if lines else "its process died")
 
 
 def _scheduler(search: Search) -> TrialScheduler:

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from ray import tune
 
 from headway.orchestrator import ASHA, Choice, Experiment, Run, Scaling, Search, sweep
 from headway.orchestrator.events import read_events
@@ -49,8 +50,22 @@ class Picky(TinyTrainer):
             time.sleep(0.02)
 
 
-def test_a_grid_of_runs_one_of_which_fails(tmp_path: Path) -> None:
+class OfTheUser(tune.Callback):  # type: ignore[misc]
+    """Hears what Ray Tune says of trials."""
+
+    completed: ClassVar[list[str]] = []
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.completed.append(str(trial))
+
+
+def test_a_grid_of_runs_one_of_which_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """J1, J2, J5, J6."""
+    # Ray Tune has no reason to import MLflow before the first trial.
+    monkeypatch.setitem(sys.modules, "ray.air.integrations.mlflow", None)
+    monkeypatch.setenv("RAY_TUNE_CALLBACKS", "tests.orchestrator.test_sweep.OfTheUser")
     experiment = Experiment(name="grid", trainer=Picky, config=TinyConfig(max_epochs=2), storage=str(tmp_path))
     search = Search(
         space={"config.width": Choice([7, 8, 9, 10]), "config.freeze": Choice([["*.bias"]])},
@@ -59,7 +74,9 @@ def test_a_grid_of_runs_one_of_which_fails(tmp_path: Path) -> None:
     )
 
     def of_tune() -> tuple[dict[str, str], int]:
-        settings = {name: value for name, value in os.environ.items() if name.startswith(("TUNE_", "RAY_AIR_"))}
+        settings = {
+            name: value for name, value in os.environ.items() if name.startswith(("TUNE_", "RAY_AIR_", "RAY_TUNE_"))
+        }
         return settings, logging.getLogger("ray.tune").level
 
     before = of_tune()
@@ -67,6 +84,9 @@ def test_a_grid_of_runs_one_of_which_fails(tmp_path: Path) -> None:
 
     # Who uses Ray Tune in the same process afterwards finds it as it was.
     assert of_tune() == before
+    # Only we print how trials stand, and a user's own callback hears of them.
+    assert "Last result" not in capsys.readouterr().out
+    assert sorted(OfTheUser.completed) == [f"trial-{index:03}" for index in range(4)]
 
     # Each trial is a run of its own, with the config that it had; a list is a value.
     assert results.status == "completed"

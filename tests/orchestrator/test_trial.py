@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -179,3 +181,17 @@ def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_chec
     for step, expected in ((10, [(10, 1, 3.0)]), (20, [(10, 1, 3.0), (20, 2, 2.0)])):
         reporter.on_checkpoint_saved(trainer, SimpleNamespace(step=step, path=tmp_path / f"step-{step}"))
         assert [(each["step"], each["evaluations"], each["validation/loss"]) for each in told] == expected
+
+
+def test_a_process_of_trials_never_collects_what_it_has_imported() -> None:
+    script = (
+        "import gc, sys\n"
+        "from headway.orchestrator import trial_process\n"
+        "assert 'torch' not in sys.modules\n"
+        "rounds = [each['collections'] for each in gc.get_stats()]\n"
+        "trial_process._import_all()\n"
+        "assert [each['collections'] for each in gc.get_stats()] == rounds\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 100_000 > len(gc.get_objects())\n"
+        "assert 'headway.orchestrator.trial' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

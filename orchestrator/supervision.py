@@ -143,7 +143,7 @@ class Supervision:
         # Attempt and workers of the group that is up.
         self._group = (0, 0)
         self._waits_since = self._told_waiting_s = time.monotonic()
-        self._taken = places_taken()
+        self._taken = set() if self._has_workers else places_taken()
         self._told_waiting: str | None = None
         self._taken_away_at = math.inf
         self._patience = Patience()

@@ -89,7 +89,7 @@ def throughput(files: list[str]) -> list[Row]:
         loader: lambda: _loader(files),
     }
     rates: dict[str, list[float]] = {name: [] for name in readers}
-    for _ in range(PAIRS):
+    for _ in range(2 * PAIRS + 1):
         for name, read in readers.items():
             gc.collect()
             epochs = read()

@@ -58,6 +58,7 @@ class SweepTask:
         metric, mode: what is looked for.
         pauses: whether the scheduler needs a checkpoint of each evaluation.
         may_change: whether a trial goes on with other values than it began with.
+        trains_here: whether a trial trains in the process that Ray Tune gives it, and has no workers of its own.
         imports: folders that the driver imports from, besides its packages.
         current_dir: of the driver.
     """
@@ -68,6 +69,7 @@ class SweepTask:
     mode: Mode
     pauses: bool
     may_change: bool
+    trains_here: bool
     imports: tuple[str, ...]
     current_dir: str
 
@@ -94,12 +96,11 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     ) -> dict[str, Any]:
         return _train_here(experiment, run, (reporter, *adopted), since=since, resumption=resumption, verbose=verbose)
 
-    is_alone = experiment.scaling.max_workers == 1
-    display = Display(Console(quiet=True)) if is_alone else Relay(task, run)
+    display = Display(Console(quiet=True)) if task.trains_here else Relay(task, run)
     try:
         result = Supervision(
             experiment, run, Signals(), display, verbose=False, spares=False,
-            train=train_here if is_alone else train_group,
+            train=train_here if task.trains_here else train_group,
             # The driver does, where no trial has its workers: one waits for others to end as well.
             gives_up=False,
             resumption=Resumption(resume=resume, accept_changes=task.may_change),

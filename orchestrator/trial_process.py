@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .trial import SweepTask
 
 
 def train_trial(config: dict[str, Any], packed: bytes) -> None:
@@ -15,25 +18,26 @@ def train_trial(config: dict[str, Any], packed: bytes) -> None:
         config: the values of the trial.
         packed: its `SweepTask`, pickled: reading it imports torch and most of Headway.
     """
-    _import_all()
+    task = _unpacked(packed)
     from .trial import run_trial
 
-    run_trial(config, pickle.loads(packed))
+    run_trial(config, task)
 
 
 @functools.cache
-def _import_all() -> None:
-    """Imports what any trial needs, and has Python's collector rest meanwhile, once in a process.
+def _unpacked(packed: bytes) -> SweepTask:
+    """Has Python's collector rest while all is imported that any trial needs, once in a process.
 
     What modules are made of lives as long as the process. The collector would look at all of it again and again, which
     takes the better part of a second and finds nothing; nor does it look there later.
     """
     gc.disable()
     try:
-        # The first optimizer would import it.
-        import torch._dynamo  # noqa: F401
-
-        from . import trial  # noqa: F401
+        task: SweepTask = pickle.loads(packed)
+        if task.trains_here:
+            # The first optimizer would import it.
+            import torch._dynamo  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()
+    return task

@@ -304,7 +304,9 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
             self._change(trial, before)
         if decision == TrialScheduler.STOP:
             self._stopped.add(trial.trial_id)
-            reason = f"{PRUNED}({self._kind}) after {result['evaluations']} evaluations"
+            count = result["evaluations"]
+            counted = "record" if self._sweep.record.search["metric"].startswith("train/") else "evaluation"
+            reason = f"{PRUNED}({self._kind}) after {count} {counted}{'s'[: count != 1]}"
             folder = Folder(self._sweep.folder.path(_name(trial)))
             patiently(lambda: ask_to_stop(folder, Stop(reason=reason)))
             return str(TrialScheduler.CONTINUE)

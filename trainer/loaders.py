@@ -103,7 +103,8 @@ class LoaderStream:
         """Works out the batch sizes.
 
         Raises:
-            DataError: the dataset is empty, or smaller than one global batch whose tail is dropped.
+            DataError: the dataset is empty, or smaller than one global batch whose tail is dropped, and is to be
+                trained on; an evaluation leaves out what is empty.
         """
         loader, self._feed = self._loader, feed
         assert loader.batch_size is not None
@@ -111,8 +112,8 @@ class LoaderStream:
         own = loader.batch_size * feed.world_size * (feed.accumulation if feed.training else 1)
         self._global_batch_size = ((feed.training or feed.by_shard) and feed.global_batch_size) or own
         self._drop_last = loader.drop_last and feed.training
-        if len(self._dataset) == 0:
-            raise DataError(f"the {type(self._dataset).__name__} of the {_role(feed)} loader has no rows")
+        if feed.training and not len(self._dataset):
+            raise DataError(f"the {type(self._dataset).__name__} of the training loader has no rows")
         if self._drop_last and len(self._dataset) < self._global_batch_size:
             raise DataError(
                 f"the {type(self._dataset).__name__} has {len(self._dataset)} rows, less than one global batch of "
@@ -268,7 +269,7 @@ class IterableStream:
 
         Raises:
             ConfigError: a global batch size is asked for, which only a stream that knows its rows can keep.
-            DataError: the iterable has no batches.
+            DataError: the iterable has no batches, and is to be trained on.
         """
         self._feed = feed
         if feed.training and feed.global_batch_size is not None:
@@ -279,8 +280,8 @@ class IterableStream:
                 "map-style dataset, with no sampler but torch's sequential, random and distributed ones, or a Headway "
                 f"stream. {why} brings its own batches; set gradient_accumulation_steps instead"
             )
-        if self._num_batches == 0:
-            raise DataError(f"the {_role(feed)} data, a {type(self._data).__name__}, has no batches")
+        if feed.training and self._num_batches == 0:
+            raise DataError(f"the training data, a {type(self._data).__name__}, has no batches")
         if feed.rank == 0 and feed.world_size > 1:
             self._warn_of_ranks()
 

@@ -83,7 +83,23 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
         scheduler.on_trial_add(controller, trial)
         report = {"validation/loss": loss, "evaluations": 1, "step": 1}
         assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
-        assert (asked_to_stop(Folder(sweep.folder.path(name))) is not None) is is_stopped
+        stop = asked_to_stop(Folder(sweep.folder.path(name)))
+        assert (stop.reason if stop else None) == ("the scheduler (x) after 1 evaluation" if is_stopped else None)
+
+
+def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(tmp_path: Path) -> None:
+    search = Search(space=SPACE, metric="train/loss", trials=9, scheduler=ASHA(grace=3, max_evaluations=9))
+    sweep = open_sweep(experiment(tmp_path), search)
+    past = {"trial-000": [{"train/loss": 0.1, "evaluations": number, "step": number} for number in (1, 2, 3)]}
+    scheduler, controller = gentle(sweep, search, past)
+    Folder(sweep.folder.path("trial-001")).prepare()
+    trial: Any = orchestrator_tuning._Ended("trial-001")
+    scheduler.on_trial_add(controller, trial)
+    for number in (1, 2, 3):
+        scheduler.on_trial_result(controller, trial, {"train/loss": 9.0, "evaluations": number, "step": number})
+    stop = asked_to_stop(Folder(sweep.folder.path("trial-001")))
+    assert stop is not None
+    assert stop.reason == "the scheduler (x) after 3 records"
 
 
 def lead(search: Search, folder: str) -> _Lead:

@@ -470,9 +470,13 @@ def test_numbers_of_batches_are_whole(name: str) -> None:
         _config(**{name: -1})
 
 
-def test_data_that_turns_out_empty_gives_no_metric_and_a_warning_E5() -> None:
-    """Of known size it is an error before training; otherwise it never becomes a loss of zero."""
-    trainer = Plateau(_config(), data={"empty": lambda: iter([]), "full": [_collate([1])]})
+EMPTY = [lambda: iter([]), [], DataLoader(Rows(0)), DataLoader(Rows(0), num_workers=1)]
+
+
+@pytest.mark.parametrize("empty", EMPTY, ids=["function", "list", "loader", "loader with a worker"])
+def test_data_that_is_empty_gives_no_metric_and_a_warning_E5(empty: Any) -> None:
+    """It never becomes a loss of zero."""
+    trainer = Plateau(_config(), data={"empty": empty, "full": [_collate([1])]})
     trainer.scheduler_monitor = "validation/full/loss"
     with pytest.warns(UserWarning, match="the validation data 'empty' has no batches: it is left out"):
         result = trainer.fit()
@@ -481,7 +485,9 @@ def test_data_that_turns_out_empty_gives_no_metric_and_a_warning_E5() -> None:
         "validation/full/accuracy",
     }
     with pytest.warns(UserWarning, match="the validation data has no batches"):
-        assert Plateau(_config(), data=lambda: iter([])).fit().status == "completed"
+        alone = Plateau(_config(), data=empty).fit()
+    assert alone.status == "completed"
+    assert not any(name.startswith("validation/") for name in alone.metrics)
 
 
 # ---- On ranks ------------------------------------------------------------------------------------------------------

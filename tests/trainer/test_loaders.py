@@ -609,8 +609,6 @@ def test_an_iterator_that_runs_out_is_an_error() -> None:
         ([], "the training data, a list, has no batches"),
         (lambda: iter([]), "epoch 1 has no batches"),
         (DataLoader(Rows(5), batch_size=8, drop_last=True), "has 5 rows, less than one global batch of 8"),
-        ((_batches(1), []), "the validation data, a list, has no batches"),
-        ((_batches(1), DataLoader(Numbers(0))), "the Numbers of the validation loader has no rows"),
     ],
 )
 def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero_E5(data: Any, message: str) -> None:

@@ -37,7 +37,7 @@ TOKENS = 512
 ROWS_PER_FILE = 100_000
 FILES = 10
 BATCH = 256
-PAIRS = 3
+PAIRS = 7
 
 
 def rows() -> list[Row]:
@@ -89,7 +89,7 @@ def throughput(files: list[str]) -> list[Row]:
         loader: lambda: _loader(files),
     }
     rates: dict[str, list[float]] = {name: [] for name in readers}
-    for _ in range(2 * PAIRS + 1):
+    for _ in range(PAIRS):
         for name, read in readers.items():
             gc.collect()
             epochs = read()
@@ -158,7 +158,7 @@ def place() -> Row:
     """Seconds to find out what is read first in an epoch of 1e9 rows, at the slowest of several places in it."""
     plan = EpochPlan(np.full(10_000, 100_000), seed=0, epoch=1, shards=32)
     seconds: dict[float, list[float]] = {part: [] for part in (0.0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.999999)}
-    for _ in range(2 * PAIRS + 1):
+    for _ in range(PAIRS):
         for part, times in seconds.items():
             start = time.perf_counter()
             reads = plan.reads(rank=1, world_size=2, offset=int(plan.rows * part) // BATCH * BATCH)
@@ -181,7 +181,7 @@ def place() -> Row:
 def first_batch(files: list[str]) -> Row:
     """Seconds from `open` to the first batch in an epoch of 1,000,000 rows, at its start and at 99 %."""
     seconds: dict[float, list[float]] = {0.0: [], 0.99: []}
-    for _ in range(2 * PAIRS + 1):
+    for _ in range(PAIRS):
         for part, times in seconds.items():
             stream = ParquetStream(files)
             start = time.perf_counter()

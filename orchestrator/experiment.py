@@ -77,6 +77,11 @@ class Scaling:
         return self.workers if isinstance(self.workers, int) else self.workers[0]
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is never more than one worker: a trial then trains in the process that it has anyway."""
+        return self.max_workers == 1
+
+    @property
     def max_workers(self) -> int:
         """The most that train."""
         return self.workers if isinstance(self.workers, int) else self.workers[1]

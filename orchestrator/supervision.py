@@ -134,7 +134,7 @@ class Supervision:
         self._error: BaseException | None = None
         self._is_up = False
         # Who trains in this process is there from the start.
-        self._has_workers = train is not train_group
+        self._trains_here = self._has_workers = train is not train_group
         self._signals_seen = 0
         self._stop: Stop | None = None
         self._stop_since_s = 0.0
@@ -142,8 +142,8 @@ class Supervision:
         self._growth = Growth(experiment.scaling)
         # Attempt and workers of the group that is up.
         self._group = (0, 0)
-        self._waits_since = self._told_waiting_s = time.monotonic()
-        self._taken = set() if self._has_workers else places_taken()
+        self._told_waiting_s = time.monotonic()
+        self._start_clock()
         self._told_waiting: str | None = None
         self._taken_away_at = math.inf
         self._patience = Patience()
@@ -262,7 +262,12 @@ class Supervision:
         self._growth.end()
         self._watch.end()
         self._has_workers, self._taken_away_at = False, math.inf
-        self._waits_since, self._taken = time.monotonic(), places_taken()
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        """Begins to count how long workers are waited for. What trains in this process is there."""
+        self._waits_since = math.inf if self._trains_here else time.monotonic()
+        self._taken = set() if self._trains_here else places_taken()
 
     def _heed_signals(self) -> None:
         """The first signal asks for a checkpoint and the end, a second Ctrl-C for the end."""

@@ -264,7 +264,7 @@ class _Lead:
                     mode=self._search.mode,
                     pauses=scheduler is not None and scheduler.pauses,
                     may_change=bool(self._search.varied),
-                    trains_here=self._experiment.scaling.max_workers == 1,
+                    trains_here=self._experiment.scaling.is_alone,
                     imports=import_folders(),
                     current_dir=os.getcwd(),
                 ),

@@ -75,7 +75,7 @@ class SweepTask:
 
 
 def run_trial(config: dict[str, Any], task: SweepTask) -> None:
-    """Trains one trial to its end, whatever it is; its run says which. For Ray Tune."""
+    """Trains one trial to its end, whatever it is; its run says which."""
     # A trial that is paused still writes a checkpoint.
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
     if os.path.isdir(task.current_dir):
@@ -335,7 +335,7 @@ def _resume_from(run: Run, resume: str) -> str:
 def resources_of(scaling: Scaling) -> Any:
     """Returns what the process of a trial reserves: as the only worker, or next to nothing beside workers."""
     # Ray Tune refuses nothing at all, and any part of a CPU would be missing for the workers.
-    return tune.PlacementGroupFactory([scaling.per_worker if scaling.max_workers == 1 else {"memory": 1}])
+    return tune.PlacementGroupFactory([scaling.per_worker if scaling.is_alone else {"memory": 1}])
 
 
 def pointer_in(checkpoint: Any) -> dict[str, str]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -97,12 +98,14 @@ def tune_trials(
     )  # fmt: skip
     with (
         environ(_QUIET, unless_set=True),
-        environ({_CALLBACKS: ",".join(filter(None, (os.environ.get(_CALLBACKS), f"{__name__}.{_Silence.__name__}")))}),
+        environ({_CALLBACKS: _and_silence(os.environ.get(_CALLBACKS))}),
         _errors_alone(logging.getLogger("ray.tune")),
         _rays_files(sweep.folder, are_shared=task.pauses) as (place, filesystem),
     ):
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(train_trial, packed=pickle.dumps(task)), resources),
+            tune.with_resources(
+                tune.with_parameters(train_trial, packed=pickle.dumps(task), trains_here=task.trains_here), resources
+            ),
             tune_config=tune.TuneConfig(
                 search_alg=Suggestions(next_trial, scheduler, ended=ended, reported=reported),
                 scheduler=scheduler,
@@ -270,8 +273,8 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
 
     def error_of(self, trial_id: str) -> str:
-        """Returns the last line of what has ended a trial."""
-        lines = str(self._controller.get_trial(trial_id).get_error()).strip().splitlines()
+        """Returns the last line of what has ended a trial, from the file that Ray Tune keeps of it on this machine."""
+        lines = Path(self._controller.get_trial(trial_id).error_file).read_text().strip().splitlines()
         return lines[-1] if lines else "its process died"
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
@@ -386,7 +389,7 @@ class _Searchless:
         return getattr(self._controller, name)
 
 
-class _Silence(_Unkept, TrialProgressCallback):  # type: ignore[misc]
+class _Silence(TrialProgressCallback):  # type: ignore[misc]
     """In place of what prints how trials stand. Ray Tune makes it, by its name in the environment."""
 
     def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
@@ -394,6 +397,12 @@ class _Silence(_Unkept, TrialProgressCallback):  # type: ignore[misc]
 
     def _print(self, msg: str) -> None:
         """Prints nothing."""
+
+
+def _and_silence(callbacks: str | None) -> str:
+    """Returns the names of callbacks, among them once what keeps Ray Tune from printing."""
+    silence = f"{__name__}.{_Silence.__name__}"
+    return ",".join([*(name for name in (callbacks or "").split(",") if name not in ("", silence)), silence])
 
 
 def _scheduler(search: Search) -> TrialScheduler:

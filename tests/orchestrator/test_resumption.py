@@ -25,7 +25,6 @@ from tests.tiny import StopAt, TinyConfig, TinyTrainer
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trains the run `tiny` in this process up to an update, where it is interrupted; returns the result, and what was
     shown."""
-    monkeypatch.setattr(supervision, "places_taken", set)
     monkeypatch.setattr(local_ray, "connected", lambda *_, **__: nullcontext(True))
 
     def begin(until: int, **options: Any) -> tuple[RunResult, str]:

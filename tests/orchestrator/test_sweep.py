@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 import torch
 from ray import tune
 
-from headway.orchestrator import ASHA, Choice, Experiment, Run, Scaling, Search, sweep
+from headway.orchestrator import ASHA, Choice, Experiment, Retries, Run, Scaling, Search, sweep
 from headway.orchestrator.events import read_events
 from headway.orchestrator.stopping import stop_run
 from headway.orchestrator.storage import Folder
@@ -29,13 +30,15 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 class Picky(TinyTrainer):
-    """Width 7 fails, and width 8 measures nothing that is a number. Widths 8 and 9 wait for each other."""
+    """Width 6 dies, 7 fails, and 8 measures nothing that is a number. Widths 8 and 9 wait for each other."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.training and self.config.width in (8, 9) and self.global_step == 0:
             self._meet()
         if self.training and self.config.width == 7 and self.global_step == 2:
             raise ValueError("no width of 7")
+        if self.training and self.config.width == 6 and self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         step = super().training_step(batch, batch_idx)
         if not self.training and self.config.width == 8:
             return {**step, "loss": step["loss"] * math.nan}
@@ -132,6 +135,17 @@ def test_a_grid_of_runs_one_of_which_fails(
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     torch.testing.assert_close(float(done.stdout), results.best.metric, rtol=1e-5, atol=1e-6)
+
+
+def test_a_trial_whose_process_dies_too_often_says_so(tmp_path: Path) -> None:
+    """J2."""
+    experiment = Experiment(
+        name="dies", trainer=Picky, config=TinyConfig(max_epochs=1), retries=Retries(max_failures=0),
+        storage=str(tmp_path),
+    )  # fmt: skip
+    results = sweep(experiment, Search(space={"config.width": Choice([6, 10])}, algorithm="grid", concurrent=1))
+    assert [trial.status for trial in results.trials] == ["failed", "completed"]
+    assert "died" in (results.trials[0].error or "")
 
 
 def test_trials_of_several_workers(tmp_path: Path) -> None:

@@ -301,6 +301,9 @@ def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch:
         return {}
 
     monkeypatch.setattr("headway.orchestrator.local_ray.missing", lambda _: "")
+    # It stands for workers of their own; what trains in this process waits for none.
+    monkeypatch.setattr("headway.orchestrator.supervision.train_group", train)
+    monkeypatch.setattr("headway.orchestrator.supervision.places_taken", set)
     with pytest.raises(ConfigError, match="the workers have not come up in 0s"):
         supervision(asked, run, train).run()
     deadline_s = time.monotonic() + 30

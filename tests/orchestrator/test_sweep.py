@@ -148,13 +148,14 @@ def test_a_trial_whose_process_dies_too_often_says_so(tmp_path: Path) -> None:
     assert "died" in (results.trials[0].error or "")
 
 
-def test_trials_of_several_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [2, (1, 2)], ids=["fixed", "elastic"])
+def test_trials_of_several_workers(tmp_path: Path, workers: int | tuple[int, int]) -> None:
     """J6: two trials of two workers each fill the four CPUs, and the checkpoints of the worse one make room."""
     experiment = Experiment(
         name="wide",
         trainer=TinyTrainer,
         config=TinyConfig(max_epochs=2),
-        scaling=Scaling(workers=2),
+        scaling=Scaling(workers=workers),
         storage=str(tmp_path),
     )
     search = Search(

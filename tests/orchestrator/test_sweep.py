@@ -154,7 +154,7 @@ def test_trials_of_several_workers(tmp_path: Path, workers: int | tuple[int, int
     experiment = Experiment(
         name="wide",
         trainer=TinyTrainer,
-        config=TinyConfig(max_epochs=2),
+        config=TinyConfig(max_epochs=2, global_batch_size=16),
         scaling=Scaling(workers=workers),
         storage=str(tmp_path),
     )

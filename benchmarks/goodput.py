@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.orchestrator.asking import Stop, ask_to_stop
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.ledger import Ledger, ledger
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.runs.goodput import Ledger, ledger
+from headway.orchestrator.runs.requests import Stop, ask_to_stop
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 
 from .restart import start
 from .table import Row

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from headway.orchestrator import Experiment, list_runs
-from headway.orchestrator.claiming import open_run
-from headway.orchestrator.events import EventLog
-from headway.orchestrator.runs import now
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.runs.run import now
+from headway.orchestrator.storage.events import EventLog
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
 
 from .loop import make_mlp

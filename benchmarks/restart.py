@@ -18,8 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 
 from .table import Row, interleave, median_ratio
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
-from headway.trainer.digests import TensorSum
-from headway.trainer.summing import SummedFile
+from headway.trainer.checkpoints.file_checksums import SummedFile
+from headway.trainer.checkpoints.tensor_checksums import TensorSum
 
 from .table import Row, interleave, median_ratio
 

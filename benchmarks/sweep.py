@@ -21,11 +21,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headway.orchestrator import ASHA, Choice, Experiment, LogUniform, Run, Search, SweepResult
-from headway.orchestrator import sweep as sweep_experiment
-from headway.orchestrator.events import read_events
-from headway.orchestrator.storage import Folder
-from headway.orchestrator.sweep_display import SweepDisplay
+from headway.orchestrator import (
+    ASHA,
+    Choice,
+    Experiment,
+    LogUniform,
+    Run,
+    Search,
+    SweepResult,
+    sweep as sweep_experiment,
+)
+from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.storage.events import read_events
+from headway.orchestrator.storage.folder import Folder
 
 from .table import Row, interleave, median_ratio
 
@@ -44,7 +52,7 @@ def overhead(folder: str, pairs: int = 7) -> Row:
     import ray
 
     # Before the clock starts for either: a second, once in a process.
-    import headway.orchestrator.tuning  # noqa: F401
+    import headway.orchestrator.sweeps.tune_adapter  # noqa: F401
 
     from .sweep_bare import sweep as sweep_bare
     from .sweep_headway import experiment, search

@@ -33,7 +33,7 @@ _READY = 2
 
 
 class Feed(Protocol):
-    """What a stream must know of the run; `headway.trainer.streams.Feed` has this shape."""
+    """What a stream must know of the run; `headway.trainer.data.protocols.Feed` has this shape."""
 
     @property
     def rank(self) -> int: ...  # noqa: D102

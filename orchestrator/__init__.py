@@ -6,91 +6,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import resolve
-    from .errors import RunConflictError, StorageError, TrainingFailedError
-    from .experiment import Experiment, Retries, Scaling
-    from .planning import Plan, plan
-    from .report import write_report
-    from .rerunning import rerun
-    from .result import RunResult
-    from .runs import Run, find_run, list_runs
-    from .schedulers import ASHA, PBT, HyperBand, MedianStopping
-    from .search import Search
-    from .space import Choice, LogUniform, RandInt, Uniform, When
-    from .sweep_result import SweepResult, TrialResult
-    from .sweeping import sweep
-    from .training import fit
+    from .config.experiment import Experiment as Experiment, Retries as Retries, Scaling as Scaling
+    from .config.loader import resolve as resolve
+    from .errors import (
+        RunConflictError as RunConflictError,
+        StorageError as StorageError,
+        TrainingFailedError as TrainingFailedError,
+    )
+    from .reports.run import write_report as write_report
+    from .runs.rerun import rerun as rerun
+    from .runs.result import RunResult as RunResult
+    from .runs.run import Run as Run, find_run as find_run, list_runs as list_runs
+    from .sweeps.driver import sweep as sweep
+    from .sweeps.result import SweepResult as SweepResult, TrialResult as TrialResult
+    from .sweeps.schedulers import ASHA as ASHA, PBT as PBT, HyperBand as HyperBand, MedianStopping as MedianStopping
+    from .sweeps.search import Search as Search
+    from .sweeps.space import (
+        Choice as Choice,
+        LogUniform as LogUniform,
+        RandInt as RandInt,
+        Uniform as Uniform,
+        When as When,
+    )
+    from .train.dry_run import Plan as Plan, plan as plan
+    from .train.fit import fit as fit
 
-__all__ = [
-    "ASHA",
-    "Choice",
-    "Experiment",
-    "HyperBand",
-    "LogUniform",
-    "MedianStopping",
-    "PBT",
-    "Plan",
-    "RandInt",
-    "Retries",
-    "Run",
-    "RunConflictError",
-    "RunResult",
-    "Scaling",
-    "Search",
-    "StorageError",
-    "SweepResult",
-    "TrainingFailedError",
-    "TrialResult",
-    "Uniform",
-    "When",
-    "find_run",
-    "fit",
-    "list_runs",
-    "plan",
-    "rerun",
-    "resolve",
-    "sweep",
-    "write_report",
-]
-
-_HOME = {
-    "ASHA": "schedulers",
-    "Choice": "space",
-    "Experiment": "experiment",
-    "HyperBand": "schedulers",
-    "LogUniform": "space",
-    "MedianStopping": "schedulers",
-    "PBT": "schedulers",
-    "Plan": "planning",
-    "RandInt": "space",
-    "Retries": "experiment",
-    "Run": "runs",
-    "RunConflictError": "errors",
-    "RunResult": "result",
-    "Scaling": "experiment",
-    "Search": "search",
-    "StorageError": "errors",
-    "SweepResult": "sweep_result",
-    "TrainingFailedError": "errors",
-    "TrialResult": "sweep_result",
-    "Uniform": "space",
-    "When": "space",
-    "find_run": "runs",
-    "fit": "training",
-    "list_runs": "runs",
-    "plan": "planning",
-    "rerun": "rerunning",
-    "resolve": "config",
-    "sweep": "sweeping",
-    "write_report": "report",
+_PUBLIC = {
+    "config.experiment": ("Experiment", "Retries", "Scaling"),
+    "config.loader": ("resolve",),
+    "errors": ("RunConflictError", "StorageError", "TrainingFailedError"),
+    "reports.run": ("write_report",),
+    "runs.rerun": ("rerun",),
+    "runs.result": ("RunResult",),
+    "runs.run": ("Run", "find_run", "list_runs"),
+    "sweeps.driver": ("sweep",),
+    "sweeps.result": ("SweepResult", "TrialResult"),
+    "sweeps.schedulers": ("ASHA", "HyperBand", "MedianStopping", "PBT"),
+    "sweeps.search": ("Search",),
+    "sweeps.space": ("Choice", "LogUniform", "RandInt", "Uniform", "When"),
+    "train.dry_run": ("Plan", "plan"),
+    "train.fit": ("fit",),
 }
+"""The public names, by the module that defines them. The block for type checkers above repeats them."""
+
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = tuple(sorted(_MODULE_OF))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)

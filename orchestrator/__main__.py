@@ -1,5 +1,5 @@
 """`python -m headway.orchestrator` is the command `headway`."""
 
-from .cli import main
+from .cli.main import main
 
 main()

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from headway.trainer import requests
-from headway.trainer.world import World
+from headway.trainer.distributed.world import World
+from headway.trainer.loop import control
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -83,7 +83,7 @@ def _rank(
         faulthandler.dump_traceback_later(timeout_s, file=stack, exit=True)
         torch.set_num_threads(1)
         # Ranks agree on requests after every update, so that a test knows at which one a stop takes effect.
-        requests.WITHIN_S = 0.0
+        control.WITHIN_S = 0.0
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
         try:
             value = fn(World.attach("cpu"), *args)

@@ -16,13 +16,13 @@ import headway.orchestrator
 import headway.trainer
 import headway.trainer.callbacks
 import headway.trainer.trackers
-from headway.orchestrator.cli import app
+from headway.orchestrator.cli.main import app
 from headway.trainer import ConfigError, Duration, Trainer, World
 from headway.trainer.callbacks import PeakMemory
 from headway.trainer.callbacks.base import HOOKS
 from headway.trainer.config import ActivationCheckpointing, NonFinite, Precision, Strategy
 from headway.trainer.result import Status
-from headway.trainer.scheduling import Interval
+from headway.trainer.step.lr_stepping import Interval
 from tests.tiny import TinyConfig, TinyTrainer
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"

@@ -123,7 +123,7 @@ class Losses(Callback):
 
 def weights(trainer: Trainer[Any]) -> dict[str, torch.Tensor]:
     """The whole weights of a trainer's models, on every rank."""
-    from headway.trainer.parallel import whole
+    from headway.trainer.distributed.parallelize import whole
 
     return {
         f"{name}.{path.removeprefix('module.')}": whole(value.detach()).clone()

@@ -9,117 +9,81 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import optimizers, schedules
-    from .callbacks.base import Callback
-    from .checkpoint import Checkpoint, CheckpointStore
-    from .config import CheckpointConfig, LossSpikeConfig, ParallelConfig, TrainerConfig
-    from .errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        HeadwayError,
-        LossSpikeError,
-        NonFiniteError,
-        ResumeError,
-        StepError,
+    from . import optimizers as optimizers, schedules as schedules
+    from .callbacks.base import Callback as Callback
+    from .checkpoints.export import (
+        export_pretrained as export_pretrained,
+        export_safetensors as export_safetensors,
+        load_weights as load_weights,
     )
-    from .export import export_pretrained, export_safetensors, load_weights
-    from .histogram import Histogram, histograms
-    from .nested import average_records, map_tensors
-    from .progress import Duration, Progress
-    from .result import FitResult, read_history
-    from .sketch import Sketch
-    from .streams import BatchStream, Stateful
-    from .supervised import SupervisedTrainer
-    from .table import Table
-    from .trackers.base import Tracker
-    from .trainer import Trainer
-    from .world import World
+    from .checkpoints.store import Checkpoint as Checkpoint, CheckpointStore as CheckpointStore
+    from .config import (
+        CheckpointConfig as CheckpointConfig,
+        LossSpikeConfig as LossSpikeConfig,
+        ParallelConfig as ParallelConfig,
+        TrainerConfig as TrainerConfig,
+    )
+    from .data.protocols import BatchStream as BatchStream, Stateful as Stateful
+    from .data.tree import average_records as average_records, map_tensors as map_tensors
+    from .distributed.world import World as World
+    from .errors import (
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        DataError as DataError,
+        HeadwayError as HeadwayError,
+        LossSpikeError as LossSpikeError,
+        NonFiniteError as NonFiniteError,
+        ResumeError as ResumeError,
+        StepError as StepError,
+    )
+    from .loop.progress import Duration as Duration, Progress as Progress
+    from .metrics.histogram import Histogram as Histogram, histograms as histograms
+    from .result import FitResult as FitResult, Table as Table, read_history as read_history
+    from .setup.dry_run import Sketch as Sketch
+    from .supervised import SupervisedTrainer as SupervisedTrainer
+    from .trackers.base import Tracker as Tracker
+    from .trainer import Trainer as Trainer
 
-__all__ = [
-    "BatchStream",
-    "Callback",
-    "Checkpoint",
-    "CheckpointConfig",
-    "CheckpointError",
-    "CheckpointStore",
-    "ConfigError",
-    "DataError",
-    "Duration",
-    "FitResult",
-    "HeadwayError",
-    "Histogram",
-    "LossSpikeConfig",
-    "LossSpikeError",
-    "NonFiniteError",
-    "ParallelConfig",
-    "Progress",
-    "ResumeError",
-    "Sketch",
-    "Stateful",
-    "StepError",
-    "SupervisedTrainer",
-    "Table",
-    "Tracker",
-    "Trainer",
-    "TrainerConfig",
-    "World",
-    "average_records",
-    "export_pretrained",
-    "export_safetensors",
-    "histograms",
-    "load_weights",
-    "map_tensors",
-    "optimizers",
-    "read_history",
-    "schedules",
-]
-
-_HOME = {
-    "BatchStream": "streams",
-    "Callback": "callbacks.base",
-    "Checkpoint": "checkpoint",
-    "CheckpointConfig": "config",
-    "CheckpointError": "errors",
-    "CheckpointStore": "checkpoint",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "Duration": "progress",
-    "FitResult": "result",
-    "HeadwayError": "errors",
-    "Histogram": "histogram",
-    "LossSpikeConfig": "config",
-    "LossSpikeError": "errors",
-    "NonFiniteError": "errors",
-    "ParallelConfig": "config",
-    "Progress": "progress",
-    "ResumeError": "errors",
-    "Sketch": "sketch",
-    "Stateful": "streams",
-    "StepError": "errors",
-    "SupervisedTrainer": "supervised",
-    "Table": "table",
-    "Tracker": "trackers.base",
-    "Trainer": "trainer",
-    "TrainerConfig": "config",
-    "World": "world",
-    "average_records": "nested",
-    "export_pretrained": "export",
-    "export_safetensors": "export",
-    "histograms": "histogram",
-    "load_weights": "export",
-    "map_tensors": "nested",
-    "read_history": "result",
+_PUBLIC = {
+    "callbacks.base": ("Callback",),
+    "checkpoints.export": ("export_pretrained", "export_safetensors", "load_weights"),
+    "checkpoints.store": ("Checkpoint", "CheckpointStore"),
+    "config": ("CheckpointConfig", "LossSpikeConfig", "ParallelConfig", "TrainerConfig"),
+    "data.protocols": ("BatchStream", "Stateful"),
+    "data.tree": ("average_records", "map_tensors"),
+    "distributed.world": ("World",),
+    "errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "HeadwayError",
+        "LossSpikeError",
+        "NonFiniteError",
+        "ResumeError",
+        "StepError",
+    ),
+    "loop.progress": ("Duration", "Progress"),
+    "metrics.histogram": ("Histogram", "histograms"),
+    "result": ("FitResult", "Table", "read_history"),
+    "setup.dry_run": ("Sketch",),
+    "supervised": ("SupervisedTrainer",),
+    "trackers.base": ("Tracker",),
+    "trainer": ("Trainer",),
 }
+"""The public names, by the module that defines them. The block for type checkers above repeats them."""
+
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = tuple(sorted((*_MODULE_OF, "optimizers", "schedules")))
 
 
 def __getattr__(name: str) -> Any:
     if name in ("optimizers", "schedules"):
         return import_module(f".{name}", __name__)
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)

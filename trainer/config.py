@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from .best import Mode
+from .checkpoints.retention import Mode, Retention
 from .errors import ConfigError
-from .progress import Duration
-from .retention import Retention
+from .loop.progress import Duration
 
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]

@@ -14,40 +14,40 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import assembly, initialise, parallel
-from .activity import Activity
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
-from .checkpoint import Checkpoint
+from .checkpoints.export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
+from .checkpoints.rng import seed_everything
+from .checkpoints.store import Checkpoint
 from .config import TrainerConfig
-from .determinism import pinned
+from .data.loaders import LoadedBatch
+from .data.protocols import BatchStream, check_data
+from .data.tree import batch_size
+from .distributed import parallelize
+from .distributed.world import World
 from .errors import ConfigError, DataError, HeadwayError
-from .evaluation_metrics import EvaluationMetrics
-from .exact import ExactUpdate
-from .exact_limits import check_exact_config, check_exact_metrics
-from .export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
-from .float8 import check_float8, convert_to_float8
-from .histogram import Histogram
-from .loaders import LoadedBatch
-from .loop import Loop
-from .memory import explain, is_out_of_memory
-from .nested import batch_size
-from .precision import autocast
-from .progress import Progress
-from .recorder import Meter, as_plain
-from .reductions import Reduce
-from .requests import Requests, StopStatus
+from .exact.checks import check_exact_config, check_exact_metrics
+from .exact.determinism import pinned
+from .exact.step import ExactUpdate
+from .loop.control import Requests, StopStatus
+from .loop.evaluation_metrics import EvaluationMetrics
+from .loop.loop import Loop
+from .loop.progress import Progress
+from .loop.run_state import COMPONENTS
+from .loop.signals import stop_on_signals
+from .loop.timing import Activity, SetupTimes
+from .metrics.histogram import Histogram
+from .metrics.reductions import Reduce
+from .metrics.train_log import Meter, as_plain
 from .result import FitResult, History, Status
-from .rng import seed_everything
-from .scheduling import Interval
-from .setup_times import SetupTimes
-from .signals import stop_on_signals
-from .sketch import Sketch, sketch_of
-from .state import COMPONENTS
-from .streams import BatchStream, check_data
+from .setup import build, weight_init
+from .setup.dry_run import Sketch, sketch_of
+from .setup.float8 import check_float8, convert_to_float8
+from .step.lr_stepping import Interval
+from .step.oom import explain, is_out_of_memory
+from .step.optimizer_step import Weight
+from .step.precision import autocast
 from .trackers.base import Tracker
 from .trackers.jsonl import JsonlTracker
-from .update import Weight
-from .world import World
 
 C = TypeVar("C", bound=TrainerConfig)
 
@@ -193,7 +193,7 @@ class Trainer(OwnHooks, Generic[C]):
         number of ranks and every strategy. Not called for models that came with their weights.
         """
         for model in self._born_on_meta.values():
-            initialise.reset_parameters(model)
+            weight_init.reset_parameters(model)
 
     def configure_optimizers(self) -> None:
         """Sets optimizers, and schedulers if there are any, as attributes, over the finished models' parameters.
@@ -467,7 +467,7 @@ class Trainer(OwnHooks, Generic[C]):
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the module that the user wrote, inside any nesting of compile, DDP, FSDP, checkpointing, averages."""
-        return parallel.unwrap(module)
+        return parallelize.unwrap(module)
 
     def evaluate(self, data: Any = None, *, checkpoint: str | Path | Checkpoint | None = None) -> dict[str, float]:
         """Evaluates on the validation data, or on other data (or sets by name). Every rank must call this.
@@ -491,7 +491,7 @@ class Trainer(OwnHooks, Generic[C]):
             )
         with ExitStack() as opened:
             in_use = [each for each in (self._data, *self._validation.values()) if each is not None]
-            sets = self._validation if data is None else assembly.open_sets(self, data, in_use=in_use)
+            sets = self._validation if data is None else build.open_sets(self, data, in_use=in_use)
             for stream in sets.values() if data is not None else ():
                 opened.callback(stream.close)
             if checkpoint is not None:
@@ -648,11 +648,11 @@ class Trainer(OwnHooks, Generic[C]):
         self._check_config()
         self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
         try:
-            assembly.make_models(self)
+            build.make_models(self)
             self._open_data()
             unknown = ""
             try:
-                assembly.make_optimizers(self)
+                build.make_optimizers(self)
             except HeadwayError:
                 raise
             except Exception as error:
@@ -670,7 +670,7 @@ class Trainer(OwnHooks, Generic[C]):
             # An attempt to set up has failed, and ended the process group.
             self.world.rejoin()
         elif self.world.has_ended:
-            assembly.join_again(self)
+            build.join_again(self)
         if self._is_set_up:
             return
         self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
@@ -678,19 +678,19 @@ class Trainer(OwnHooks, Generic[C]):
         # One seed for all ranks while weights are drawn, each its own afterwards.
         seed_everything(self.config.seed, rank="common")
         with self.setup_times.phase("configure"):
-            assembly.make_models(self)
+            build.make_models(self)
             if self.config.float8:
                 convert_to_float8(self.models)
-        self._born_on_meta = {name: model for name, model in self.models.items() if parallel.on_meta(model)}
-        assembly.spread_models(self, self._born_on_meta)
+        self._born_on_meta = {name: model for name, model in self.models.items() if parallelize.on_meta(model)}
+        build.spread_models(self, self._born_on_meta)
         # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
         with self.setup_times.phase("open_data"):
             self._open_data()
-            assembly.check_data(self, self._streams())
+            build.check_data(self, self._streams())
             if self._data is not None and self._data.guarantee != "exact":
                 self._steps_on_ranks = self.world.gather(self._data.steps_in_epoch(0))
         with self.setup_times.phase("optimizers"):
-            assembly.make_optimizers(self)
+            build.make_optimizers(self)
         assert self._data is not None
         self._made_loop = Loop(self, self._requests, self._data, self._validation)
         self.metrics = EvaluationMetrics(self.configure_metrics(), self.world)
@@ -731,14 +731,14 @@ class Trainer(OwnHooks, Generic[C]):
                 f"max_tokens={config.max_tokens} needs a trainer that counts them: {type(self).__name__} does not "
                 "define num_tokens(self, batch)"
             )
-        parallel.check_strategy(self.config.parallel, self.world)
+        parallelize.check_strategy(self.config.parallel, self.world)
         if self.config.float8 and not elsewhere:
             check_float8(self.device)
         if self.config.exact:
             check_exact_config(self.config)
 
     def _open_data(self) -> None:
-        self._data, self._validation = assembly.open_data(self)
+        self._data, self._validation = build.open_data(self)
         check_data(self.config, self._data, self._validation)
 
     def _steps_in_epoch(self) -> int | None:

@@ -55,7 +55,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         (entry_points,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith("/entry_points.txt"))
     assert sorted(names) == [f"headway/{module}" for module in MODULES]
-    assert "headway = headway.orchestrator.cli:main" in entry_points
+    assert "headway = headway.orchestrator.cli.main:main" in entry_points
 
 
 SMOKE = """

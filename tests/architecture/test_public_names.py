@@ -14,6 +14,7 @@ PACKAGES = sorted(
     file.parent.relative_to(ROOT).as_posix().replace("/", ".")
     for folder in ("trainer", "orchestrator")
     for file in (ROOT / folder).rglob("__init__.py")
+    if "__all__" in file.read_text()  # the rooms behind them offer nothing by themselves
 )
 
 
@@ -24,7 +25,7 @@ def test_there_are_packages() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_all_is_sorted_complete_and_importable(package: str) -> None:
     module = importlib.import_module(f"headway.{package}")
-    names = module.__all__
+    names = list(module.__all__)
     assert names == sorted(set(names))
     assert [name for name in names if not hasattr(module, name)] == []
     tree = ast.parse(Path(inspect.getfile(module)).read_text())

@@ -21,10 +21,11 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader
 
 from headway.datasets.stream import ParquetStream
-from headway.trainer import Callback, CheckpointConfig, Duration, ParallelConfig, Trainer, World, requests
+from headway.trainer import Callback, CheckpointConfig, Duration, ParallelConfig, Trainer, World
 from headway.trainer.callbacks import Ema
-from headway.trainer.parallel import whole
-from headway.trainer.state import COMPONENTS
+from headway.trainer.distributed.parallelize import whole
+from headway.trainer.loop import control
+from headway.trainer.loop.run_state import COMPONENTS
 from tests.chaos.schedule import Training
 from tests.tiny import Rows, TinyConfig, TinyTrainer, weights
 
@@ -145,7 +146,7 @@ def run_rank(
         os.dup2(output.fileno(), stream)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    requests.WITHIN_S = 0.0
+    control.WITHIN_S = 0.0
     SlowFiles.chance, SlowFiles.failing = random.Random(f"{chance} {rank}"), failing
     warnings.simplefilter("default")
     tell.send(("start",))

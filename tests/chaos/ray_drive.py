@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Duration, ParallelConfig, World
 from headway.trainer.trackers.jsonl import read_records
 from tests.chaos.damage import checkpoints, damage

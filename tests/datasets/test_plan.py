@@ -6,8 +6,7 @@ from collections import defaultdict, deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from headway.datasets.errors import DataError
 from headway.datasets.plan import EpochPlan, check_shards, default_shards, permutation, row_order

@@ -20,8 +20,8 @@ from headway.datasets.errors import DataError
 from headway.datasets.show import read_row
 from headway.datasets.stream import ParquetStream
 from headway.trainer import NonFiniteError, Trainer, TrainerConfig
-from headway.trainer.streams import Feed, ForeseesRows, NamesRows, is_stream
-from headway.trainer.world import World
+from headway.trainer.data.protocols import Feed, ForeseesRows, NamesRows, is_stream
+from headway.trainer.distributed.world import World
 
 from .conftest import feed_of, write
 

@@ -15,9 +15,9 @@ import pytest
 from ray.util import get_node_ip_address
 
 from headway.orchestrator import Run
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.ledger import ledger
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.runs.goodput import ledger
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from tests import heads
 from tests.on_ray import write_rows
 

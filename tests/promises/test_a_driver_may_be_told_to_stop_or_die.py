@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from headway.orchestrator import Run
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer.trackers.jsonl import read_records
 from tests.promises.test_a_hang_ends_by_itself import is_there
 from tests.promises.test_ctrl_c_loses_nothing import TARGET

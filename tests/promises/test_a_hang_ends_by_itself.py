@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from headway.orchestrator import Experiment, Retries, Scaling, TrainingFailedError, fit
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.trackers.jsonl import read_records
 from tests.on_ray import OnRay, OnRayConfig

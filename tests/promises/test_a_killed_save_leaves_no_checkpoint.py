@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from headway.trainer.checkpoint import CheckpointStore
-from headway.trainer.world import World
+from headway.trainer.checkpoints.store import CheckpointStore
+from headway.trainer.distributed.world import World
 
 REPOSITORY = Path(__file__).parents[2]
 

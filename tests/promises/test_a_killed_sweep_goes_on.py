@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from headway.orchestrator import Run, sweep
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.search import resolve_search
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.sweeps.search import resolve_search
 from headway.trainer.trackers.jsonl import read_records
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_session")]

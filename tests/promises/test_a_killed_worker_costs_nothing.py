@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from headway.orchestrator import Experiment, Retries, RunResult, Scaling, fit
-from headway.orchestrator.asking import Stop, ask_to_stop
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.ledger import ledger
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.runs.goodput import ledger
+from headway.orchestrator.runs.requests import Stop, ask_to_stop
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.trackers.jsonl import read_records
 from tests.on_ray import OnRay, OnRayConfig, rows_seen, write_rows

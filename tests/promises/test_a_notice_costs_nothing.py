@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import pytest
 
 from headway.orchestrator import Experiment, RunResult, Scaling, fit
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.trackers.jsonl import read_records
 from tests.on_ray import OnRay, OnRayConfig

@@ -16,8 +16,8 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from headway.orchestrator import Run
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer import Duration
 from headway.trainer.trackers.jsonl import read_records
 from tests.machines import machines

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headway.trainer import Callback, CheckpointConfig, Duration, Trainer, World
-from headway.trainer.rng import seed_everything
+from headway.trainer.checkpoints.rng import seed_everything
 from headway.trainer.trackers.jsonl import read_records
 from tests.distributed import run_on_ranks
 from tests.on_ray import OnRay, OnRayConfig, write_rows

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headway.orchestrator import Run, SweepResult
-from headway.orchestrator.events import Event, read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import Event, read_events
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer.trackers.jsonl import read_records
 from tests.machines import machines
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headway.orchestrator import SweepResult
-from headway.orchestrator.events import read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import read_events
+from headway.orchestrator.storage.folder import Folder
 from tests.promises.test_an_object_store_is_as_good_as_a_disk import settings as settings  # the server of its tests
 
 pytestmark = [

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from headway.orchestrator import SweepResult
-from headway.orchestrator.events import read_events
-from headway.orchestrator.storage import Folder
+from headway.orchestrator.storage.events import read_events
+from headway.orchestrator.storage.folder import Folder
 from tests.machines import machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from headway.trainer import CheckpointConfig, CheckpointError, CheckpointStore, World
-from headway.trainer.manifest import CheckpointWarning
-from headway.trainer.pins import pin
-from headway.trainer.storage import open_storage
+from headway.trainer.checkpoints.manifest import CheckpointWarning
+from headway.trainer.checkpoints.retention import pin
+from headway.trainer.checkpoints.storage import open_storage
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 

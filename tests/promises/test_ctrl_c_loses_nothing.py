@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway.orchestrator import Run, fit, resolve
-from headway.orchestrator.events import read_events
+from headway.orchestrator.storage.events import read_events
 from headway.trainer.trackers.jsonl import read_records
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headway.orchestrator import Run
-from headway.orchestrator.target import load_target
+from headway.orchestrator.config.target import load_target
 from headway.trainer.trackers.jsonl import read_records
 from tests import heads
 

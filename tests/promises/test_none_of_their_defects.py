@@ -35,7 +35,7 @@ from headway.trainer import (
     trackers,
 )
 from headway.trainer.callbacks import EarlyStopping, Ema
-from headway.trainer.catalog import read_checkpoint
+from headway.trainer.checkpoints.scan import read_checkpoint
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 
 ALONE = World.alone("cpu")

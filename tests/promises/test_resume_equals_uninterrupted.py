@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.trainer import Callback, CheckpointConfig, DataError, Duration, ParallelConfig, World
-from headway.trainer.export import load_weights
+from headway.trainer.checkpoints.export import load_weights
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 

@@ -16,14 +16,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.datasets.stream import ParquetStream
-from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World, manifest, tensor_files
-from headway.trainer.checkpoint import CheckpointWarning, read_checkpoint
-from headway.trainer.digests import TensorSum, sum_of_part
-from headway.trainer.loaders import LoaderStream
-from headway.trainer.manifest import MANIFEST, parse_manifest, write_manifest
-from headway.trainer.model_state import ModelState, OptimizerState
-from headway.trainer.progress import Progress
-from headway.trainer.summing import FileSum
+from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World
+from headway.trainer.checkpoints import dcp_writer, manifest
+from headway.trainer.checkpoints.file_checksums import FileSum
+from headway.trainer.checkpoints.manifest import MANIFEST, parse_manifest, write_manifest
+from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
+from headway.trainer.checkpoints.store import CheckpointWarning, read_checkpoint
+from headway.trainer.checkpoints.tensor_checksums import TensorSum, sum_of_part
+from headway.trainer.data.loaders import LoaderStream
+from headway.trainer.loop.progress import Progress
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
 
@@ -120,7 +121,7 @@ def test_a_checkpoint_with_the_sums_of_an_earlier_version_proves_itself_too(
         return sum_of_part(part, of="elements", **place)
 
     with monkeypatch.context() as patched:
-        patched.setattr(tensor_files, "sum_of_part", earlier)
+        patched.setattr(dcp_writer, "sum_of_part", earlier)
         patched.setattr(manifest, "FORMAT", 2)
         checkpoint = _interrupted(tmp_path)
     assert '"format": 2,' in (checkpoint / MANIFEST).read_text()
@@ -210,7 +211,7 @@ def test_random_numbers_of_an_earlier_step(tmp_path: Path) -> None:
 
 def test_random_numbers_that_are_drawn_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path)
-    monkeypatch.setattr("headway.trainer.snapshot.Reading.give_rank_parts", lambda *_: [])
+    monkeypatch.setattr("headway.trainer.checkpoints.snapshot.Reading.give_rank_parts", lambda *_: [])
     _refused(tmp_path, "rng.torch of rank 0")
 
 

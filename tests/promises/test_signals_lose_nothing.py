@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, CheckpointConfig, Trainer, World, storage
+from headway.trainer import Callback, CheckpointConfig, Trainer, World
+from headway.trainer.checkpoints import storage
 from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
 
 STEPS = 40

@@ -27,7 +27,8 @@ from typing import Any
 import numpy
 
 _IMPORTS = (
-    "ray.train.torch", "ray.tune", "ray.data", "headway.orchestrator.worker", "headway.datasets.stream", "torch._dynamo"
+    "ray.train.torch", "ray.tune", "ray.data", "torch._dynamo",
+    "headway.orchestrator.train.worker", "headway.datasets.stream",
 )  # fmt: skip
 # What differs from one worker to the next, and is read when a worker begins, not when something is imported.
 _OF_ONE_WORKER = {"PWD", "OLDPWD", "SHLVL", "_", "RAY_JOB_ID", "RAY_RAYLET_PID", "PYTEST_CURRENT_TEST"}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..best import Best, Mode, is_better
+from ..checkpoints.retention import Best, Mode, is_better
 from ..errors import ConfigError
 from .base import Callback
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..checkpoints.model_state import named_state
+from ..distributed.parallelize import local, sharded_like, whole
 from ..errors import CheckpointError, ConfigError
-from ..model_state import named_state
-from ..parallel import local, sharded_like, whole
 from .base import Callback
 
 if TYPE_CHECKING:

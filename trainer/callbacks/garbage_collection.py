@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..progress import Duration, Schedule
+from ..loop.progress import Duration, Schedule
 from .base import Callback
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..clipping import total_norm
 from ..errors import ConfigError
-from ..gradients import named_parameters
-from ..progress import Duration
+from ..loop.progress import Duration
+from ..step.gradients import named_parameters, total_norm
 from .base import Callback
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.model_state import named_state
 from ..errors import ConfigError
-from ..histogram import Histogram, histograms
-from ..model_state import named_state
-from ..progress import Duration
+from ..loop.progress import Duration
+from ..metrics.histogram import Histogram, histograms
 from .base import Callback
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..memory import human_bytes, is_out_of_memory, peak_bytes, reset_peak
+from ..step.oom import human_bytes, is_out_of_memory, peak_bytes, reset_peak
 from .base import Callback
 
 if TYPE_CHECKING:

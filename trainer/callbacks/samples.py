@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.rng import RngState
 from ..errors import ConfigError
-from ..progress import Duration, Schedule
-from ..rng import RngState
+from ..loop.progress import Duration, Schedule
 from .base import Callback
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..memory import human_bytes
-from ..parallel import unwrap
+from ..distributed.parallelize import unwrap
+from ..step.oom import human_bytes
 from .base import Callback
 
 if TYPE_CHECKING:

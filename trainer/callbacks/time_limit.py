@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..progress import Duration
+from ..loop.progress import Duration
 from .base import Callback
 from .progress_bar import human_duration
 

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from ..histogram import Histogram
+    from ..metrics.histogram import Histogram
 
 
 @dataclass(frozen=True, kw_only=True)

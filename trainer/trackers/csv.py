@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from .records import RESERVED, Record, RecordFile
+from .record_file import RESERVED, Record, RecordFile
 
 
 class CsvTracker(RecordFile):

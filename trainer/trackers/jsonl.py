@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .lines import open_lines
-from .records import Record, RecordFile
+from .line_file import open_lines
+from .record_file import Record, RecordFile
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .base import RunInfo
-from .service import ServiceTracker
+from .remote_run import ServiceTracker
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from .base import RunInfo, Tracker
 if TYPE_CHECKING:
     import torch
 
-    from ..histogram import Histogram
+    from ..metrics.histogram import Histogram
 
 
 class TensorBoardTracker(Tracker):

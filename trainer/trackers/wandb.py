@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import RunInfo
-from .service import ServiceTracker
+from .remote_run import ServiceTracker
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..histogram import Histogram
+    from ..metrics.histogram import Histogram
 
 _FROM_ENVIRONMENT = {"name": "WANDB_NAME", "dir": "WANDB_DIR", "resume": "WANDB_RESUME"}
 

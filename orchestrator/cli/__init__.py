@@ -1,0 +1,1 @@
+"""The command `headway` and what it prints."""

@@ -1,0 +1,111 @@
+"""What the person at the driver sees of a run: lines, and on a terminal a bar below them. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from headway.trainer.callbacks.progress_bar import Pace, progress_line
+
+from ..storage.events import Event
+
+
+class Display:
+    """Shows a run as it goes.
+
+    Args:
+        console: where to; a terminal gets a bar, anything else one line per record.
+
+    Attributes:
+        goes_on: whether the run had begun before this start of it.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._total: int | None = None
+        self.goes_on = False
+        self._attempt = 0
+        self._is_anew = self._has_restored = False
+        self._has_said_where = False
+        self._pace = Pace()
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Shows one line that stays."""
+        # A style given to `print` would colour the bar below as well.
+        self._console.print(Text(text, style=style or ""), soft_wrap=True)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Shows a record of the metrics: on a terminal in the bar, elsewhere as a line."""
+        if "elapsed_s" not in record:
+            return
+        training = {name: value for name, value in record.items() if not name.startswith("validation/")}
+        text = progress_line(training, total_steps=self._total, left_s=self._pace.left_s(record, self._total))
+        if not self._console.is_terminal:
+            self.line(text)
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                BarColumn(bar_width=16), TaskProgressColumn(), TextColumn("{task.description}"), console=self._console
+            )
+            self._task = self._bar.add_task(text, total=self._total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, description=text, completed=int(record["step"]), total=self._total)
+
+    def event(self, event: Event) -> None:
+        """Shows an event of the run."""
+        match event["event"]:
+            case "driver_started":
+                self._is_anew = event.get("resume") == "never"
+            case "attempt_started":
+                self._attempt = event["attempt"]
+                self._has_said_where = self._has_restored = False
+                hosts = {worker["host"] for worker in event["workers"]}
+                size = event["world_size"]
+                self.line(
+                    f"attempt {self._attempt}: {size} worker{'s'[: size > 1]} on {', '.join(sorted(hosts))}", "dim"
+                )
+            case "resized":
+                now, before = event["to"], event["from"]
+                where = f": going on from step {event['step']:,}" if event["step"] else ""
+                self.line(f"{now} worker{'s'[: now > 1]} now ({before} before){where}")
+                self._has_said_where = True
+            case "restored":
+                if not self._has_said_where:
+                    self.line(f"going on from step {event['step']:,} (attempt {self._attempt})")
+                self._has_said_where, self._has_restored = False, True
+            case "training":
+                self._total = event.get("total_steps")
+                is_again = (self._attempt > 1 or self.goes_on) and not self._is_anew
+                if is_again and event["step"] == 0 and not self._has_restored:
+                    self.line("there is no checkpoint yet: beginning at step 0")
+            case "evaluated":
+                self.line(f"step {event['step']:,} · {_numbers(event['metrics'])}", "bold")
+            case "checkpoint_saved":
+                self.line(f"step {event['step']:,} · checkpoint {event['path']}", "dim")
+            case "message":
+                self.line(event["text"])
+            case "warning":
+                self.line(f"{event['category']}: {event['text']}", "yellow")
+            case "group_failed":
+                self.line(event["text"] + ("" if event["hopeless"] else "; starting the workers again"), "yellow")
+            case "rank_late":
+                self.line(f"{event['text']}; the stacks: {event['stacks']}", "yellow")
+            case "stop_requested":
+                self.line(f"stopping at step {event['step']:,}: {event['reason']}")
+
+    def close(self) -> None:
+        """Takes the bar away; lines stay."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _numbers(metrics: Mapping[str, Any]) -> str:
+    return " · ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())

@@ -1,0 +1,151 @@
+"""What the person at the driver sees of a sweep: a line per trial that ends, and on a terminal a table below them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from headway.trainer.checkpoints.retention import Mode
+
+from ..config.experiment import Experiment
+from ..sweeps.record import Trial
+from ..sweeps.result import SweepResult, labels
+from ..sweeps.search import Search
+
+_MOST_ROWS = 12
+
+
+@dataclass
+class _Row:
+    """A trial that trains."""
+
+    trial: Trial
+    step: int = 0
+    value: float | None = None
+
+
+class SweepDisplay:
+    """Shows a sweep as it goes. Any thread may call it.
+
+    Args:
+        metric, mode: what is looked for.
+        console: where to; a terminal gets a table of the trials that train.
+    """
+
+    def __init__(self, metric: str, mode: Mode, console: Console | None = None) -> None:
+        self._metric, self._mode = metric, mode
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._rows: dict[str, _Row] = {}
+        self._best: Trial | None = None
+        self._total = self._done = 0
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Shows one line that stays."""
+        self._console.print(Text(text, style=style or ""), soft_wrap=True)
+
+    def begin(self, experiment: Experiment, search: Search, told: str, *, done: int, going_on: int) -> None:
+        """Shows what is about to be done."""
+        self._total, self._done = search.num_trials, done
+        before = f", {done} of them done and {going_on} under way" if done or going_on else ""
+        self.line(f"{experiment.name}: {self._total} trials{before}; its files: {experiment.run_dir}")
+        self.line(told, "dim")
+        if self._console.is_terminal:
+            self._live = Live(self._table(), console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def started(self, trial: Trial) -> None:
+        """Takes in a trial that is about to train."""
+        with self._lock:
+            self._rows[trial.name] = _Row(trial)
+
+    def reported(self, name: str, report: Mapping[str, Any]) -> None:
+        """Takes in what a trial has come to."""
+        with self._lock:
+            if (row := self._rows.get(name)) is not None and self._metric in report:
+                # For the scheduler the worst stands in its place.
+                value = float(report[self._metric]) if report.get("is_finite", True) else math.nan
+                row.step, row.value = int(report.get("step", 0)), value
+
+    def ended(self, trial: Trial, *, before: bool = False) -> None:
+        """Shows how a trial ended; one that ended in an earlier life of the sweep counts for the best one only."""
+        with self._lock:
+            self._rows.pop(trial.name, None)
+            if trial.metric is not None and trial.status != "failed" and self._is_better(trial.metric):
+                self._best = trial
+            if before:
+                return
+            self._done += 1
+        value = "" if trial.metric is None else f"  {self._metric} {trial.metric:.4g}"
+        told = f"{trial.name} {trial.status} after {trial.steps:,} steps{value}  {shown(trial.values)}"
+        self.line(told + (f"  {trial.error}" if trial.error else ""), "yellow" if trial.error else None)
+
+    def left(self, trial: Trial) -> None:
+        """Shows a trial no more that has stopped and can go on."""
+        with self._lock:
+            self._rows.pop(trial.name, None)
+
+    def refresh(self) -> None:
+        """Shows the trials as they stand, on a terminal."""
+        if self._live is not None:
+            self._live.update(self._table())
+
+    def end(self, result: SweepResult) -> None:
+        """Shows what came of it."""
+        ended = sum(each.trial.has_ended for each in result.trials)
+        failed = f", {len(result.failed)} of them failed" if result.failed else ""
+        self.line(f"{result.status}: {ended} trials{failed} ({result.reason})", "bold")
+        if (best := result.best) is not None:
+            self.line(f"best: {best.name}  {result.metric} {best.metric:.4g}  {shown(best.values)}")
+            self.line(f"its checkpoint: {best.checkpoint}")
+        self.line(f"its files: {result.sweep_dir}")
+        if result.status in ("interrupted", "stopped"):
+            self.line("to go on, start it again as before")
+        if result.failed:
+            self.line("to train those that failed again, once they can do better: start it again with --retry-failed")
+
+    def close(self) -> None:
+        """Takes the table away; lines stay."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _is_better(self, value: float) -> bool:
+        best = None if self._best is None else self._best.metric
+        return best is None or (value < best if self._mode == "min" else value > best)
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("TRIAL", "STEP", self._metric, "TRIES"):
+            table.add_column(heading, justify="left" if heading in ("TRIAL", "TRIES") else "right", no_wrap=True)
+        with self._lock:
+            rows = list(self._rows.values())
+            best, done = self._best, self._done
+        for row in rows[:_MOST_ROWS]:
+            value = "" if row.value is None else f"{row.value:.4g}"
+            table.add_row(row.trial.name, f"{row.step:,}", value, shown(row.trial.values))
+        if len(rows) > _MOST_ROWS:
+            table.add_row(f"and {len(rows) - _MOST_ROWS} more", "", "", "")
+        if best is not None:
+            table.add_row(f"best: {best.name}", f"{best.steps:,}", f"{best.metric:.4g}", shown(best.values))
+        table.caption = f"{done} of {self._total} done"
+        table.caption_justify = "left"
+        return table
+
+
+def shown(values: Mapping[str, Any]) -> str:
+    """Returns values by path for people."""
+    named = labels(values)
+    return "  ".join(
+        f"{named[path]} {value:.4g}" if isinstance(value, float) else f"{named[path]} {value}"
+        for path, value in values.items()
+    )

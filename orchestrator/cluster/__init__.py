@@ -1,0 +1,1 @@
+"""Connecting to Ray, submitting jobs, and checking cluster launcher files."""

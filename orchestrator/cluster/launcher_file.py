@@ -1,0 +1,297 @@
+"""`cluster.yaml`, the file of Ray's cluster launcher, held against Ray's schema and an experiment, without a cloud."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from headway.trainer.errors import ConfigError
+
+from ..config.experiment import Experiment, Scaling
+
+SHARED = "shared_folders"
+"""In `metadata`, which Ray leaves to others: the folders that are one and the same on every node."""
+
+# What Ray takes where the file has no max_workers.
+_RAYS_MAX_WORKERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Nodes of one kind, as `available_node_types` has them.
+
+    Attributes:
+        name: of the group.
+        resources: what one node has, by Ray's names; nothing where the file does not say it.
+        min_nodes, max_nodes: how many there are; of the head's group that is one.
+        is_head: whether it is the head.
+        is_spot: whether the cloud may take its nodes away; None where that cannot be told.
+        priority: the highest is started first among groups that fit equally well.
+    """
+
+    name: str
+    resources: dict[str, float]
+    min_nodes: int
+    max_nodes: int
+    is_head: bool
+    is_spot: bool | None
+    priority: int = 0
+
+    def workers_on_one(self, scaling: Scaling) -> int:
+        """How many workers one node can hold, however many are wanted."""
+        needed = {name: amount for name, amount in scaling.per_worker.items() if amount}
+        return min(int(self.resources.get(name, 0) / amount + 1e-9) for name, amount in needed.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What a file of the cluster launcher describes.
+
+    Attributes:
+        name: of the cluster.
+        groups: its nodes, the head first.
+        max_nodes: the most that there are at a time beside the head.
+        shared: folders that are one and the same on every node.
+        copied: folders of the nodes that are copied there from elsewhere.
+        is_own: whether the nodes are machines that are there already, of which Ray finds out itself what they have.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    max_nodes: int
+    shared: tuple[str, ...]
+    copied: tuple[str, ...]
+    is_own: bool = False
+
+    def most_workers(self, scaling: Scaling) -> int:
+        """How many workers it can hold when it has grown as far as it may."""
+        return self._workers(scaling, lambda group: group.max_nodes, self.max_nodes)
+
+    def workers_at_once(self, scaling: Scaling) -> int:
+        """How many workers it can hold before a node is started for them."""
+        return self._workers(scaling, lambda group: group.min_nodes, self.max_nodes)
+
+    def _workers(self, scaling: Scaling, nodes: Callable[[Group], int], budget: int) -> int:
+        head = sum(group.workers_on_one(scaling) for group in self.groups if group.is_head)
+        held = 0
+        roomy = sorted((g for g in self.groups if not g.is_head), key=lambda g: -g.workers_on_one(scaling))
+        for group in roomy:
+            taken = min(nodes(group), budget)
+            budget -= taken
+            held += taken * group.workers_on_one(scaling)
+        return head + held
+
+
+def load_cluster(path: str) -> Cluster:
+    """Reads a file of the cluster launcher, and holds it against the schema that this Ray has.
+
+    Raises:
+        ConfigError: there is no such file, or what is wrong with it, all of it.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no file {path}: give a file of Ray's cluster launcher, as cluster.yaml")
+    try:
+        config = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__}; a cluster has fields, as cluster_name and provider")
+    if faults := [*_schema_faults(config)] or [*_faults(config)]:
+        raise ConfigError("\n  ".join([f"{path} is no cluster that Ray can start:", *faults]))
+    is_own = _is_own(config)
+    groups = _own_machines(config) if is_own else _groups(config)
+    return Cluster(
+        name=config["cluster_name"],
+        groups=groups,
+        max_nodes=groups[-1].max_nodes if is_own else config.get("max_workers", _RAYS_MAX_WORKERS),
+        shared=tuple((config.get("metadata") or {}).get(SHARED, ())),
+        copied=tuple(config.get("file_mounts") or ()),
+        is_own=is_own,
+    )
+
+
+def faults_of(cluster: Cluster, experiment: Experiment) -> list[str]:
+    """Returns what keeps an experiment from ever being trained on a cluster, each with what to change."""
+    # What machines of one's own have is known when they are up.
+    workers = () if cluster.is_own else _worker_faults(cluster, experiment.scaling)
+    return [*workers, *_storage_faults(cluster, experiment.storage)]
+
+
+def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    import jsonschema
+    import ray.autoscaler
+
+    schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
+    if _is_own(config):
+        # Ray puts it elsewhere before it looks at its schema.
+        config = {name: value for name, value in config.items() if name != "min_workers"}
+    for error in sorted(jsonschema.Draft7Validator(schema).iter_errors(config), key=lambda error: list(error.path)):
+        where = ".".join(str(part) for part in error.path)
+        yield f"{where}: {error.message}" if where else error.message
+
+
+def _faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """What Ray asks for besides its schema."""
+    yield from _faults_of_own_machines(config) if _is_own(config) else _faults_of_groups(config)
+    shared = (config.get("metadata") or {}).get(SHARED, [])
+    if not isinstance(shared, list) or not all(str(folder).startswith("/") for folder in shared):
+        yield f"metadata.{SHARED} is a list of absolute folders, not {shared!r}"
+
+
+def _is_own(config: Mapping[str, Any]) -> bool:
+    provider = config.get("provider")
+    return isinstance(provider, Mapping) and provider.get("type") == "local"
+
+
+def _faults_of_own_machines(config: Mapping[str, Any]) -> Iterator[str]:
+    for field in ("head_node", "worker_nodes", "available_node_types"):
+        if config.get(field):
+            yield f"{field} is not for machines of your own (provider.type: local): Ray finds out what they have"
+    provider = config["provider"]
+    if "coordinator_address" in provider:
+        if "max_workers" not in config:
+            yield "max_workers is needed: how many machines the coordinator may hand out"
+    elif not provider.get("head_ip") or not isinstance(provider.get("worker_ips"), list):
+        yield "provider.head_ip and the list provider.worker_ips are needed, or provider.coordinator_address"
+
+
+def _faults_of_groups(config: Mapping[str, Any]) -> Iterator[str]:
+    types, head = config.get("available_node_types"), config.get("head_node_type")
+    if not types:
+        kind = config["provider"]["type"]
+        yield f"available_node_types is needed: the groups of nodes of {kind}, with the resources of one node of each"
+        return
+    if head not in types:
+        yield f"head_node_type is one of {', '.join(types)}, not {head!r}"
+    for name, group in types.items():
+        if name != head and group.get("min_workers", 0) > group.get(
+            "max_workers", config.get("max_workers", _RAYS_MAX_WORKERS)
+        ):
+            yield f"available_node_types.{name}: min_workers is more than max_workers"
+    fewest = sum(group.get("min_workers", 0) for name, group in types.items() if name != head)
+    if fewest > (most := config.get("max_workers", _RAYS_MAX_WORKERS)):
+        yield f"max_workers is {most}, and the groups' min_workers make {fewest}"
+
+
+def _groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
+    types, head = config["available_node_types"], config["head_node_type"]
+    return tuple(_group(name, types[name], head, config) for name in sorted(types, key=lambda name: name != head))
+
+
+def _own_machines(config: Mapping[str, Any]) -> tuple[Group, ...]:
+    """As Ray takes them: one head, and of the others all that are named unless the file wants fewer."""
+    named = None if "coordinator_address" in config["provider"] else len(config["provider"]["worker_ips"])
+    most = config.get("max_workers", named)
+    fewest = config.get("min_workers", named or 0)
+    if named is not None:
+        most, fewest = min(most, named), min(fewest, named)
+    head = Group(name="head", resources={}, min_nodes=1, max_nodes=1, is_head=True, is_spot=False)
+    return (head, replace(head, name="machines", min_nodes=fewest, max_nodes=most, is_head=False))
+
+
+def _group(name: str, plain: Mapping[str, Any], head: str, config: Mapping[str, Any]) -> Group:
+    is_head = name == head
+    return Group(
+        name=name,
+        resources={key: float(amount) for key, amount in plain["resources"].items()},
+        min_nodes=1 if is_head else plain.get("min_workers", 0),
+        max_nodes=1 if is_head else plain.get("max_workers", config.get("max_workers", _RAYS_MAX_WORKERS)),
+        is_head=is_head,
+        is_spot=_is_spot(config["provider"]["type"], plain["node_config"]),
+        priority=plain.get("priority", 0),
+    )
+
+
+def _is_spot(provider: str, node: Mapping[str, Any]) -> bool | None:
+    match provider:
+        case "aws":
+            return (node.get("InstanceMarketOptions") or {}).get("MarketType") == "spot"
+        case "gcp":
+            wishes: Any = node.get("scheduling") or [{}]
+            wish = wishes[0] if isinstance(wishes, list) else wishes
+            return wish.get("provisioningModel") == "SPOT" or bool(wish.get("preemptible"))
+        case "azure":
+            return (node.get("azure_arm_parameters") or {}).get("priority") == "Spot"
+    return None
+
+
+def _worker_faults(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
+    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
+    if not any(group.workers_on_one(scaling) and group.max_nodes for group in cluster.groups):
+        unsaid = [group.name for group in cluster.groups if not group.resources]
+        yield f"no group has a node that can hold a worker ({each}): " + (
+            f"say what a node of {', '.join(unsaid)} has, in its resources"
+            if unsaid
+            else "lower what a worker reserves, or add a group of larger nodes"
+        )
+        return
+    most = cluster.most_workers(scaling)
+    if most < scaling.min_workers:
+        yield (
+            f"{scaling.min_workers} workers ({each} each) never fit: grown as far as it may, the cluster holds {most}; "
+            "raise max_workers (of the cluster, or of a group), or lower scaling.workers"
+        )
+        return
+    at_once = cluster.workers_at_once(scaling)
+    if at_once < scaling.min_workers and scaling.wait is None:
+        yield (
+            f"nodes for {scaling.min_workers} workers are only started when a run waits for them, and this one does "
+            f"not wait (there is room for {at_once} at once): set how long, as in scaling.wait=30m"
+        )
+
+
+def _storage_faults(cluster: Cluster, storage: str) -> Iterator[str]:
+    if "://" in storage or not any(not group.is_head and group.max_nodes for group in cluster.groups):
+        return
+    place = PurePosixPath(storage)
+    if any(place.is_relative_to(folder) for folder in cluster.shared):
+        return
+    copied = next((folder for folder in cluster.copied if place.is_relative_to(folder)), None)
+    shared = f" (metadata.{SHARED}: {', '.join(cluster.shared)})" if cluster.shared else ""
+    yield (
+        f"the storage {storage} is a folder of its own on every node"
+        + (f", copied there once (file_mounts: {copied})" if copied else "")
+        + ": workers could not see each other's files, and the checkpoints would go with their nodes; give a URI, as "
+        f"in storage=s3://bucket/runs, or a folder that all nodes share{shared}"
+    )
+
+
+def explain(cluster: Cluster, experiment: Experiment | None, console: Console) -> None:
+    """Prints what a cluster has, and what it can hold of an experiment."""
+    table = Table(box=None, pad_edge=False)
+    workers = () if experiment is None else ("WORKERS ON ONE",)
+    for heading in ("GROUP", "ONE NODE HAS", *workers, "NODES", "SPOT", "PRIORITY"):
+        table.add_column(heading, no_wrap=True)
+    for group in cluster.groups:
+        has = ", ".join(f"{amount:g} {name}" for name, amount in group.resources.items())
+        held = () if experiment is None else ("?" if cluster.is_own else str(group.workers_on_one(experiment.scaling)),)
+        nodes = "the head" if group.is_head else f"{group.min_nodes} to {group.max_nodes}"
+        spot = {True: "spot", False: "no", None: "?"}[group.is_spot]
+        table.add_row(group.name, has or "not said", *held, nodes, spot, str(group.priority))
+    console.print(f"{cluster.name}: at most {cluster.max_nodes} nodes beside the head", markup=False)
+    console.print(table)
+    if experiment is not None:
+        for line in _notes(cluster, experiment.scaling):
+            console.print(line, markup=False)
+
+
+def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
+    """What is worth knowing, and is no fault."""
+    if cluster.is_own:
+        yield "what its machines have is known when they are up: whether workers fit cannot be told before"
+        return
+    most = cluster.most_workers(scaling)
+    yield f"room for {most} worker{'s'[: most != 1]} of this experiment when the cluster has grown as far as it may"
+    if scaling.min_workers <= most < scaling.max_workers:
+        yield f"of {scaling.in_words} no more than {most} will ever train"
+    able = [group for group in cluster.groups if not group.is_head and group.workers_on_one(scaling)]
+    if able and all(group.is_spot for group in able):
+        yield "all groups for them are spot: where no such machine is to be had, the run waits"

@@ -1,0 +1,1 @@
+"""Experiments: their fields, and how files, overrides and flags become one."""

@@ -1,0 +1,214 @@
+"""Text to values, by the type of the field that they are for. YAML as of 1.2: `3e-4` is a number, `no` is a word."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
+from dataclasses import is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pydantic
+import yaml
+
+from headway.trainer.errors import ConfigError
+from headway.trainer.loop.progress import Duration
+
+_CORE = {
+    "null": re.compile(r"(?:null|Null|NULL|~|)"),
+    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)"),
+    "int": re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*"),
+    "float": re.compile(
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    ),
+}
+
+
+_RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
+_BREAK = re.compile("[\x85\u2028\u2029]")
+
+
+class Text(str):
+    """A word that was written without quotes, so the field that it is for decides whether it is a number."""
+
+    __slots__ = ()
+
+    def value(self) -> Any:
+        """Returns what YAML takes it for."""
+        for kind, pattern in _CORE.items():
+            if pattern.fullmatch(self):
+                match kind:
+                    case "null":
+                        return None
+                    case "bool":
+                        return self.lower() == "true"
+                    case "int":
+                        return int(self)
+                    case "float":
+                        return float(self.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        return str(self)
+
+
+class _Loader(yaml.SafeLoader):
+    # Every word stays a word; see Text.
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+# That of libyaml takes an eighth of the time, which each trial of a sweep spends.
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    # Quotes the words that would be read as something else, by the rules of this file.
+    yaml_implicit_resolvers = {
+        None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{each.pattern})$")) for kind, each in _CORE.items()]
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _word(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    return str(node.value) if node.style else Text(node.value)
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Line breaks of Unicode, unquoted, come back as spaces.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAK.search(text) else None)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _word)
+_Dumper.add_representer(str, _quoted)
+
+
+def parse_yaml(text: str, path: str = "") -> Any:
+    """Reads YAML, leaving unquoted words as `Text`.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    try:
+        found = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}={text}: this is not YAML: {' '.join(str(error).split())}") from None
+    return Text("") if found is None and path else found
+
+
+def render_yaml(plain: Any) -> str:
+    """Writes plain values so that `parse_yaml` and `convert` bring back the same."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+Build = Callable[[type[Any], Any, str], Any]
+
+
+def convert(value: Any, hint: Any, path: str, build: Build) -> Any:
+    """Returns a value as what its field wants.
+
+    Args:
+        value: plain values; words may be `Text`.
+        hint: the type of the field.
+        path: of the field, for errors.
+        build: makes a dataclass from (class, mapping, path).
+
+    Raises:
+        ConfigError: names the path, the value and what was expected.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return convert(value, arguments[0], path, build)
+    if hint is Any:
+        return _settled(value)
+    if hint is str and isinstance(value, Text):
+        return str(value)
+    if origin in (Union, types.UnionType):
+        return _first_that_fits(value, arguments, hint, path, build)
+    if hint is Duration:
+        return _duration(value, path)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value, path)
+    if origin is not None and origin is not Literal and isinstance(origin, type):
+        if issubclass(origin, Mapping):
+            return _mapping(value, arguments, hint, path, build)
+        if issubclass(origin, (Sequence, AbstractSet)):
+            return _items(value, origin, arguments, hint, path, build)
+    return _validated(_settled(value), hint, path)
+
+
+def _settled(value: Any) -> Any:
+    match value:
+        case Text():
+            return value.value()
+        case Mapping():
+            return {str(key): _settled(each) for key, each in value.items()}
+        case list():
+            return [_settled(each) for each in value]
+    return value
+
+
+def _first_that_fits(value: Any, arms: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
+    # The arm that the word itself looks like comes first: 5 for `str | int` is a number, "5" in quotes is not.
+    looks_like = type(_settled(value))
+    complaint: ConfigError | None = None
+    for arm in sorted(arms, key=lambda arm: arm is not looks_like):
+        if arm is str and not isinstance(value, str):
+            continue
+        try:
+            return convert(value, arm, path, build)
+        except ConfigError as error:
+            complaint = error if arm not in (type(None), str) and complaint is None else complaint
+    if len([arm for arm in arms if arm is not type(None)]) == 1 and complaint is not None:
+        raise complaint
+    raise ConfigError(f"{path}={_shown(value)}: it should be {_name(hint)}") from complaint
+
+
+def _duration(value: Any, path: str) -> Duration:
+    try:
+        return Duration.parse(value if isinstance(value, (str, Duration)) else _settled(value))
+    except ConfigError as error:
+        raise ConfigError(f"{path}={_shown(value)}: {error}") from None
+
+
+def _mapping(value: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}={_shown(value)}: it should be {_name(hint)}, as {{a: 1}} or {path}.a=1")
+    key_hint, value_hint = arguments or (Any, Any)
+    return {
+        convert(key, key_hint, path, build): convert(each, value_hint, f"{path}.{key}", build)
+        for key, each in value.items()
+    }
+
+
+def _items(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
+    if isinstance(value, str) and arguments == (int, int) and (ends := _RANGE.fullmatch(value)):
+        value = [int(end) for end in ends.groups()]
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{path}={_shown(value)}: it should be {_name(hint)}, as [{_shown(value)}]")
+    if origin is tuple and arguments and arguments[-1] is not ...:
+        if len(arguments) != len(value):
+            raise ConfigError(f"{path}={_shown(value)}: it should have {len(arguments)} items, not {len(value)}")
+        hints: Sequence[Any] = arguments
+    else:
+        hints = [arguments[0] if arguments else Any] * len(value)
+    items = [convert(each, hints[index], f"{path}[{index}]", build) for index, each in enumerate(value)]
+    kind = {tuple: tuple, set: set, frozenset: frozenset}.get(origin, list)
+    return kind(items)
+
+
+def _validated(value: Any, hint: Any, path: str) -> Any:
+    try:
+        adapter = pydantic.TypeAdapter(hint)
+    except pydantic.errors.PydanticUserError as error:
+        raise ConfigError(f"{path} is a {_name(hint)}, which cannot be given as text") from error
+    # Strict where it can be: True is no number, and 64.0 no whole one. Others (Path, Enum, date) come from text.
+    strict = hint in (int, float, bool, str) or get_origin(hint) is Literal
+    try:
+        return adapter.validate_python(value, strict=strict)
+    except pydantic.ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise ConfigError(f"{path}={_shown(value)}: {message[:1].lower()}{message[1:]}") from None
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, (str, int, float)) else repr(_settled(value))
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")

@@ -1,0 +1,304 @@
+"""Overrides, files and plain dicts to one typed, frozen Experiment and back, or an error that names the field.
+
+One dotted path serves the command line, the saved config and the error messages: `config.learning_rate`.
+A field whose name has changed keeps its old one as `field(metadata={"deprecated_names": ("lr",)})`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from headway.trainer.errors import ConfigError
+from headway.trainer.loop.progress import Duration
+from headway.trainer.trainer import Trainer
+
+from .coerce import Text, convert, parse_yaml, render_yaml
+from .experiment import Experiment, config_type
+from .target import load_target, name_of
+
+
+def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[str] = ()) -> Experiment:
+    """Returns the experiment that a target and its overrides describe.
+
+    A trainer class becomes an experiment of its own name, in kebab case, with the config's defaults.
+
+    Args:
+        target: what `load_target` takes, or what it returns.
+        overrides: as "config.learning_rate=3e-4"; the value is YAML, so `[1, 2]` is a list and `null` is None.
+
+    Raises:
+        ConfigError: names the path, the value, and the nearest valid name.
+    """
+    found = load_target(target) if isinstance(target, str) else target
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _plant(tree, override)
+    if isinstance(found, Experiment):
+        return cast(Experiment, _rebuilt(found, tree, ""))
+    if "trainer" in tree:
+        raise ConfigError("trainer is what the target says; give another target instead of an override")
+    settings = {"name": Text(_kebab(found.__name__)), **tree}
+    config = _built(config_type(found), settings.pop("config", {}), "config")
+    return cast(Experiment, _built(Experiment, {"trainer": found, "config": config, **settings}, ""))
+
+
+def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
+    """Returns an experiment, or another dataclass, with the values at some dotted paths changed, checked and converted.
+
+    Args:
+        settings: what to change.
+        values: by path.
+        path: of what is to be changed, for errors.
+
+    Raises:
+        ConfigError: names the path, the value, and the nearest valid name.
+    """
+    tree: dict[str, Any] = {}
+    for each, value in values.items():
+        _put(tree, each, value)
+    return _rebuilt(settings, tree, path)
+
+
+def written_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns "path=value" as YAML values by path, for `override`.
+
+    Raises:
+        ConfigError: one is no override.
+    """
+    values = {}
+    for each in overrides:
+        _plant({}, each)
+        path, _, written = each.partition("=")
+        values[path] = parse_yaml(written, path)
+    return values
+
+
+def to_plain(value: Any, path: str = "") -> Any:
+    """Returns an experiment, or a part of one, as dicts, lists, numbers and strings; `from_plain` is the way back.
+
+    Raises:
+        ConfigError: a field holds something that a file cannot.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (Duration, Path)):
+        return str(value)
+    if isinstance(value, Enum):
+        return to_plain(value.value, path)
+    if isinstance(value, type) and issubclass(value, Trainer):
+        return name_of(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each, _at(path, str(key))) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(each, f"{path}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [to_plain(each, path) for each in sorted(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in _settable(type(value))]
+        return {name: to_plain(getattr(value, name), _at(path, name)) for name in names}
+    raise ConfigError(
+        f"{path or 'it'} is a {type(value).__name__}, which a file cannot hold: keep a name or a number "
+        "in the config, and make the object in the trainer"
+    )
+
+
+def from_plain(plain: Mapping[str, Any]) -> Experiment:
+    """Returns the experiment of which `to_plain` made this.
+
+    Raises:
+        ConfigError: the trainer cannot be imported any more, or a field does not fit.
+    """
+    settings = dict(plain)
+    trainer = load_target(str(settings.pop("trainer", "")))
+    if isinstance(trainer, Experiment):
+        raise ConfigError("trainer is an Experiment; it must be a Trainer class")
+    config = _built(config_type(trainer), settings.pop("config", {}), "config")
+    return cast(Experiment, _built(Experiment, {"trainer": trainer, "config": config, **settings}, ""))
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """Returns the whole experiment, defaults included, as YAML."""
+    return render_yaml(to_plain(experiment))
+
+
+def from_yaml(text: str) -> Experiment:
+    """Returns the experiment that `to_yaml` wrote."""
+    return from_plain(parse_yaml(text))
+
+
+def departures(experiment: Experiment) -> dict[str, str | None]:
+    """Returns the defaults of the fields that have another value, by path; None for a field that has no default."""
+    found: dict[str, str | None] = {}
+    for section in ("config", "scaling", "retries"):
+        settings = getattr(experiment, section)
+        for each in _settable(type(settings)):
+            where = _at(section, each.name)
+            if each.default is MISSING and each.default_factory is MISSING:
+                found[where] = None
+                continue
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            sides = [{where: to_plain(value, where)} for value in (default, getattr(settings, each.name))]
+            for change in differences(*sides):
+                before = change.before
+                found[change.path] = before if isinstance(before, str) else json.dumps(before)
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field that is not as it was.
+
+    Attributes:
+        path: dotted.
+        before, after: plain values; None also where the field is not there.
+    """
+
+    path: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.before!r} -> {self.after!r}"
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """Returns the fields in which two plain experiments differ, by path."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    return [
+        Difference(path, old.get(path), new.get(path))
+        for path in sorted({**old, **new})
+        if (path in old) != (path in new) or old.get(path) != new.get(path)
+    ]
+
+
+def _leaves(plain: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, _at(path, key))
+        else:
+            yield _at(path, key), value
+
+
+def _plant(tree: dict[str, Any], override: str) -> None:
+    """Puts "a.b=1" into a tree of dicts."""
+    path, equals, written = override.partition("=")
+    if not equals or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"{override!r} is no override: write path=value, as in config.learning_rate=3e-4")
+    _put(tree, path, parse_yaml(written, path))
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for depth, parent in enumerate(parents):
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{'.'.join(parents[: depth + 1])} is set as a whole and in part; give one of them")
+    tree[last] = value
+
+
+def _rebuilt(current: Any, tree: Mapping[str, Any], path: str) -> Any:
+    """Returns a dataclass with the fields changed that the tree names; sections keep their class."""
+    changes: dict[str, Any] = {}
+    hints = _hints(type(current))  # type: ignore[arg-type]  # it doubts that classes have a hash
+    sections = {field.name: type(getattr(current, field.name)) for field in _settable(type(current))}
+    for field, written in _matched(type(current), tree, path, sections):
+        where, value = _at(path, field.name), getattr(current, field.name)
+        if where == "trainer":
+            raise ConfigError("trainer is what the target says; give another target instead of an override")
+        if is_dataclass(value) and not isinstance(value, (type, Duration)) and isinstance(written, Mapping):
+            changes[field.name] = _rebuilt(value, written, where)
+        else:
+            changes[field.name] = convert(written, hints[field.name], where, _built)
+    return _made(lambda: replace(current, **changes), path)
+
+
+def _built(cls: type[Any], tree: Any, path: str) -> Any:
+    """Makes a dataclass from a tree, with its defaults where the tree says nothing."""
+    if isinstance(tree, cls):
+        return tree
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}={tree!r}: it has fields, so give {path}.field=value")
+    hints = _hints(cls)  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    sections = {**hints, **{name: type(value) for name, value in tree.items()}}
+    for field, written in _matched(cls, tree, path, sections):
+        hint, where = hints[field.name], _at(path, field.name)
+        values[field.name] = written if where == "trainer" else convert(written, hint, where, _built)
+    for field in _settable(cls):
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in values:
+            where = _at(path, field.name)
+            raise ConfigError(f"{where} is needed and has no default: give {where}=...")
+    return _made(lambda: cls(**values), path)
+
+
+def _made(make: Any, path: str) -> Any:
+    try:
+        return make()
+    except (ConfigError, ValueError, TypeError) as error:
+        # The errors of a section begin with the name of its field, or speak of several.
+        message = str(error)
+        begins_with_field = bool(re.match(r"[a-z_]+ (is|counts|lies|belongs)\b", message))
+        raise ConfigError(f"{path}{'.' if begins_with_field else ': '}{message}" if path else message) from error
+
+
+def _matched(
+    cls: type[Any], tree: Mapping[str, Any], path: str, sections: Mapping[str, Any]
+) -> Iterator[tuple[Field[Any], Any]]:
+    known = {field.name: field for field in _settable(cls)}
+    renamed = {old: field for field in known.values() for old in field.metadata.get("deprecated_names", ())}
+    for key, value in tree.items():
+        if key in renamed and key not in known:
+            now = renamed[key].name
+            if now in tree:
+                raise ConfigError(f"{_at(path, key)} is the old name of {_at(path, now)}; give one of them")
+            warnings.warn(f"{_at(path, key)} is now called {_at(path, now)}", FutureWarning, stacklevel=2)
+            yield renamed[key], value
+        elif key in known:
+            yield known[key], value
+        else:
+            raise ConfigError(_unknown(cls, key, path, list(known), sections))
+
+
+def _unknown(cls: type[Any], key: str, path: str, names: list[str], sections: Mapping[str, Any]) -> str:
+    text = f"{_at(path, key)}: {cls.__name__} has no field {key!r}"
+    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+        return f"{text}; did you mean {_at(path, near[0])}?"
+    # Perhaps the right name, but in another section.
+    for name in names:
+        section = sections.get(name)
+        below = [each.name for each in _settable(section)] if is_dataclass(section) and section is not Duration else []
+        if near := difflib.get_close_matches(key, below, n=1, cutoff=0.7):
+            return f"{text}; did you mean {_at(_at(path, name), near[0])}?"
+    return f"{text}; it has {', '.join(names)}"
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls)
+    except NameError as error:
+        raise ConfigError(
+            f"the types of {cls.__qualname__} cannot be read ({error}): define it, and what it names, at the top of a "
+            "module"
+        ) from error
+
+
+def _settable(cls: Any) -> list[Field[Any]]:
+    return [field for field in fields(cls) if field.init]
+
+
+def _at(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _kebab(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).replace("_", "-").lower()

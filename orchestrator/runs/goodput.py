@@ -1,0 +1,339 @@
+"""Where every second of a run went, over all its attempts and starts. Arithmetic over its events: no files, no clock.
+
+It is the main rank's view: while that waits for a slower rank, it computes. A start is the life of one driver; its wall
+time goes from the call of `fit` to its last word, or to the last sign of life if it died without one, without the time
+for which the main rank's machine slept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.trainer.loop.timing import FIRST_UPDATE, OF_AN_UPDATE
+
+from ..storage.events import Event, read_events
+from ..train.elastic import RESIZING
+from ..watchdog.worker import last_heard
+from .run import Run
+
+ADVICE = {
+    "compute": "",
+    "waiting for machines": "ask for fewer workers (scaling.workers=1..8 begins with what there is), or add machines",
+    "starting": "a longer run makes it small; on a Ray that is running already (RAY_ADDRESS) it is shorter",
+    "importing": "import less at the top of the trainer's file",
+    "compiling": "a longer run makes it small; keep the compiler's cache on a disk that outlives the workers",
+    "data wait": "more loader workers, a higher prefetch_factor, data prepared beforehand, or faster storage",
+    "checkpoint stall": "save less often (config.checkpoint.every), or to faster storage",
+    "evaluation": "evaluate less often (config.evaluate_every), or on fewer batches (config.evaluate_batches)",
+    "hooks and logging": "look at the callbacks and on_step_end, and log less often (config.log_every)",
+    "lost work done again": "save more often (config.checkpoint.every)",
+    "hang": "the stacks in the run's folder watch/ show where the ranks stood; retries.hang_timeout shortens the wait",
+    "restart": "find out what kills the workers; retries.spares keeps processes ready",
+    "ending": "a longer run makes it small",
+}
+"""The classes, and what to do about each."""
+
+CLASSES = tuple(ADVICE)
+
+_WORTH_A_WORD = 0.05
+# Less than this is no sleep: what is written down is rounded, and clocks drift.
+_SLEEP_S = 1.0
+_CLASS_OF: dict[str, str] = {
+    "reading data": "data wait",
+    "saving": "checkpoint stall",
+    "around an evaluation": "evaluation",
+    "evaluation": "evaluation",
+    "reading validation data": "evaluation",
+    "between updates": "hooks and logging",
+    "ended": "ending",
+    FIRST_UPDATE: "compiling",
+    **dict.fromkeys(OF_AN_UPDATE, "compute"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """The seconds of a run by class.
+
+    Attributes:
+        seconds: by class, all of them, in the order of `CLASSES`.
+        wall_s: of all starts together.
+        not_running_s: between two starts, and while the main rank's machine slept; not part of `wall_s`.
+        starts, attempts: of the driver, and lives of worker groups.
+        steps_again: updates that were made twice.
+    """
+
+    seconds: dict[str, float]
+    wall_s: float
+    not_running_s: float = 0.0
+    starts: int = 0
+    attempts: int = 0
+    steps_again: int = 0
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into the updates that counted: forward, backward and optimizer."""
+        return self.share("compute")
+
+    def share(self, name: str) -> float:
+        """Returns what a class has of the wall time."""
+        return self.seconds[name] / self.wall_s if self.wall_s > 0 else 0.0
+
+    def advice(self) -> str:
+        """Returns the first thing worth fixing, in one line."""
+        worst = max((name for name in CLASSES if name != "compute"), key=self.share)
+        if self.share(worst) < _WORTH_A_WORD:
+            return "nothing: no other class has more than 5 % of the time"
+        return f"{worst} is {100 * self.share(worst):.0f} % of the time: {ADVICE[worst]}"
+
+
+def ledger(events: Sequence[Event], *, until: float | None = None) -> Ledger:
+    """Accounts for every second of a run.
+
+    Lost work done again is the time of updates up to the furthest one that an attempt before had made. The first update
+    of an attempt compiles, allocates and connects the ranks: what it takes longer than the usual one is "compiling",
+    and all of it where there is no other one to compare with. "restart" is all from the end of an attempt to the
+    beginning of the training of the next one in the same start.
+
+    Args:
+        events: of the run, the earliest first.
+        until: now, in seconds since 1970, if the run goes on; the last start of one that does not ends with its events.
+    """
+    book = _Book(_marks(events))
+    starts = _starts(events)
+    for number, start in enumerate(starts):
+        following = starts[number + 1].began if number + 1 < len(starts) else None
+        book.account(start, before=following, until=until if following is None else None)
+    return Ledger(
+        seconds=book.seconds,
+        wall_s=book.wall_s,
+        not_running_s=book.not_running_s,
+        starts=len(starts),
+        attempts=len(book.attempts),
+        steps_again=book.steps_again,
+    )
+
+
+@dataclass
+class _Start:
+    """The events of one life of a driver."""
+
+    began: float
+    events: list[Event]
+
+
+def _starts(events: Sequence[Event]) -> list[_Start]:
+    starts: list[_Start] = []
+    for event in events:
+        if event["event"] == "driver_started":
+            starts.append(_Start(event["since"] if "since" in event else event["time"], [event]))
+        elif starts and starts[-1].events[-1]["event"] != "driver_ended":
+            starts[-1].events.append(event)
+    return starts
+
+
+def _marks(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
+    """What the main rank has said of its time, by attempt, the earliest first."""
+    marks: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if (spent := event.get("spent")) is not None:
+            marks.setdefault(spent["attempt"], []).append(spent)
+    return {attempt: sorted(each, key=lambda mark: mark["at"]) for attempt, each in marks.items()}
+
+
+@dataclass
+class _Book:
+    """The account while it is drawn up."""
+
+    marks: dict[int, list[dict[str, Any]]]
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    wall_s: float = 0.0
+    not_running_s: float = 0.0
+    steps_again: int = 0
+    attempts: set[int] = field(default_factory=set)
+    ended: float | None = None
+    now: float = 0.0
+    furthest: int = 0
+    setting_up: str = "starting"
+    _slept_s: float = 0.0
+
+    def account(self, start: _Start, *, before: float | None, until: float | None) -> None:
+        """Accounts for one start.
+
+        Args:
+            start: the next one.
+            before: when the one after it began.
+            until: now, if this one goes on.
+        """
+        began = max(start.began, self.ended or start.began)
+        if self.ended is not None:
+            self.not_running_s += began - self.ended
+        attempts = [event for event in start.events if event["event"] == "attempt_started"]
+        signs = [event["time"] for event in start.events if event["event"] != "last_heard"]
+        signs += [mark["at"] for each in attempts for mark in self.marks.get(each["attempt"], [])]
+        ended = max([began, *signs, *([until] if until is not None else [])])
+        self.ended = ended if before is None else max(began, min(ended, before))
+        self.now, is_over, slept_s = began, start.events[-1]["event"] == "driver_ended", 0.0
+        bounds = [*(event["time"] for event in attempts), self.ended]
+        for number, (attempt, next_at) in enumerate(zip(attempts, bounds[1:], strict=True)):
+            events = [event for event in start.events if attempt["time"] <= event["time"] <= next_at]
+            self._come_up(attempt, start.events, is_first=number == 0)
+            self._train(attempt, events)
+            slept_s += self._slept_s
+        tail = "ending" if is_over else _what_comes_after(start.events)
+        self._wait(start.events, self.ended, tail)
+        self._pass(self.ended, tail)
+        self.wall_s += self.ended - began - slept_s
+        self.not_running_s += slept_s
+
+    def _pass(self, until: float, name: str) -> None:
+        """Gives the time from where the account stands to a class."""
+        until = min(until, self.ended if self.ended is not None else until)
+        if until > self.now:
+            self.seconds[name] += until - self.now
+            self.now = until
+
+    def _wait(self, events: Sequence[Event], until: float, otherwise: str) -> None:
+        waits = [
+            event["since"]
+            for event in events
+            if event["event"] == "waiting_for_machines" and self.now <= event["time"] <= until
+        ]
+        if waits:
+            self._pass(min(waits), otherwise)
+            self._pass(until, "waiting for machines")
+
+    def _come_up(self, attempt: Event, events: Sequence[Event], *, is_first: bool) -> None:
+        """Accounts for the time until the trainer of an attempt is made."""
+        self.attempts.add(attempt["attempt"])
+        starting, importing = ("starting", "importing") if is_first else ("restart", "restart")
+        main = attempt["workers"][0] if attempt.get("workers") else {}
+        entered: float = main["entered"] if "entered" in main else attempt["time"]
+        began: float = min(main["began"], entered) if "began" in main else entered
+        if began <= self.now:
+            # A process that was kept in reserve is older than what it is needed for, and has imported before.
+            began = entered
+        self._wait(events, began, starting)
+        self._pass(began, starting)
+        self._pass(entered, importing)
+        self._pass(attempt["time"], starting)
+        for mark in self.marks.get(attempt["attempt"], [])[:1]:
+            made = mark["at"] - sum(mark["seconds"].values())
+            # A machine that slept before it says so: the trainer was made before it trained.
+            trained = [
+                each["time"] for each in events if each["event"] == "training" and each["time"] >= attempt["time"]
+            ]
+            self._pass(min([made, *trained[:1]]), importing)
+        self.setting_up = starting
+
+    def _train(self, attempt: Event, events: Sequence[Event]) -> None:
+        """Accounts for what the main rank has said of its time, and for a hang after it."""
+        hung = next((event for event in events if event["event"] == "rank_hung"), None)
+        marks = self.marks.get(attempt["attempt"], [])
+        self._slept_s = 0.0
+        at_first = next((event["step"] for event in events if event["event"] == "training"), None)
+        if marks:
+            last = marks[-1]
+            spent = self._by_the_clock(last)
+            if hung is not None:
+                self._take_hang(spent, last, hung)
+            for phase, seconds in spent.items():
+                if phase in OF_AN_UPDATE or phase in (FIRST_UPDATE, "between updates"):
+                    continue
+                self.seconds[_CLASS_OF.get(phase, self.setting_up)] += seconds
+            self._work(spent, marks, at_first)
+            self.now = max(self.now, min(last["at"], self.ended or last["at"]))
+        if hung is not None:
+            self._pass(hung["time"], "hang")
+        ends = ("checkpoint_saved", "rank_failed", "group_failed", "attempt_ended")
+        reached = [event["step"] for event in events if event["event"] in ends and event.get("step") is not None]
+        reached += [mark["step"] for mark in marks]
+        self.furthest = max([self.furthest, at_first or 0, *reached])
+
+    def _by_the_clock(self, last: dict[str, Any]) -> dict[str, float]:
+        """Returns what the main rank has spent, made to fit between now and when it said so, by the clock of the wall.
+
+        Its own clock stands still where a machine sleeps, and is not set back: what is left over was no part of the
+        run, unless it is as little as the two clocks may differ, and what does not fit is made smaller in proportion.
+        """
+        spent = {name: float(seconds) for name, seconds in last["seconds"].items()}
+        room_s = max(0.0, min(last["at"], self.ended or last["at"]) - self.now)
+        total_s = sum(spent.values())
+        left_s = max(0.0, room_s - total_s)
+        if left_s < _SLEEP_S:
+            self.seconds[self.setting_up] += left_s
+        else:
+            self._slept_s = left_s
+        return spent if total_s <= room_s else {name: each * room_s / total_s for name, each in spent.items()}
+
+    def _take_hang(self, spent: dict[str, float], last: dict[str, Any], hung: Event) -> None:
+        """Moves what the main rank has spent in the phase in which it, or another rank, hung."""
+        phase = last["phase"] if last["phase"] in spent else max(spent, key=spent.__getitem__)
+        known_s = min(last["at"], hung["time"]) - (hung["time"] - hung["for_s"])
+        hung_s = min(max(0.0, known_s), spent[phase])
+        spent[phase] -= hung_s
+        self.seconds["hang"] += hung_s
+
+    def _work(self, spent: dict[str, float], marks: Sequence[dict[str, Any]], at_first: int | None) -> None:
+        """Accounts for the updates of an attempt and what lies in between: those that count, and those made again."""
+        updates, first_s = marks[-1]["updates"], spent.get(FIRST_UPDATE, 0.0)
+        compute_s = sum(spent.get(phase, 0.0) for phase in OF_AN_UPDATE)
+        usual_s = min(first_s, compute_s / (updates - 1)) if updates > 1 else 0.0
+        self.seconds["compiling"] += first_s - usual_s
+        first = marks[0]["step"] if at_first is None else at_first
+        again = _share_again(marks, first, self.furthest, usual_s)
+        self.steps_again += again.steps
+        work_s = {"compute": compute_s + usual_s, "hooks and logging": spent.get("between updates", 0.0)}
+        for name, seconds in work_s.items():
+            self.seconds["lost work done again"] += seconds * again.share
+            self.seconds[name] += seconds * (1.0 - again.share)
+
+
+def _what_comes_after(events: Sequence[Event]) -> str:
+    """The class of the time after the last that is known of a start that has not ended."""
+    last = [event for event in events if event["event"] in ("attempt_started", "attempt_ended", "group_failed")][-1:]
+    if not last:
+        return "starting"
+    return "restart" if last[0]["event"] == "group_failed" or last[0].get("status") == RESIZING else "ending"
+
+
+@dataclass(frozen=True)
+class _Again:
+    share: float
+    steps: int
+
+
+def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usual_s: float) -> _Again:
+    """Which share of the updates' time of an attempt went into updates that had been made before.
+
+    Args:
+        marks: of the attempt.
+        first: the step from which it trained.
+        furthest: the step that had been reached before it.
+        usual_s: what of its first update would have been there without compiling.
+    """
+    points = [(first, 0.0)]
+    for mark in marks:
+        seconds = sum(each for name, each in mark["seconds"].items() if name in (*OF_AN_UPDATE, "between updates"))
+        seconds += usual_s if mark["updates"] else 0.0
+        points.append((max(mark["step"], points[-1][0]), max(seconds, points[-1][1])))
+    again_s, steps = 0.0, 0
+    for (step, before_s), (next_step, after_s) in itertools.pairwise(points):
+        repeated = max(0, min(next_step, furthest) - step)
+        steps += repeated
+        # Within an update that was not finished there is none to count.
+        share = repeated / (next_step - step) if next_step > step else float(step < furthest)
+        again_s += share * (after_s - before_s)
+    total_s = points[-1][1]
+    return _Again(again_s / total_s if total_s > 0 else float(steps > 0), steps)
+
+
+def ledger_of(run: Run) -> Ledger:
+    """Accounts for every second of a run; of one that goes on, until now."""
+    # What its main rank was last heard to do is in no event yet.
+    heard = [] if (beat := last_heard(run.folder)) is None else [beat]
+    return ledger([*read_events(run.folder), *heard], until=time.time() if run.status == "running" else None)

@@ -1,0 +1,67 @@
+"""Where a run comes from: code, packages and machine, as its record has them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from headway.trainer.checkpoints.resume_check import code_of
+
+from ..config.target import file_digest, folder_of
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in ("headway", "torch", "ray", "numpy", "pyarrow"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Returns the commit of the current directory and whether it has changes; empty where there is no repository."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def code(trainer: type) -> dict[str, Any]:
+    """Returns digests of a trainer's methods by name, and the SHA-256 and the folder of its file, where it has one."""
+    file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
+    of_file = {"sha256": file_digest(file), "folder": folder_of(trainer)} if file and os.path.isfile(file) else {}
+    return {**of_file, "methods": code_of(trainer)}
+
+
+def process_began() -> float | None:
+    """Returns when this process began, in seconds since 1970; None where the system does not say it in `/proc`."""
+    try:
+        # In ticks since the machine was started; the name of the process, in brackets before, may hold anything.
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
+
+
+def hardware() -> dict[str, Any]:
+    """Returns what this machine is."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+    }

@@ -1,0 +1,415 @@
+"""`sweep(experiment, search)`: many runs of one experiment on Ray Tune, which go on after any end of their driver."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headway.trainer.callbacks.progress_bar import human_duration
+from headway.trainer.errors import ConfigError
+
+from ..cli.sweep_console import SweepDisplay, shown
+from ..cluster.ray_env import quiet_environment
+from ..config.experiment import Experiment
+from ..config.loader import to_plain, to_yaml
+from ..errors import RunConflictError, TrainingFailedError
+from ..runs.open import open_run, open_sweep, origin_of, take_changes
+from ..runs.requests import Stop, ask_to_stop, asked_to_stop
+from ..runs.run import Run, now
+from ..storage.events import read_events
+from ..storage.folder import Folder, Patience, patiently
+from ..train.fit import check_training, one_line
+from .pbt_checkpoints import Donors
+from .record import Sweep, Trial
+from .result import SweepResult
+from .retention import delete_checkpoints, surplus
+from .search import Search, Values
+
+if TYPE_CHECKING:
+    from .concurrency import Capacity
+
+# Until Ray Tune has let go of trials that are to end at once.
+_LEAVE_S = 10.0
+
+
+def sweep(
+    experiment: Experiment,
+    search: Search,
+    *,
+    retry_failed: bool = False,
+    verbose: bool = False,
+    display: SweepDisplay | None = None,
+) -> SweepResult:
+    """Trains trials of an experiment, or goes on with them, and shows how they stand.
+
+    Uses the Ray that `fit` would use. In the main thread, the first SIGINT or SIGTERM saves a checkpoint of each trial
+    and ends the sweep as "interrupted"; a second Ctrl-C ends it at once. The same call again goes on: what has ended is
+    not trained again, what was under way goes on from its checkpoint, and suggestions are the same.
+
+    Args:
+        experiment: what to train; the sweep has its name, and trials lie in its folder.
+        search: what to vary, what to look at, and how long.
+        retry_failed: trains trials that failed before again, each from its newest checkpoint.
+        verbose: shows what Ray prints.
+        display: where to show the sweep; by default on standard output.
+
+    Raises:
+        ConfigError: what was asked for makes no sense, or there are not the machines for a single trial.
+        RunConflictError: the name is that of something else, or another driver has taken the sweep over.
+        StorageError: the storage cannot be written.
+    """
+    quiet_environment(verbose=verbose)
+    from ..cluster.connect import check_resources, connected, cpus_here, will_be_own
+    from ..train.driver import Signals
+    from .concurrency import Capacity
+
+    search.check(experiment)
+    display = display or SweepDisplay(search.metric, search.mode)
+    check_resources(experiment.scaling)
+    # A Ray of our own has more CPUs, which are for reading data.
+    cpus = cpus_here() if will_be_own() else None
+    first = _first_possible(experiment, search)
+    if cpus is not None:
+        check_training(first)
+    opened = open_sweep(experiment, search)
+    if retry_failed:
+        opened.retry_failed()
+    if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
+        return _end(opened, display, "completed")
+    for change in take_changes(opened, experiment):
+        display.line(f"  {change}", "dim")
+    with Signals() as signals:
+        try:
+            with connected(experiment.scaling, verbose=verbose) as is_own:
+                signals.install()
+                capacity = Capacity(experiment, search, cpus=cpus)
+                lead = _Lead(experiment, search, opened, signals, display)
+                # What trains in a Ray of our own ends with it.
+                status, reason = lead.run(capacity, leave_s=0.0 if is_own else _LEAVE_S)
+        except KeyboardInterrupt:
+            status, reason = "interrupted", f"{signals.name} before training began"
+        except RunConflictError:
+            # Its files are another driver's now.
+            raise
+        except BaseException as error:
+            opened.update(status="failed", reason=one_line(error), ended=now())
+            raise
+        finally:
+            display.close()
+    return _end(opened, display, status, reason, signal=signals.number if status == "interrupted" else None)
+
+
+def _first_possible(experiment: Experiment, search: Search) -> Experiment:
+    """Returns the first trial whose values go together.
+
+    Raises:
+        ConfigError: there is none among them all: says what is wrong with the first one.
+    """
+    wrong: ConfigError | None = None
+    for index in range(search.num_trials):
+        try:
+            return search.trial(experiment, "trial", search.suggest(index))
+        except ConfigError as error:
+            wrong = wrong or error
+    raise ConfigError(f"the values of no trial go together: {wrong}")
+
+
+def _end(
+    sweep: Sweep, display: SweepDisplay, status: Any, reason: str = "all trials have ended", signal: int | None = None
+) -> SweepResult:
+    patiently(lambda: sweep.update(status=status, reason=reason, ended=now()))
+    result = SweepResult.read(sweep.sweep_dir, signal=signal)
+    display.end(result)
+    return result
+
+
+class _Lead:
+    """One start of a sweep: Ray Tune in a thread, and beside it one that shows the sweep and hears the signals."""
+
+    def __init__(
+        self, experiment: Experiment, search: Search, sweep: Sweep, signals: Any, display: SweepDisplay
+    ) -> None:
+        self._experiment, self._search, self._sweep = experiment, search, sweep
+        self._signals, self._display = signals, display
+        self._trials = {trial.name: trial for trial in sweep.trials()}
+        self._waiting = [trial for trial in self._trials.values() if not trial.has_ended]
+        # That of all trials: it takes longer to find out than all else that a trial begins with.
+        self._origin = origin_of(experiment)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._training: set[str] = set()
+        self._donors = Donors(
+            (event for event in read_events(sweep.folder) if event["event"] == "trial_changed"),
+            {trial.name: trial.resume for trial in self._waiting if trial.resume != "auto"},
+        )
+        self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
+        # That were stopped one by one, by a person.
+        self._left: set[str] = set()
+        self._stop: Stop | None = None
+        self._stop_since_s = 0.0
+        self._signals_seen = 0
+        self._is_over = False
+        self._patience = Patience()
+
+    def run(self, capacity: Capacity, *, leave_s: float) -> tuple[Any, str]:
+        """Runs the trials, and returns how that ended, and why.
+
+        Args:
+            capacity: says how many may train at a time.
+            leave_s: how long to wait for Ray Tune when all is to end at once.
+
+        Raises:
+            ConfigError: no trial trains, and that for long.
+            StorageError: the folder of the sweep has been away for a minute.
+            TrainingFailedError: Ray Tune has failed, or that minute was over in its thread.
+        """
+        done = sum(trial.has_ended for trial in self._trials.values())
+        self._display.begin(self._experiment, self._search, capacity.told, done=done, going_on=len(self._waiting))
+        for trial in self._trials.values():
+            if trial.has_ended:
+                self._display.ended(trial, before=True)
+        self._signals.raises = False
+        thread = threading.Thread(target=self._tune, args=(capacity,), name="headway-ray-tune", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            self._display.refresh()
+            if (reason := self._turn()) is not None and self._stop is not None:
+                self._is_over = True
+                thread.join(leave_s)
+                return self._stop.status, reason
+            if self._stop is None:
+                self._heed_machines(capacity, thread, leave_s)
+        if self._error is not None:
+            raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error
+        if self._stop is not None:
+            return self._stop.status, self._stop.reason
+        return self._outcome()
+
+    def _outcome(self) -> tuple[Any, str]:
+        """How a sweep has ended that nobody has stopped as a whole."""
+        if self._left:
+            return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
+        return "completed", "all trials have ended"
+
+    def _turn(self) -> str | None:
+        """As `_heed`; None also where the storage is away for the moment."""
+        return self._patience.take(self._heed, is_at_once=lambda: self._signals.count > 1)
+
+    def _heed(self) -> str | None:
+        """Says that the driver lives, and passes a wish to end on to the trials.
+
+        Returns:
+            Why to leave without them, or None to wait for them.
+        """
+        self._sweep.beat()
+        if (count := self._signals.count) > self._signals_seen:
+            ask_to_stop(self._sweep.folder, Stop(reason=self._signals.name, status="interrupted", abort=count > 1))
+            self._signals_seen = count
+        asked = asked_to_stop(self._sweep.folder)
+        if asked is None:
+            return None
+        if asked != self._stop:
+            self._ask_trials(asked)
+            self._stop, self._stop_since_s = asked, time.monotonic()
+            if not asked.abort:
+                self._display.line(f"{asked.reason}: saving a checkpoint of each trial and ending")
+        if asked.within_s is not None and time.monotonic() - self._stop_since_s > asked.within_s:
+            self._ask_trials(replace(asked, abort=True))
+            return f"{asked.reason}, without checkpoints after {human_duration(asked.within_s)}"
+        return f"{asked.reason}, at once" if asked.abort else None
+
+    def _heed_machines(self, capacity: Capacity, thread: threading.Thread, leave_s: float) -> None:
+        try:
+            line = capacity.look()
+        except ConfigError:
+            # Trials must not begin now, when nobody minds them.
+            self._is_over = True
+            thread.join(leave_s)
+            raise
+        if line is not None:
+            self._display.line(line, "dim")
+
+    def _ask_trials(self, asked: Stop) -> None:
+        with self._lock:
+            training = list(self._training)
+        for name in training:
+            # As what goes on with the sweep, whatever the sweep itself is called.
+            ask_to_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
+
+    def _tune(self, capacity: Capacity) -> None:
+        from ray import cloudpickle
+
+        from ..train.worker_group import by_value, import_folders
+        from .trial import SweepTask, resources_of
+        from .tune_adapter import tune_trials
+
+        scheduler = self._search.scheduler
+        try:
+            with by_value(self._experiment):
+                experiment = cloudpickle.dumps(self._experiment)
+            tune_trials(
+                self._sweep,
+                self._search,
+                SweepTask(
+                    experiment=experiment,
+                    sweep_dir=self._sweep.sweep_dir,
+                    metric=self._search.metric,
+                    mode=self._search.mode,
+                    pauses=scheduler is not None and scheduler.pauses,
+                    may_change=bool(self._search.varied),
+                    trains_here=self._experiment.scaling.is_alone,
+                    imports=import_folders(),
+                    current_dir=os.getcwd(),
+                ),
+                next_trial=lambda: patiently(self._next),
+                ended=self._ended,
+                reported=self._reported,
+                exploited=lambda *told: patiently(lambda: self._exploited(*told)),
+                is_over=lambda: self._is_over,
+                resources=resources_of(self._experiment.scaling),
+                at_once=lambda: capacity.at_once,
+                max_failures=self._experiment.retries.max_failures,
+            )
+        except BaseException as error:
+            self._error = error
+
+    def _next(self) -> tuple[Trial, Values] | None:
+        """Returns the trial to train next and what it is told, or None: first those that an earlier driver began.
+
+        Where the storage is away, the same call again does the same.
+        """
+        if self._signals.count or self._stop is not None:
+            return None
+        # Before a trial is taken from who trains it.
+        self._sweep.check_lease()
+        while self._waiting or self._suggest():
+            trial = self._waiting[0]
+            try:
+                experiment = self._trial_experiment(trial)
+            except ConfigError as error:
+                self._cannot_be(trial, error)
+                continue
+            open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, origin=self._origin)
+            del self._waiting[0]
+            with self._lock:
+                self._training.add(trial.name)
+            self._display.started(trial)
+            return trial, self._typed(trial, experiment)
+        return None
+
+    def _suggest(self) -> bool:
+        """Has one more trial wait, if there is to be one more."""
+        index = len(self._trials)
+        if index >= self._search.num_trials:
+            return False
+        width = len(str(max(self._search.num_trials - 1, 100)))
+        name = f"trial-{index:0{width}}"
+        values = to_plain(self._search.suggest(index, [each.tried for each in self._trials.values()]))
+        trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
+        # Before anything of it is there: whoever goes on tries the same.
+        self._sweep.note("trial_suggested", trial=name, index=index, values=values)
+        self._trials[name] = trial
+        self._waiting.append(trial)
+        return True
+
+    def _cannot_be(self, trial: Trial, error: ConfigError) -> None:
+        """Writes down that no experiment has the values of a trial, each of which is fine with those of others."""
+        failed = replace(trial, status="failed", error=one_line(error))
+        self._note_end(failed)
+        del self._waiting[0]
+        self._trials[trial.name] = failed
+        self._display.ended(failed)
+
+    def _trial_experiment(self, trial: Trial) -> Experiment:
+        return self._search.trial(self._experiment, trial.name, trial.values)
+
+    def _typed(self, trial: Trial, experiment: Experiment) -> Values:
+        """All that a trial is told, by path, as its config has it."""
+        return {path: _at(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
+
+    def _ended(self, name: str, error: str | None) -> None:
+        trial = self._trials[name] = patiently(lambda: self._write_down(name, error))
+        with self._lock:
+            self._training.discard(name)
+        if not trial.has_ended:
+            if asked_to_stop(Folder(trial.run_dir)) is not None:
+                self._left.add(name)
+            self._display.left(trial)
+            return
+        self._donors.let_go(name)
+        self._display.ended(trial)
+        if self._search.keep_best_trials is not None:
+            self._make_room(self._search.keep_best_trials)
+
+    def _write_down(self, name: str, error: str | None) -> Trial:
+        """Returns a trial as its files say, once it stands in the journal if it has ended."""
+        self._sweep.check_lease()
+        # What was ended at once has not failed.
+        if error is not None and self._stop is None:
+            with suppress(ConfigError):
+                Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
+        trial = self._sweep.trial_as_it_is(self._trials[name])
+        if trial.has_ended:
+            self._note_end(trial)
+        return trial
+
+    def _note_end(self, trial: Trial) -> None:
+        self._sweep.note(
+            "trial_ended", trial=trial.name, status=trial.status, reason=trial.reason, error=trial.error,
+            metric=trial.metric, steps=trial.steps,
+        )  # fmt: skip
+
+    def _make_room(self, keep: int) -> None:
+        """Deletes the checkpoints of finished trials that are not among the best so far."""
+        for trial in surplus(self._trials.values(), mode=self._search.mode, keep=keep):
+            if trial.name not in self._emptied:
+                self._emptied.add(trial.name)
+                try:
+                    deleted = delete_checkpoints(trial)
+                except OSError as error:
+                    self._display.line(f"the checkpoints of {trial.name} are not deleted: {error}", "yellow")
+                    continue
+                note = partial(self._sweep.note, "checkpoints_deleted", trial=trial.name, checkpoints=deleted)
+                patiently(note)
+
+    def _exploited(self, name: str, checkpoint: str, values: Values) -> tuple[Values, str]:
+        """Writes down that a trial goes on from another one's checkpoint with other values.
+
+        Returns:
+            All that it is told, and the checkpoint, which is not deleted before the trial has saved one of its own.
+        """
+        tried = {path: to_plain(value) for path, value in values.items() if path in self._search.space}
+        try:
+            self._search.trial(self._experiment, name, tried)
+        except ConfigError as error:
+            (donor,) = [each for each in self._trials.values() if checkpoint.startswith(f"{each.run_dir}/")]
+            self._display.line(f"{name} takes the values of {donor.name} as they are: {one_line(error)}", "yellow")
+            tried = donor.values
+        checkpoint, pinned = self._donors.hold(name, checkpoint)
+        trial = replace(self._trials[name], values=tried, resume=checkpoint)
+        self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned)
+        self._trials[name] = trial
+        run = Run(trial.run_dir)
+        experiment = self._trial_experiment(trial)
+        run.folder.write("config.yaml", to_yaml(experiment))
+        self._display.line(f"{name} goes on from {checkpoint} with {shown(tried)}", "dim")
+        return self._typed(trial, experiment), checkpoint
+
+    def _reported(self, name: str, report: Mapping[str, Any]) -> None:
+        self._display.reported(name, report)
+        # It also hears of the report that had the trial changed.
+        if self._donors.waits(name) and patiently(lambda: self._sweep.goes_on_by_itself(name)):
+            self._donors.let_go(name)
+
+
+def _at(settings: Any, path: str) -> Any:
+    for name in path.split("."):
+        settings = getattr(settings, name)
+    return settings

@@ -1,0 +1,142 @@
+"""What Optuna's TPE suggests, given what earlier trials came to. A function of the journal; nothing is kept here."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headway.trainer.checkpoints.retention import Mode
+from headway.trainer.errors import ConfigError
+
+from ..config.loader import to_plain
+from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """An earlier trial, as far as it is.
+
+    Attributes:
+        values: what it tries, by path, plain.
+        state: "pruned": a scheduler has ended it; "training" also if it is yet to begin.
+        metric: the best value of the metric; None if none was finite.
+        steps: optimizer updates.
+    """
+
+    values: Mapping[str, Any]
+    state: Literal["training", "ended", "pruned", "failed"]
+    metric: float | None = None
+    steps: int = 0
+
+
+def suggest(space: Mapping[str, Any], *, mode: Mode, seed: int, index: int, tried: Sequence[Tried]) -> dict[str, Any]:
+    """Returns what a trial is to try; equal arguments give equal values, in any process.
+
+    The first ten ended trials are random. A trial that trains counts as none of the best (a constant liar), so that
+    several at a time do not try the same; one that failed, or measured nothing finite, as worse than all others.
+
+    Args:
+        space: values and axes, by path.
+        mode: "min" where lower is better.
+        seed: of the search.
+        index: of the trial.
+        tried: all earlier ones, in the order of their suggestions.
+
+    Raises:
+        ConfigError: Optuna is not installed.
+
+    Source: tree-structured Parzen estimators, Bergstra et al. 2011, as in Optuna (Watanabe 2023, arXiv 2304.11127).
+    """
+    optuna = required()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        # Of the joint estimate of fields that are not there in all trials.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(
+            seed=zlib.crc32(f"{seed} {index}".encode()), multivariate=True, group=True, constant_liar=True
+        )
+    study = optuna.create_study(sampler=sampler, direction="minimize" if mode == "min" else "maximize")
+    for each in tried:
+        study.add_trial(_frozen(optuna, space, each))
+    trial = study.ask()
+    values: dict[str, Any] = {}
+    for path, axis in space.items():
+        if isinstance(axis, When):
+            if not axis.holds(values):
+                continue
+            axis = axis.then
+        values[path] = _ask(trial, path, axis)
+    return values
+
+
+def required() -> Any:
+    """Returns the module `optuna`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError(
+            f"algorithm='tpe' is Optuna's, which cannot be imported here ({error}): pip install 'headway[optuna]', or "
+            "take algorithm='random'"
+        ) from error
+    return optuna
+
+
+def _frozen(optuna: Any, space: Mapping[str, Any], tried: Tried) -> Any:
+    axes = {path: axis.then if isinstance(axis, When) else axis for path, axis in space.items() if path in tried.values}
+    axes = {path: axis for path, axis in axes.items() if isinstance(axis, Axis)}
+    states = optuna.trial.TrialState
+    told: dict[str, Any] = {"state": states.RUNNING}
+    if tried.state == "ended" and tried.metric is not None:
+        told = {"state": states.COMPLETE, "value": tried.metric}
+    elif tried.state == "pruned" and tried.metric is not None:
+        told = {"state": states.PRUNED, "intermediate_values": {tried.steps: tried.metric}}
+    elif tried.state != "training":
+        told = {"state": states.PRUNED, "intermediate_values": {0: math.nan}}
+    return optuna.trial.create_trial(
+        params={path: _written(axis, tried.values[path]) for path, axis in axes.items()},
+        distributions={path: _distribution(optuna, axis) for path, axis in axes.items()},
+        **told,
+    )
+
+
+def _distribution(optuna: Any, axis: Axis) -> Any:
+    found = optuna.distributions
+    match axis:
+        case Uniform(low=low, high=high):
+            return found.FloatDistribution(low, high)
+        case LogUniform(low=low, high=high):
+            return found.FloatDistribution(low, high, log=True)
+        case RandInt(low=low, high=high):
+            return found.IntDistribution(low, high)
+        case Choice(values=values):
+            # Its values may be lists, which Optuna does not take: it chooses the place.
+            return found.CategoricalDistribution(range(len(values)))
+
+
+def _ask(trial: Any, path: str, axis: Any) -> Any:
+    match axis:
+        case Uniform(low=low, high=high):
+            return trial.suggest_float(path, low, high)
+        case LogUniform(low=low, high=high):
+            return trial.suggest_float(path, low, high, log=True)
+        case RandInt(low=low, high=high):
+            return trial.suggest_int(path, low, high)
+        case Choice(values=values):
+            return values[trial.suggest_categorical(path, range(len(values)))]
+    return axis
+
+
+def _written(axis: Axis, value: Any) -> Any:
+    """A value of the journal as Optuna has it."""
+    if not isinstance(axis, Choice):
+        return value
+    return [json.dumps(to_plain(each)) for each in axis.values].index(json.dumps(to_plain(value)))

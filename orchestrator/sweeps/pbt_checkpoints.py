@@ -1,0 +1,64 @@
+"""The checkpoints that trials of a PBT are about to go on from: pinned, or their own run may delete them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+from headway.trainer.checkpoints.retention import is_pinned, pin, unpin
+from headway.trainer.checkpoints.scan import locate, scan
+from headway.trainer.errors import CheckpointError
+
+from ..storage.events import Event
+
+
+class Donors:
+    """Who goes on from whose checkpoint. What a person has pinned stays pinned.
+
+    Args:
+        changes: events "trial_changed" of earlier lives of the sweep, in whose pins nobody can be told from them.
+        waiting: by trial, the checkpoint that it is still to go on from.
+    """
+
+    def __init__(self, changes: Iterable[Event], waiting: dict[str, str]) -> None:
+        self._ours = {change["checkpoint"] for change in changes if change.get("pinned")}
+        self._held = {trial: checkpoint for trial, checkpoint in waiting.items() if checkpoint in self._ours}
+        self._tidy()
+
+    def hold(self, trial: str, checkpoint: str) -> tuple[str, bool]:
+        """Pins what a trial goes on from, or the newest one of the same run if that is gone by now.
+
+        Returns:
+            The path of the checkpoint, and whether the pin is the sweep's.
+
+        Raises:
+            CheckpointError: the run has no checkpoint any more.
+        """
+        storage, name = locate(checkpoint)
+        for candidate in [name, *(entry.name for entry in reversed(scan(storage)) if entry.checkpoint is not None)]:
+            with suppress(CheckpointError):
+                path = storage.path_of(candidate)
+                if path not in self._ours and is_pinned(storage, candidate):
+                    return path, False
+                pin(storage, candidate)
+                self._ours.add(path)
+                self._held[trial] = path
+                self._tidy()
+                return path, True
+        raise CheckpointError(f"{checkpoint} is gone, and there is no other one beside it for {trial} to go on from")
+
+    def waits(self, trial: str) -> bool:
+        """Whether a checkpoint is held for a trial."""
+        return trial in self._held
+
+    def let_go(self, trial: str) -> None:
+        """Gives the checkpoint that a trial went on from back to its run."""
+        if self._held.pop(trial, None) is not None:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        for path in self._ours - set(self._held.values()):
+            storage, name = locate(path)
+            with suppress(OSError):
+                unpin(storage, name)
+            self._ours.discard(path)

@@ -1,0 +1,329 @@
+"""A sweep's folder: its record, and the journal from which it goes on after its driver was killed at any moment.
+
+In `<storage>/<name>/` lie
+`sweep.json`: who, when, what was asked for, how it stands; replaced as a whole, by the driver alone;
+`events.jsonl`: the journal: what was suggested to which trial, and what came of it;
+`trial-000/`, `trial-001/`, ...: the trials, each of them a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from headway.trainer.checkpoints.retention import Best
+from headway.trainer.errors import ConfigError
+from headway.trainer.result import Status
+
+from ..errors import DamagedRecordError, RunConflictError, StorageError
+from ..runs.metric_history import measured
+from ..runs.ownership import is_claimed, lease, taken_over
+from ..runs.requests import asked_to_stop
+from ..runs.run import HEARTBEAT_S, SWEEP, Driver, Run
+from ..storage.events import Event, EventLog, read_events
+from ..storage.folder import Folder, absolute
+
+if TYPE_CHECKING:
+    from .optuna_search import Tried
+    from .search import Values
+
+PRUNED = "the scheduler "
+"""What the reason of a run begins with that a scheduler has stopped."""
+
+TrialStatus = Literal["pending", "running"] | Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """What `sweep.json` says. Times are UTC, in ISO 8601.
+
+    Attributes:
+        id: unique.
+        name: of the sweep and of its folder.
+        status: "running" also when the driver died without a word.
+        reason: why it ended, in words.
+        search, experiment: what was asked for, as plain values.
+        trials: how many there will be.
+        created, started, ended: the first start, the last one, and its end.
+        driver: the process that leads it, or led it last.
+    """
+
+    id: str
+    name: str
+    status: Literal["running"] | Status = "running"
+    reason: str = ""
+    search: dict[str, Any]
+    experiment: dict[str, Any]
+    trials: int
+    created: str
+    started: str
+    ended: str | None = None
+    driver: Driver
+
+    @classmethod
+    def from_json(cls, text: str) -> SweepRecord:
+        """Reads a record; fields that a later version added are passed over."""
+        plain = json.loads(text)
+        known = {each.name for each in fields(cls)}
+        settings = {name: value for name, value in plain.items() if name in known}
+        return cls(**{**settings, "driver": Driver(**settings["driver"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One trial of a sweep, as its files say.
+
+    Attributes:
+        name: of the trial and of its folder.
+        index: of its suggestion.
+        values: what it tries, by path; a `PBT` changes them.
+        status: "pending", "running", or how its run ended.
+        reason: why, in words.
+        error: what failed, in one line.
+        metric: the best value of the sweep's metric in it; None if none was finite.
+        steps: optimizer updates.
+        metrics: the last value of every metric.
+        run_dir: where its run lies.
+        best_checkpoint, last_checkpoint: paths in it.
+        resume: the checkpoint of another trial that it is to go on from, or "auto".
+        has_no_checkpoints: whether the sweep has deleted them, to make room.
+    """
+
+    name: str
+    index: int
+    values: Values
+    status: TrialStatus = "pending"
+    reason: str = ""
+    error: str | None = None
+    metric: float | None = None
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    run_dir: str = ""
+    best_checkpoint: str | None = None
+    last_checkpoint: str | None = None
+    resume: str = "auto"
+    has_no_checkpoints: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is never to be trained again by its sweep."""
+        return self.status not in ("pending", "running", "interrupted")
+
+    @property
+    def tried(self) -> Tried:
+        """What a search learns from it."""
+        from .optuna_search import Tried
+
+        state: Literal["training", "ended", "pruned", "failed"] = "ended" if self.has_ended else "training"
+        if self.status == "failed":
+            state = "failed"
+        elif self.status == "stopped" and self.reason.startswith(PRUNED):
+            state = "pruned"
+        return Tried(values=self.values, state=state, metric=self.metric, steps=self.steps)
+
+
+class Sweep:
+    """A sweep that has a folder.
+
+    Args:
+        sweep_dir: an absolute path or a URI.
+
+    Raises:
+        ConfigError: there is no sweep.
+    """
+
+    def __init__(self, sweep_dir: str) -> None:
+        self.folder = Folder(sweep_dir)
+        text = self.folder.read(SWEEP)
+        if text is None:
+            raise ConfigError(f"there is no sweep in {sweep_dir}")
+        try:
+            self.record = SweepRecord.from_json(text)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DamagedRecordError(
+                f"{self.folder.path(SWEEP)} is damaged ({error}): repair it, or remove the folder"
+            ) from error
+        self._journal = EventLog(self.folder, "driver")
+
+    @property
+    def sweep_dir(self) -> str:
+        """Its folder: an absolute path or a URI."""
+        return self.folder.place
+
+    @property
+    def status(self) -> Literal["running"] | Status:
+        """How it stands; "interrupted" if its driver is gone without having said so."""
+        if self.record.status == "running" and not self.record.driver.is_alive:
+            return "interrupted"
+        return self.record.status
+
+    def note(self, kind: str, **details: Any) -> None:
+        """Writes into the journal. For the driver alone."""
+        self._journal.add(kind, **details)
+
+    def check_lease(self) -> None:
+        """Makes sure that no other driver has claimed the sweep since: one that was silent for long is taken for dead.
+
+        Raises:
+            RunConflictError: one has.
+            StorageError: nobody can tell.
+        """
+        if is_claimed(self.folder, lease(asdict(self.record)), SWEEP):
+            raise RunConflictError(taken_over(self.folder, "sweep"))
+
+    def update(self, **changes: Any) -> None:
+        """Changes the record, on storage too. For the driver alone; with another `driver` this one claims the sweep.
+
+        Raises:
+            RunConflictError: another driver has claimed it since; its record is left alone.
+        """
+        if "driver" not in changes:
+            self.check_lease()
+        driver = replace(changes.pop("driver", self.record.driver), heartbeat=Driver.this().heartbeat)
+        record = replace(self.record, driver=driver, **changes)
+        self.folder.write(SWEEP, json.dumps(asdict(record), indent=2) + "\n")
+        self.record = record
+
+    def beat(self) -> None:
+        """Tells others that the driver lives, if it has been a while."""
+        if Driver.this().heartbeat - self.record.driver.heartbeat > HEARTBEAT_S:
+            self.update()
+
+    def trials(self) -> list[Trial]:
+        """Returns the trials that have been suggested, in that order, each as far as it is."""
+        found: dict[str, Trial] = {}
+        changed: dict[str, Event] = {}
+        ended: dict[str, Event] = {}
+        emptied: set[str] = set()
+        retried: set[str] = set()
+        for event in read_events(self.folder):
+            match event["event"]:
+                case "trial_suggested":
+                    name = event["trial"]
+                    found[name] = Trial(
+                        name=name, index=event["index"], values=event["values"], run_dir=self.folder.path(name)
+                    )
+                case "trial_changed":
+                    changed[event["trial"]] = event
+                case "trial_ended":
+                    ended[event["trial"]] = event
+                case "trial_retried":
+                    ended.pop(event["trial"], None)
+                    retried.add(event["trial"])
+                case "checkpoints_deleted":
+                    emptied.add(event["trial"])
+        trials = self.folder.map(
+            lambda trial: self._as_it_is(trial, changed.get(trial.name), ended.get(trial.name)), found.values()
+        )
+        # Its record has the old failure until it begins.
+        trials = [
+            replace(trial, status="interrupted", error=None)
+            if trial.name in retried - set(ended) and trial.status == "failed"
+            else trial
+            for trial in trials
+        ]
+        return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
+
+    def retry_failed(self) -> None:
+        """Has the trials that failed be trained again. For the driver alone."""
+        for trial in self.trials():
+            if trial.status == "failed":
+                self.note("trial_retried", trial=trial.name)
+
+    def goes_on_by_itself(self, name: str) -> bool:
+        """Whether a trial has saved a checkpoint of its own since it was last told to go on from another one's."""
+        changes = (each for each in read_events(self.folder) if each["event"] == "trial_changed")
+        times = [change["time"] for change in changes if change["trial"] == name]
+        return not times or _has_saved_since(self.folder.path(name), times[-1])
+
+    def trial_as_it_is(self, trial: Trial) -> Trial:
+        """Returns a trial as the files of its run say now."""
+        return self._as_it_is(trial, None, None)
+
+    def _as_it_is(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
+        if change is not None:
+            saved = _has_saved_since(trial.run_dir, change["time"])
+            trial = replace(trial, values=change["values"], resume="auto" if saved else change["checkpoint"])
+        try:
+            run = Run(trial.run_dir)
+        except ConfigError:
+            run = None
+        except DamagedRecordError as error:
+            run, trial = None, replace(trial, status="failed", error=str(error))
+        if run is not None:
+            trial = _with_run(trial, run)
+            if end is None:
+                trial = replace(trial, metric=_best_of(run, self.record.search))
+        if end is not None:
+            return replace(
+                trial, **{name: end[name] for name in ("status", "reason", "error", "metric", "steps") if name in end}
+            )
+        if trial.has_ended and run is not None and _is_unfinished(run):
+            return replace(trial, status="interrupted")
+        if trial.status == "running" and self.status != "running":
+            # It was told to end at once, and its process may not have gone yet.
+            return replace(trial, status="interrupted")
+        return trial
+
+
+def list_sweeps(storage: str) -> list[Sweep]:
+    """Returns the sweeps of a storage, the last started first; other folders are passed over."""
+    folder = Folder(absolute(storage))
+    found = folder.map(_sweep_in, [folder.path(name) for name in folder.folders()])
+    return sorted((each for each in found if each is not None), key=lambda each: each.record.started, reverse=True)
+
+
+def _sweep_in(place: str) -> Sweep | None:
+    try:
+        return Sweep(place)
+    except (ConfigError, StorageError):
+        return None
+
+
+def _has_saved_since(run_dir: str, time_s: float) -> bool:
+    # What it was before saves once more when it is paused.
+    since = [event["event"] for event in read_events(Folder(run_dir)) if event["time"] > time_s]
+    return "attempt_started" in since and "checkpoint_saved" in since[since.index("attempt_started") :]
+
+
+def _without_checkpoints(trial: Trial) -> Trial:
+    there = [path if path and is_committed(path) else None for path in (trial.best_checkpoint, trial.last_checkpoint)]
+    return replace(trial, best_checkpoint=there[0], last_checkpoint=there[1], has_no_checkpoints=True)
+
+
+def is_committed(path: str) -> bool:
+    """Whether a checkpoint is there: one that was pinned stays."""
+    return Folder(path).exists("manifest.json")
+
+
+def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
+    """The best finite value of a sweep's metric in a run: its record has that of evaluations, its log all others."""
+    metric = search["metric"]
+    if metric.startswith("validation/"):
+        return run.record.best_metric
+    best = Best(search["mode"])
+    for step, value in measured(run.folder, metric).items():
+        best.offer(value, step=step)
+    return best.value
+
+
+def _with_run(trial: Trial, run: Run) -> Trial:
+    record = run.record
+    return replace(
+        trial,
+        status=run.status,
+        reason=run.reason,
+        error=record.error,
+        steps=record.steps,
+        metrics=record.metrics,
+        best_checkpoint=record.best_checkpoint,
+        last_checkpoint=record.last_checkpoint,
+    )
+
+
+def _is_unfinished(run: Run) -> bool:
+    """Whether a run was stopped from outside, and not by a scheduler."""
+    stop = asked_to_stop(run.folder)
+    return run.record.status == "stopped" and stop is not None and not stop.reason.startswith(PRUNED)

@@ -1,0 +1,33 @@
+"""What trials reported that have ended under an earlier driver of a sweep, from their files: its scheduler is new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..runs.metric_history import measured
+from ..storage.events import read_events
+from ..storage.folder import Folder
+from .record import Sweep
+from .search import Search
+from .trial import report_of
+
+
+def earlier_reports(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
+    """Returns the evaluations of trials that have ended, by name, as Ray Tune was told of them.
+
+    None for a `PBT`: it chooses among trials that train.
+    """
+    if search.scheduler is None or search.scheduler.pauses:
+        return {}
+    ended: dict[str, None] = {}
+    for event in read_events(sweep.folder):
+        if event["event"] == "trial_ended":
+            ended[event["trial"]] = None
+        elif event["event"] == "trial_retried":
+            ended.pop(event["trial"], None)
+    return dict(sweep.folder.map(lambda name: (name, _reports_of(sweep.folder.path(name), search)), ended))
+
+
+def _reports_of(run_dir: str, search: Search) -> list[dict[str, Any]]:
+    values = measured(Folder(run_dir), search.metric)
+    return [report_of(search, value, number, step) for number, (step, value) in enumerate(values.items(), start=1)]

@@ -1,0 +1,464 @@
+"""Ray Tune under a sweep: trials in the order of the journal, a scheduler that stops them gently, and what it is told.
+
+Runs in a thread of the driver. What trials do is in the files of their runs; nothing here is kept by Ray Tune.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.progress_reporter import TrialProgressCallback
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
+from ray.tune.search import Searcher
+
+from ..cluster.ray_env import environ
+from ..errors import StorageError
+from ..runs.requests import Stop, ask_to_stop
+from ..storage.folder import Folder, patiently
+from .record import PRUNED, Sweep, Trial
+from .replay import earlier_reports
+from .schedulers import ASHA, PBT, HyperBand, MedianStopping
+from .search import Search, Values
+from .space import Axis, Choice, LogUniform, RandInt, Uniform
+from .trial import SweepTask, pointer_in
+from .trial_process import train_trial
+
+_QUIET = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    # Its own state is never read: the journal is ours.
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
+    "TUNE_WARN_THRESHOLD_S": "60",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+_CALLBACKS = "RAY_TUNE_CALLBACKS"
+
+_RAYS_FILES = ".ray-tune"
+
+Next = Callable[[], tuple[Trial, Values] | None]
+Ended = Callable[[str, str | None], None]
+Reported = Callable[[str, Mapping[str, Any]], None]
+Exploited = Callable[[str, str, Values], tuple[Values, str]]
+
+
+def tune_trials(
+    sweep: Sweep,
+    search: Search,
+    task: SweepTask,
+    *,
+    next_trial: Next,
+    ended: Ended,
+    reported: Reported,
+    exploited: Exploited,
+    is_over: Callable[[], bool],
+    resources: Any,
+    at_once: Callable[[], int],
+    max_failures: int,
+) -> None:
+    """Runs trials until there are no more.
+
+    Args:
+        sweep: with the journal.
+        search: what was asked for.
+        task: what trials are told.
+        next_trial: returns the trial to train next and its typed values, or None when there is none left.
+        ended: is told the name of each trial that has ended, and an error that its own files do not know.
+        reported: is told what a trial has reported.
+        exploited: is told the name, the donor's checkpoint and the new values of a trial that goes on with them;
+            returns these typed, and the checkpoint to go on from.
+        is_over: says whether to leave all trials as they are.
+        resources: of one trial.
+        at_once: says how many trials may train at the moment.
+        max_failures: how often the process of a trial may die.
+    """
+    kind = type(search.scheduler).__name__
+    scheduler = Gentle(
+        _scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited,
+        earlier=patiently(lambda: earlier_reports(sweep, search)),
+    )  # fmt: skip
+    with (
+        environ(_QUIET, unless_set=True),
+        environ({_CALLBACKS: _and_silence(os.environ.get(_CALLBACKS))}),
+        _errors_alone(logging.getLogger("ray.tune")),
+        _rays_files(sweep.folder, are_shared=task.pauses) as (place, filesystem),
+    ):
+        tuner = tune.Tuner(
+            tune.with_resources(
+                tune.with_parameters(train_trial, packed=pickle.dumps(task), trains_here=task.trains_here), resources
+            ),
+            tune_config=tune.TuneConfig(
+                search_alg=Suggestions(next_trial, scheduler, ended=ended, reported=reported),
+                scheduler=scheduler,
+                num_samples=-1,
+                reuse_actors=True,
+                trial_name_creator=_name,
+                trial_dirname_creator=_name,
+            ),
+            run_config=tune.RunConfig(
+                name=sweep.record.name,
+                storage_path=place,
+                storage_filesystem=filesystem,
+                stop=AtOnce(is_over),
+                failure_config=tune.FailureConfig(max_failures=max_failures),
+                verbose=0,
+            ),
+        )
+        tuner.fit()
+
+
+@contextmanager
+def _rays_files(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, FileSystem | None]]:
+    """Gives Ray Tune a place for files that nobody reads later, and how to reach it; None as any disk.
+
+    Args:
+        folder: of the sweep.
+        are_shared: whether trials on other machines read them: those that are paused, or that go on from another one.
+    """
+    if not are_shared:
+        with tempfile.TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True) as place:
+            yield place, None
+        return
+    try:
+        # In the way that all else goes: Ray Tune would ask pyarrow, which knows few stores, and not how to reach ours.
+        filesystem, path = fsspec.core.url_to_fs(folder.path(_RAYS_FILES))
+        yield path, None if folder.is_local else PyFileSystem(FSSpecHandler(filesystem))
+    finally:
+        with suppress(StorageError):
+            folder.remove_folder(_RAYS_FILES)
+
+
+@contextmanager
+def _errors_alone(logger: logging.Logger) -> Iterator[None]:
+    """Of Ray Tune's log: it warns of files of loggers that are off."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _name(trial: TuneTrial) -> str:
+    return str(trial.config["trial"])
+
+
+class _Unkept:
+    """Ray Tune pickles what it is given, for a restoration that nobody will ask for: it gets nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (object, ())
+
+
+class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
+    """Gives Ray Tune one trial after another, as long as there is room, and passes on what it hears of them.
+
+    Not as its callback: where it is given any, Ray Tune imports all that it knows, with MLflow and wandb: two seconds.
+
+    Args:
+        next_trial: returns the next one and its values, or None.
+        scheduler: which knows how many trials train.
+        ended: is told the name of each that has ended, and an error.
+        reported: is told what one has reported.
+    """
+
+    def __init__(self, next_trial: Next, scheduler: Gentle, *, ended: Ended, reported: Reported) -> None:
+        super().__init__(metric="metric", mode="min")
+        self._next, self._scheduler = next_trial, scheduler
+        self._ended, self._reported = ended, reported
+        self._names: dict[str, str] = {}
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """Returns a trial, None to be asked again later, or FINISHED."""
+        if not self._scheduler.has_room():
+            return None
+        found = self._next()
+        if found is None:
+            return str(Searcher.FINISHED)
+        trial, values = found
+        self._names[trial_id] = trial.name
+        return {**values, "trial": trial.name, "resume": trial.resume}
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **_: Any) -> bool:
+        """Takes none: the search is ours."""
+        return True
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Passes it on."""
+        self._reported(self._names[trial_id], result)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Passes it on."""
+        self._ended(self._names[trial_id], self._scheduler.error_of(trial_id) if error else None)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Saves nothing: the journal has it."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restores nothing."""
+
+
+class AtOnce(_Unkept, tune.Stopper):  # type: ignore[misc]
+    """Ends all trials without a word, for who cannot wait for their checkpoints.
+
+    Args:
+        is_over: says when.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Ends no trial by itself."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Returns whether it is time."""
+        return self._is_over()
+
+
+class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
+    """Stops trials through their own run, so that they save a checkpoint and say why; limits how many train at once.
+
+    Args:
+        inner: which decides.
+        sweep: whose trials they are.
+        kind: its name, for people.
+        at_once: says how many may train at the moment.
+        exploited: is told when a trial goes on from another one's checkpoint, with other values.
+        earlier: by name, the reports of trials that have ended under an earlier driver, by which others are judged too.
+    """
+
+    def __init__(
+        self,
+        inner: TrialScheduler,
+        sweep: Sweep,
+        *,
+        kind: str,
+        at_once: Callable[[], int],
+        exploited: Exploited,
+        earlier: Mapping[str, Sequence[dict[str, Any]]],
+    ) -> None:
+        super().__init__()
+        self._earlier = earlier
+        self._kind = kind
+        self._inner, self._sweep, self._at_once, self._exploited = inner, sweep, at_once, exploited
+        self._is_pbt = isinstance(inner, PopulationBasedTraining)
+        self._stopped: set[str] = set()
+        self._controller: Any = None
+        self._supports_buffered_results = False
+
+    def has_room(self) -> bool:
+        """Whether one more trial may train."""
+        trials = self._controller.get_live_trials() if self._controller is not None else ()
+        return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
+
+    def error_of(self, trial_id: str) -> str:
+        """Returns the last line of what has ended a trial, from the file that Ray Tune keeps of it on this machine."""
+        lines = Path(self._controller.get_trial(trial_id).error_file).read_text().strip().splitlines()
+        return lines[-1] if lines else "its process died"
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        """Takes none: the inner one has its own."""
+        return True
+
+    def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
+        """Passes it on."""
+        if self._controller is None:
+            # Or the process of a trial is started when that of the one before it is up: one that ends sooner hands its
+            # own on, and short trials never train but one at a time.
+            # How many there are at a time is for `has_room` to say.
+            controller.update_max_pending_trials(sys.maxsize)
+            self._recall(controller)
+        self._controller = controller
+        self._inner.on_trial_add(_Searchless(controller), trial)
+
+    def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
+        """Passes it on."""
+        self._inner.on_trial_error(controller, trial)
+
+    def on_trial_result(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
+        """Lets the inner one decide; a trial that is to be stopped is asked to end, and goes on until it does."""
+        if trial.trial_id in self._stopped:
+            # Inner ones do not expect to hear of it again.
+            return str(TrialScheduler.CONTINUE)
+        before = trial.config
+        decision = str(self._inner.on_trial_result(controller, trial, result))
+        if trial.config is not before:
+            self._change(trial, before)
+        if decision == TrialScheduler.STOP:
+            self._stopped.add(trial.trial_id)
+            count = result["evaluations"]
+            counted = "record" if self._sweep.record.search["metric"].startswith("train/") else "evaluation"
+            reason = f"{PRUNED}({self._kind}) after {count} {counted}{'s'[: count != 1]}"
+            folder = Folder(self._sweep.folder.path(_name(trial)))
+            patiently(lambda: ask_to_stop(folder, Stop(reason=reason)))
+            return str(TrialScheduler.CONTINUE)
+        if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once():
+            # It makes room for a trial that waits, and there is room for all.
+            return str(TrialScheduler.CONTINUE)
+        return decision
+
+    def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
+        """Passes it on, unless it has never reported: inner ones take any last report for one of an evaluation."""
+        if "evaluations" in result:
+            self._inner.on_trial_complete(controller, trial, result)
+
+    def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
+        """Passes it on."""
+        self._inner.on_trial_remove(controller, trial)
+
+    def choose_trial_to_run(self, controller: Any) -> TuneTrial | None:
+        """Lets the inner one choose, if there is room for one that was paused."""
+        chosen = self._inner.choose_trial_to_run(controller)
+        if chosen is not None and chosen.status == TuneTrial.PAUSED and not self.has_room():
+            return None
+        return chosen
+
+    def debug_string(self) -> str:
+        """Returns that of the inner one."""
+        return str(self._inner.debug_string())
+
+    def save(self, checkpoint_path: str) -> None:
+        """Saves nothing: the journal has it."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restores nothing."""
+
+    def _recall(self, controller: Any) -> None:
+        """Tells the inner one of the trials that it has not seen."""
+        for name, reports in self._earlier.items():
+            if not reports:
+                continue
+            trial = _Ended(name)
+            self._inner.on_trial_add(controller, trial)
+            for report in reports:
+                if self._inner.on_trial_result(controller, trial, report) == TrialScheduler.STOP:
+                    break
+            self._inner.on_trial_complete(controller, trial, reports[-1])
+
+    def _change(self, trial: TuneTrial, before: dict[str, Any]) -> None:
+        checkpoint = trial.run_metadata.checkpoint_manager._latest_checkpoint_result.checkpoint
+        name = str(before["trial"])
+        values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
+        typed, resume = self._exploited(name, pointer_in(checkpoint)["checkpoint"], values)
+        trial.set_config({**typed, "trial": name, "resume": resume})
+
+
+class _Ended:
+    """As much of a trial that Ray Tune does not know as a scheduler asks of one.
+
+    Args:
+        name: of the trial.
+    """
+
+    status = TuneTrial.TERMINATED
+
+    def __init__(self, name: str) -> None:
+        self.trial_id, self.config = name, {"trial": name}
+
+
+class _Searchless:
+    """Ray Tune's controller without its search: PBT refuses any, as one might draw other values for a trial."""
+
+    search_alg = None
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
+
+
+class _Silence(TrialProgressCallback):  # type: ignore[misc]
+    """In place of what prints how trials stand. Ray Tune makes it, by its name in the environment."""
+
+    def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
+        """Prints nothing."""
+
+    def _print(self, msg: str) -> None:
+        """Prints nothing."""
+
+
+def _and_silence(callbacks: str | None) -> str:
+    """Returns the names of callbacks, among them once what keeps Ray Tune from printing."""
+    silence = f"{__name__}.{_Silence.__name__}"
+    return ",".join([*(name for name in (callbacks or "").split(",") if name not in ("", silence)), silence])
+
+
+def _scheduler(search: Search) -> TrialScheduler:
+    common = {"time_attr": "evaluations", "metric": search.metric, "mode": search.mode}
+    match search.scheduler:
+        case ASHA(grace=grace, reduction=reduction, max_evaluations=most):
+            return AsyncHyperBandScheduler(
+                **common, grace_period=grace, reduction_factor=reduction, max_t=most, stop_last_trials=False
+            )
+        case HyperBand() as wanted:
+            return _Brackets(wanted, **common)
+        case MedianStopping(grace=grace, trials=trials):
+            # It would pause a trial while another one comes up, to hear of more of them first.
+            return MedianStoppingRule(
+                **common, grace_period=grace, min_samples_required=trials, min_time_slice=math.inf
+            )
+        case PBT() as pbt:
+            generator = random.Random(f"{search.seed} pbt")
+            return PopulationBasedTraining(
+                **common, perturbation_interval=pbt.every, quantile_fraction=pbt.quantile,
+                resample_probability=pbt.resample, log_config=False,
+                hyperparam_mutations={path: _mutation(axis, generator) for path, axis in search.varied.items()},
+                custom_explore_fn=lambda values: _within(values, search.varied),
+            )  # fmt: skip
+    return FIFOScheduler()
+
+
+class _Brackets(AsyncHyperBandScheduler):  # type: ignore[misc]
+    """Ray Tune's draws the bracket of a trial anew each time; here it follows from its number."""
+
+    def __init__(self, wanted: HyperBand, **common: Any) -> None:
+        super().__init__(
+            **common,
+            grace_period=wanted.grace,
+            reduction_factor=wanted.reduction,
+            # It rounds down a quotient of logarithms.
+            max_t=wanted.max_evaluations * (1 + 1e-9),
+            brackets=len(wanted.first_looks),
+            stop_last_trials=False,
+        )
+        self._wanted = wanted
+
+    def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
+        """Puts it into its bracket."""
+        index = int(_name(trial).rpartition("-")[2])
+        self._trial_info[trial.trial_id] = self._brackets[self._wanted.bracket_of(index)]
+
+
+def _mutation(axis: Axis, generator: random.Random) -> Any:
+    return list(axis.values) if isinstance(axis, Choice) else lambda: axis.draw(generator)
+
+
+def _within(values: dict[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Brings what was changed by a factor back between the limits."""
+    for path, axis in axes.items():
+        if path in values and isinstance(axis, (Uniform, LogUniform, RandInt)):
+            value = min(max(values[path], axis.low), axis.high)
+            values[path] = round(value) if isinstance(axis, RandInt) else value
+    return values

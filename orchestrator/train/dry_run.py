@@ -1,0 +1,223 @@
+"""`plan(experiment)`: what `fit` would do, take and write, found out without doing, taking or writing any of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headway.trainer.errors import ConfigError
+from headway.trainer.loop.progress import Duration
+from headway.trainer.setup.dry_run import DataSize, Sketch
+from headway.trainer.step.oom import human_bytes
+
+from ..cluster.ray_env import quiet_environment
+from ..config.experiment import Experiment
+from ..storage.folder import Folder
+from .fit import first_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run would do. `str()` gives the page that `headway fit --dry-run` prints.
+
+    Attributes:
+        experiment: the run.
+        sketch: sizes and counts of what it trains.
+        goes_on: whether a run of this name is there already, which `fit` would go on with or refuse.
+    """
+
+    experiment: Experiment
+    sketch: Sketch
+    goes_on: bool
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the training data, where that is known."""
+        in_epoch = self._steps_in_epoch
+        total = self.sketch.total_steps
+        return None if total is None or not in_epoch else total / in_epoch
+
+    @property
+    def num_evaluations(self) -> int | None:
+        """How often the validation data is gone through: when it is due, and at the end. None where a clock decides."""
+        config = self.experiment.config
+        times = self._times(config.evaluate_every, at_end=True) if self.sketch.validation else 0
+        return times + 1 if times and config.evaluate_at_start else times
+
+    @property
+    def num_checkpoints(self) -> int | None:
+        """How many checkpoints are written in all. None where a clock decides."""
+        config = self.experiment.config.checkpoint
+        return self._times(config.every, at_end=config.at_end)
+
+    @property
+    def storage_bytes(self) -> int | None:
+        """About what the checkpoints that are kept take; None where nobody can tell."""
+        each, config = self.sketch.checkpoint_bytes, self.experiment.config.checkpoint
+        number = self.num_checkpoints
+        if config.keep_last != "all":
+            if config.keep_every_time is not None:
+                return None
+            # The first of the best is mostly one of the last.
+            best = config.keep_best - 1 if self.sketch.validation and config.keep_best else 0
+            kept = config.keep_last + best + (self._times(config.keep_every, at_end=False) or 0)
+            number = min(kept, number or kept)
+        return None if each is None or number is None else each * number
+
+    @property
+    def _steps_in_epoch(self) -> int | None:
+        of_config, of_data = self.experiment.config.steps_per_epoch, self.sketch.train.steps
+        return min((each for each in (of_config, of_data) if each), default=None)
+
+    def _times(self, every: Duration | None, *, at_end: bool) -> int | None:
+        total = self.sketch.total_steps
+        if every is None:
+            return int(at_end)
+        if every.unit == "seconds" or total is None:
+            return None
+        if every.unit == "epochs":
+            if not self._steps_in_epoch:
+                return None
+            steps = int(every.amount) * self._steps_in_epoch
+        else:
+            steps = int(every.amount)
+        return total // steps + int(at_end and total % steps > 0)
+
+    def __str__(self) -> str:
+        state = "goes on, if nothing that is trained has changed" if self.goes_on else "new"
+        lines = [f"{self.experiment.name}: {state}; its files: {self.experiment.run_dir}"]
+        lines += [f"  {label:<13}{fact}" for label, fact in _facts(self)]
+        return "\n".join(lines)
+
+
+def plan(experiment: Experiment) -> Plan:
+    """Finds out what `fit` would do: no Ray, no process group, no weights, nothing written.
+
+    Raises:
+        ConfigError: what was asked for makes no sense, or this machine has not the resources; the same as from `fit`.
+        StorageError: the storage cannot be written.
+    """
+    quiet_environment()
+    from ..cluster.connect import check_resources
+
+    check_resources(experiment.scaling)
+    folder = Folder(experiment.run_dir)
+    folder.check_writable()
+    try:
+        most, fewest = experiment.scaling.max_workers, experiment.scaling.min_workers
+        if most > fewest:
+            experiment.trainer(experiment.config, world=first_world(experiment, most)).check()
+        # On the fewest ranks each has the most to hold.
+        sketch = experiment.trainer(experiment.config, world=first_world(experiment, fewest)).sketch()
+    except ConfigError:
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith("headway."):
+            raise ConfigError(str(error)) from error
+        raise
+    return Plan(experiment=experiment, sketch=sketch, goes_on=folder.exists("run.json"))
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    scaling, config, sketch = plan.experiment.scaling, plan.experiment.config, plan.sketch
+    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
+    yield "workers", f"{scaling.in_words.split(' worker')[0]}, each with {each}"
+    yield "strategy", _strategy(plan.experiment)
+    yield "precision", config.precision + (", linear layers in float8" if config.float8 else "")
+    for name, size in sketch.models.items():
+        frozen = f", {size.frozen:,} of them frozen" if size.frozen else ""
+        yield name, f"{size.kind}, {_many(size.parameters, 'parameter')}{frozen}, {_about(size.parameter_bytes)}"
+    state = sketch.optimizer_bytes
+    for name, kind in sketch.optimizers.items():
+        yield name, kind
+    yield "batch", _batch(plan.experiment)
+    dropped = f", {sketch.train.dropped:,} left out" if sketch.train.dropped else ""
+    yield "data", f"{_amount(sketch.train)} an epoch{dropped}; found again after a restart: {sketch.train.guarantee}"
+    yield "steps", _steps(plan)
+    yield "evaluation", _evaluation(plan)
+    yield "checkpoints", _checkpoints(plan)
+    memory = sketch.memory
+    known = [("weights", memory.parameters), ("gradients", memory.gradients)]
+    known += [("optimizer", memory.optimizer)] if memory.optimizer is not None else []
+    known += [(name, size) for name, size in (("buffers", memory.buffers), ("gathered", memory.gathered)) if size]
+    yield (
+        "memory",
+        f"{_about(memory.total)} per rank: {' + '.join(f'{name} {_about(size)}' for name, size in known)}",
+    )
+    if memory.offloaded:
+        yield "", "weights, gradients and optimizer of it in the memory of the CPU"
+    if state is None:
+        yield "", f"and the state of the optimizer, which cannot be told ({sketch.unknown})"
+    yield "", "and activations, which grow with the micro-batch, and what libraries take"
+
+
+def _strategy(experiment: Experiment) -> str:
+    workers, parallel = experiment.scaling.max_workers, experiment.config.parallel
+    over = f" over {experiment.scaling.in_words.replace('worker', 'rank')}"
+    over = over if workers > 1 else ": one rank trains the plain model"
+    if parallel.strategy == "hsdp" and workers > 1:
+        over = f" over {workers} ranks, sharded inside groups of {parallel.shard_size}"
+    if parallel.activation_checkpointing != "none":
+        over += f"; activation checkpointing {parallel.activation_checkpointing}"
+    if parallel.cpu_offload and workers > 1:
+        over += "; offloaded to the CPU"
+    return parallel.strategy + over + ("; compiled" if parallel.compile else "")
+
+
+def _batch(experiment: Experiment) -> str:
+    config, scaling = experiment.config, experiment.scaling
+    if config.global_batch_size is None:
+        return f"those of the data, {config.gradient_accumulation_steps:,} on each rank per step"
+    shares = []
+    for workers in sorted({scaling.min_workers, scaling.max_workers}):
+        share = math.ceil(config.global_batch_size / workers)
+        micro = min(config.micro_batch_size or share, share)
+        passes = _many(math.ceil(share / micro), "micro-batch", "micro-batches")
+        shares.append(f"on each of {_many(workers, 'rank')} {passes} of at most {micro:,}")
+    return f"{_many(config.global_batch_size, 'sample')} per step: {', '.join(shares)}"
+
+
+def _steps(plan: Plan) -> str:
+    config, total, epochs = plan.experiment.config, plan.sketch.total_steps, plan.epochs
+    if total is None:
+        return f"unknown, {_many(config.max_epochs or 0, 'epoch')} of data that does not tell its length"
+    return f"{total:,}" + ("" if epochs is None else f", {epochs:.3g} epochs")
+
+
+def _evaluation(plan: Plan) -> str:
+    sets, config, times = plan.sketch.validation, plan.experiment.config, plan.num_evaluations
+    if not sets:
+        return "none: there is no data for it"
+    every = "at the end" if config.evaluate_every is None else f"every {config.evaluate_every}"
+    every += " and at the start" if config.evaluate_at_start else ""
+    over = "; ".join(f"{name}: {_amount(size)}" if name else _amount(size) for name, size in sets.items())
+    count = "" if times is None else f", {_many(times, 'time')}"
+    return f"{every}{count}, over {over}"
+
+
+def _checkpoints(plan: Plan) -> str:
+    config, each, number = plan.experiment.config.checkpoint, plan.sketch.checkpoint_bytes, plan.num_checkpoints
+    every = "on request only" if config.every is None else f"every {config.every}"
+    every += " and at the end" if config.at_end else ""
+    size = "of unknown size" if each is None else f"of about {_about(each)}"
+    many = "" if number is None else f"{number:,} "
+    kept = "all are kept" if config.keep_last == "all" else f"the last {config.keep_last} are kept"
+    if config.keep_last != "all":
+        kept += f", the {config.keep_best} best" if config.keep_best > 1 and plan.sketch.validation else ""
+        for every_so in (config.keep_every, config.keep_every_time):
+            kept += f", and one every {every_so}" if every_so is not None else ""
+    return f"{every}: {many}{size}; {kept}" + ("" if plan.storage_bytes is None else f" ({_about(plan.storage_bytes)})")
+
+
+def _amount(size: DataSize) -> str:
+    counts = (size.samples, "sample"), (size.steps, "step")
+    return " in ".join(_many(number, unit) for number, unit in counts if number is not None) or "data of unknown length"
+
+
+def _many(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
+def _about(size: float) -> str:
+    return human_bytes(size, digits=3)

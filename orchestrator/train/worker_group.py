@@ -1,0 +1,189 @@
+"""The worker group of one start of a run, on Ray Train: what it is given, and the truth about how it failed."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import cloudpickle
+
+from headway.trainer.distributed.world import backend
+from headway.trainer.errors import ConfigError
+
+from ..cluster.ray_env import environ
+from ..config.experiment import Experiment
+from ..config.target import travels_by_value
+from ..errors import TrainingFailedError
+from ..runs.resume import Resumption
+from ..runs.run import Run
+from ..storage.events import read_events
+from .elastic import RAY_LEARNS_S
+from .failures import FailureWatch, GaveUp, last_failure
+from .standby import environment
+from .worker import Task, train
+
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+# Ray Train takes more for a failure than `Retries`: a resize, a rank that misses its peer on a machine that was taken.
+_MOST_ATTEMPTS = 10_000
+
+
+def train_group(
+    experiment: Experiment,
+    run: Run,
+    *,
+    since: float,
+    resumption: Resumption,
+    patience_s: float,
+    verbose: bool,
+    spares: bool,
+) -> dict[str, Any]:
+    """Runs Ray Train to its end, and returns what rank 0 did.
+
+    Ray's own files go to a folder of this start: the same name and storage would make Ray Train resume by itself.
+    """
+    # Here, for a trial of one worker does without: a tenth of a second.
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    scaling, retries = experiment.scaling, experiment.retries
+    task = task_of(experiment, run, since=since, resumption=resumption, verbose=verbose)
+    rays_files = tempfile.mkdtemp(prefix="headway-ray-")
+    # What is sized by machines that are gone by then is sized again.
+    start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
+    try:
+        trainer = TorchTrainer(
+            train,
+            train_loop_config={"task": task, "training": pickled(experiment)},
+            torch_config=TorchConfig(
+                backend=backend(
+                    "cuda" if scaling.gpus_per_worker else "cpu", with_cpus=experiment.config.parallel.cpu_offload
+                ),
+                timeout_s=math.ceil(experiment.config.parallel.timeout.amount),
+            ),
+            scaling_config=ScalingConfig(
+                num_workers=scaling.workers,
+                # Ray Train would end the group in the midst of an update; see resizing.py.
+                elastic_resize_monitor_interval_s=math.inf,
+                use_gpu=scaling.gpus_per_worker > 0,
+                resources_per_worker=scaling.per_worker,
+            ),
+            run_config=RunConfig(
+                name=f"{experiment.name}-{run.record.id}",
+                storage_path=rays_files,
+                worker_runtime_env=environment(task.threads) if spares else {},
+                failure_config=FailureConfig(
+                    # The budgets are kept in FailureWatch, which knows one kind from the other.
+                    max_failures=_MOST_ATTEMPTS,
+                    # Of attempts that Ray Train ends at a deadline it tells nobody.
+                    max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
+                    # Of starting a group: Ray Train waits so long for machines each time.
+                    controller_failure_limit=retries.max_failures + math.ceil(patience_s / start_timeout_s),
+                ),
+                callbacks=[failure_watch(experiment, run, since=since)],
+                logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
+            ),
+        )
+        with environ({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
+            returned: dict[str, Any] = trainer.fit().return_value
+        return returned
+    finally:
+        shutil.rmtree(rays_files, ignore_errors=True)
+
+
+def failure_watch(experiment: Experiment, run: Run, *, since: float) -> FailureWatch:
+    """Returns who decides on the retries of one start of a run."""
+    retries = experiment.retries
+    return FailureWatch(
+        run.run_dir, since=since, max_failures=retries.max_failures, max_errors=retries.max_errors,
+        max_preemptions=retries.max_preemptions,
+    )  # fmt: skip
+
+
+def task_of(experiment: Experiment, run: Run, *, since: float, resumption: Resumption, verbose: bool) -> Task:
+    """Returns what each worker of a run is told."""
+    scaling = experiment.scaling
+    return Task(
+        run_dir=run.run_dir,
+        since=since,
+        resumption=resumption,
+        imports=import_folders(),
+        current_dir=os.getcwd(),
+        threads=max(1, int(scaling.cpus_per_worker)),
+        on_cpu=not scaling.gpus_per_worker,
+        lease=run.lease,
+        noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
+        watched=experiment.retries.hang_timeout is not None,
+        capture=not verbose,
+        max_workers=scaling.max_workers,
+        timeout_s=experiment.config.parallel.timeout.amount,
+    )
+
+
+def pickled(experiment: Experiment) -> bytes:
+    """The trainer's class and config as bytes. What a user's file defines goes with them: workers cannot import it."""
+    with by_value(experiment):
+        try:
+            pickled: bytes = cloudpickle.dumps((experiment.trainer, experiment.config))
+        except Exception as error:
+            raise ConfigError(
+                f"{experiment.trainer.__name__} cannot be sent to workers ({type(error).__name__}: {error}): "
+                "make what cannot be pickled inside a method of the trainer, not at the top of its file"
+            ) from error
+    return pickled
+
+
+@contextmanager
+def by_value(experiment: Experiment) -> Iterator[None]:
+    """A context in which what a user's file defines is pickled with what refers to it."""
+    names = {each.__module__ for each in (*experiment.trainer.__mro__, *type(experiment.config).__mro__)}
+    modules = [module for name in names if travels_by_value(module := sys.modules.get(name)) and module is not None]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def import_folders() -> tuple[str, ...]:
+    """Where this process imports from, apart from what is installed."""
+    installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    folders = (os.path.realpath(path or os.getcwd()) for path in sys.path)
+    return tuple(
+        folder for folder in folders
+        if os.path.isdir(folder) and folder not in installed and os.path.dirname(folder) not in installed
+    )  # fmt: skip
+
+
+def error_of(error: BaseException, run: Run, since: float) -> BaseException:
+    """Returns the error to raise for one of Ray's: what the first worker to fail had raised, or that it died."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
+    events = [event for event in read_events(run.folder) if event["time"] >= since]
+    failure = last_failure(events, {rank: "" for rank in failures})
+    if failure is None:
+        unknown = TrainingFailedError(f"training failed: {type(error).__name__}: {error}")
+        unknown.__cause__ = error
+        return unknown
+    before = [event["text"] for event in events if event["event"] == "group_failed"]
+    gave_up = error if isinstance(error, GaveUp) else getattr(error, "controller_failure", None)
+    text = str(gave_up.args[0] if isinstance(gave_up, GaveUp) else failure)
+    first = f"; the first of {len(before)} failures: {before[0]}" if before and before[0] != text else ""
+    failed = TrainingFailedError(
+        f"{text} (attempt {failure.attempt}){first}", rank=failure.rank, attempt=failure.attempt, step=failure.step,
+        worker_traceback=failure.traceback,
+    )  # fmt: skip
+    raised = failures.get(failure.rank) if failure.rank is not None else None
+    raised = raised or getattr(gave_up, "raised", None)
+    # By module: headway.datasets has errors of its own, with no base in common.
+    if isinstance(raised, Exception) and type(raised).__module__.startswith("headway."):
+        return raised
+    failed.__cause__ = raised
+    return failed

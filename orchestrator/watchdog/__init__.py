@@ -1,0 +1,1 @@
+"""Noticing that workers hang: heartbeats, the policy, and what follows."""

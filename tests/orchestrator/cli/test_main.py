@@ -1,0 +1,202 @@
+"""The command line: one line on standard error for what the user can act on, and an exit code that tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.orchestrator import Choice, Experiment, RunResult, Search
+from headway.orchestrator.cli.main import _exit_code, main
+from headway.orchestrator.runs.open import open_run, open_sweep
+from headway.orchestrator.watchdog.worker import heartbeat_of, watch_folder
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "tests.tiny:TinyTrainer", "config.widht=3"], "did you mean config.width?"),
+        (["fit", "no_such.py"], "there is no file no_such.py"),
+        (["fit", "tests.tiny:TinyTrainer", "scaling.workers=4096"], "this machine has"),
+        (["fit", "tests.tiny:TinyTrainer", "config.max_steps=1", "storage=/dev/null/runs"], "cannot be written"),
+        (["fit", "tests.tiny:TinyTrainer", "--resume", "/no/such"], "there is nothing to resume from"),
+        (["fit", "tests.tiny:TinyTrainer", "--restore", "models, weights"], "restore takes some of models, optimizers"),
+        (["runs", "--storage", "/no/such", "show", "x"], "there is no run 'x' in /no/such"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    """K2, I5."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("headway: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_command_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "fti")
+    assert code == 2
+    assert "fti" in err
+
+
+def test_an_old_name_is_warned_of_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K2."""
+    file = tmp_path / "old.py"
+    file.write_text(
+        "from dataclasses import dataclass, field\nfrom headway.trainer import Trainer, TrainerConfig\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass C(TrainerConfig):\n"
+        "    rate: float = field(default=1.0, metadata={'deprecated_names': ('lr',)})\n"
+        "class T(Trainer[C]):\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    done = subprocess.run(
+        [sys.executable, "-m", "headway.orchestrator", "fit", str(file), "config.lr=2", "--print-config"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "  rate: 2.0" in done.stdout
+    assert done.stderr == "headway: FutureWarning: config.lr is now called config.rate\n"
+
+
+def test_the_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "fit", "tests.tiny:TinyTrainer", "config.width=3", "--print-config")
+    assert code == 0
+    assert "trainer: tests.tiny:TinyTrainer" in out
+    assert "  width: 3" in out
+
+
+def test_overrides_come_from_the_environment_and_the_line_wins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWAY_OVERRIDES", "config.width=3 config.noise=0.5 'storage=a folder'")
+    code, out, _ = run(capsys, "fit", "tests.tiny:TinyTrainer", "config.width=4", "--print-config")
+    assert code == 0
+    assert "  width: 4\n" in out
+    assert "  noise: 0.5\n" in out
+    assert "/a folder\n" in out
+    monkeypatch.setenv("HEADWAY_OVERRIDES", "config.widht=3")
+    code, _, err = run(capsys, "fit", "tests.tiny:TinyTrainer", "--print-config")
+    assert code == 2
+    assert "did you mean config.width?" in err
+
+
+def test_runs_are_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "runs", "--storage", str(tmp_path))[1].replace("\n", "") == f"no runs in {tmp_path}"
+    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
+    open_run(experiment).run.update(status="completed", steps=1234, metrics={"validation/loss": 0.25}, attempts=2)
+    code, out, _ = run(capsys, "runs", "--storage", str(tmp_path))
+    assert code == 0
+    assert out.splitlines()[1].split()[:5] == ["one", "completed", "1,234", "0.25", "2"]
+    code, out, _ = run(capsys, "runs", "--storage", str(tmp_path), "show", "one")
+    assert code == 0
+    for part in ("status     completed", "tests.tiny:TinyTrainer with 1 worker", str(tmp_path / "one"), "  width: 9"):
+        assert part in out
+
+
+def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a run that goes on, until now: what its main rank was last heard to do is in no event yet."""
+    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
+    folder = open_run(experiment).run.folder
+    now = time.time()
+    seconds = {"setting up": 1.0, "reading data": 31.0, "forward": 10.0, "optimizer": 58.0}
+    heard = {"attempt": 1, "at": now, "step": 9, "updates": 9, "phase": "forward", "seconds": seconds}
+    worker = {"rank": 0, "host": "here", "pid": 4321, "began": now - 101, "entered": now - 101}
+    for event in (
+        {"time": now - 101, "event": "driver_started"},
+        {"time": now - 100, "event": "attempt_started", "attempt": 1, "world_size": 1, "workers": [worker]},
+    ):
+        folder.append("events.jsonl", json.dumps(event))
+    watched = watch_folder(folder)
+    watched.prepare()
+    watched.write(heartbeat_of(0), json.dumps({"spent": heard}))
+    code, out, _ = run(capsys, "runs", "--storage", str(tmp_path), "show", "one")
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "rank 0 process 4321 on here" in lines
+    assert f"driver process {os.getpid()} on {socket.gethostname()}" in lines
+    # The shares shrink while this test takes its time.
+    assert any(re.fullmatch(r"compute [56]\d\.\d % 68\.0 s", line) for line in lines)
+    assert any(re.fullmatch(r"goodput [56]\d\.\d % of the time went into updates that counted", line) for line in lines)
+    assert any(re.match(r"fix first data wait is [23]\d % of the time: more loader workers", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("status", "signal", "code"),
+    [
+        ("completed", None, 0),
+        ("stopped", None, 0),
+        ("time_limit", None, 3),
+        ("interrupted", 2, 130),
+        ("interrupted", 15, 143),
+        ("failed", None, 1),
+    ],
+)
+def test_exit_codes(status: Any, signal: int | None, code: int) -> None:
+    """I2."""
+    assert _exit_code(RunResult(status=status, reason="", run_dir="x", signal=signal)) == code
+
+
+def test_who_asks_for_help_or_for_the_runs_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
+    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
+    open_run(experiment).run.update(status="completed")
+    open_sweep(replace(experiment, name="many"), Search(space={"config.width": Choice([4, 8])}, metric="train/loss"))
+    program = (
+        "import sys, headway.orchestrator.cli.main as cli\n"
+        "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'ray', 'pyarrow', 'yaml') if name in sys.modules])"
+    )
+
+    def printed(*arguments: str) -> list[str]:
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert printed("--help")[-1] == "[]"
+    sweep, _, run, imported = printed("runs", "--storage", str(tmp_path))
+    assert sweep.startswith("many: a sweep, ")
+    assert run.startswith("one")
+    assert imported == "[]"
+
+
+def test_data_is_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world " * 50)
+    output = str(tmp_path / "tokens")
+    code, out, _ = run(capsys, "data", "prepare", str(tmp_path / "a.txt"), "--output", output, "--row-length", "16")
+    assert code == 0
+    assert "is prepared" in out
+    code, out, _ = run(capsys, "data", "show", output)
+    assert code == 0
+    assert "fingerprint" in out
+    code, out, _ = run(capsys, "data", "show", output, "--row", "part-00000.parquet[0]:1")
+    assert code == 0
+    assert out.startswith("tokens: [")
+    code, _, err = run(capsys, "data", "show", output, "--columns", "tokens,words")
+    assert code == 1
+    assert "no column 'words'" in err
+    code, _, err = run(capsys, "data", "show", str(tmp_path / "nothing"))
+    assert code == 1
+    assert "nothing" in err

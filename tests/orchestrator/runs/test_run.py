@@ -1,0 +1,405 @@
+"""The same name again: goes on, is refused with the difference, or is finished. And what a dead driver leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from rich.console import Console
+
+from headway.orchestrator import Experiment, RunConflictError, Scaling, StorageError, find_run, fit, list_runs, resolve
+from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.main import main
+from headway.orchestrator.cluster import connect
+from headway.orchestrator.errors import TrainingFailedError
+from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.runs.run import Driver, Run
+from headway.orchestrator.storage.events import EventLog, Follower, read_events
+from headway.orchestrator.storage.folder import Folder, absolute
+from headway.orchestrator.train import driver
+from headway.orchestrator.train.driver import Supervision
+from headway.trainer.errors import ConfigError
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def experiment(storage: Path, **config: Any) -> Experiment:
+    return Experiment(
+        name="tiny", trainer=TinyTrainer, config=TinyConfig(**{"max_steps": 10, **config}), storage=str(storage)
+    )
+
+
+def left_by_a_dead_driver(run: Run, **changes: Any) -> None:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    record = json.loads(run.folder.read("run.json") or "")
+    record["driver"] = {**record["driver"], "pid": int(done.stdout)}
+    run.folder.write("run.json", json.dumps({**record, **changes}))
+
+
+def test_a_new_run_has_a_record_that_says_what_it_is(tmp_path: Path) -> None:
+    opened = open_run(experiment(tmp_path))
+    assert opened.verdict == "new"
+    record = json.loads((tmp_path / "tiny/run.json").read_text())
+    assert (record["status"], record["name"], record["trainer"]) == ("running", "tiny", "tests.tiny:TinyTrainer")
+    assert {"python", "torch", "ray", "headway"} <= set(record["versions"])
+    assert len(record["git"]["commit"]) == 40
+    assert record["hardware"]["host"] == socket.gethostname()
+    assert opened.run.experiment() == experiment(tmp_path)
+
+
+def test_an_unfinished_run_goes_on_with_its_identity(tmp_path: Path) -> None:
+    first = open_run(experiment(tmp_path)).run
+    first.update(status="interrupted", attempts=2, steps=4)
+    again = open_run(experiment(tmp_path))
+    assert (again.verdict, again.changes) == ("goes on", ())
+    assert again.run.record.id == first.record.id
+    assert again.run.record.attempts == 2
+    assert again.run.status == "running"
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed", "time_limit", "completed", "stopped"])
+def test_another_config_is_refused_with_the_difference_C12(tmp_path: Path, status: Any) -> None:
+    open_run(experiment(tmp_path)).run.update(status=status)
+    with pytest.raises(RunConflictError, match=r"config.learning_rate: 0.01 -> 0.5\n"):
+        open_run(experiment(tmp_path, learning_rate=0.5))
+    assert Run(str(tmp_path / "tiny")).status == status
+
+
+def test_another_config_can_be_accepted_C12(tmp_path: Path) -> None:
+    open_run(experiment(tmp_path)).run.update(status="interrupted")
+    opened = open_run(experiment(tmp_path, learning_rate=0.5), accept_changes=True)
+    assert [str(change) for change in opened.changes] == ["config.learning_rate: '0.01' -> '0.5'"]
+    assert opened.run.experiment().config == TinyConfig(max_steps=10, learning_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "scaling.workers=2",
+        "retries.max_failures=9",
+        "config.max_steps=20",
+        "config.log_every=7",
+        "config.evaluate_every=null",
+        "config.checkpoint.keep_last=5",
+        "config.parallel.strategy=fsdp",
+        "config.micro_batch_size=4",
+    ],
+)
+def test_how_and_how_long_a_run_trains_may_change(tmp_path: Path, override: str) -> None:
+    open_run(experiment(tmp_path)).run.update(status="interrupted")
+    opened = open_run(resolve(experiment(tmp_path), [override]))
+    assert opened.verdict == "goes on"
+    assert [change.path for change in opened.changes] == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("override", "verdict"),
+    [
+        ("config.max_steps=10", "finished"),
+        ("config.max_steps=9", "finished"),
+        ("scaling.workers=2", "finished"),
+        ("config.max_steps=11", "goes on"),
+        ("config.max_steps=null", "goes on"),
+    ],
+)
+@pytest.mark.parametrize("status", ["completed", "stopped"])
+def test_a_finished_run_is_finished_until_its_limit_is_raised(
+    tmp_path: Path, status: Any, override: str, verdict: str
+) -> None:
+    """A11, A12."""
+    open_run(experiment(tmp_path, max_epochs=99)).run.update(status=status)
+    before = (tmp_path / "tiny/run.json").read_text()
+    assert open_run(resolve(experiment(tmp_path, max_epochs=99), [override])).verdict == verdict
+    assert ((tmp_path / "tiny/run.json").read_text() == before) == (verdict == "finished")
+
+
+def test_a_run_whose_driver_died_is_interrupted_and_goes_on_C12(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    left_by_a_dead_driver(run)
+    found = find_run("tiny", str(tmp_path))
+    assert found.record.status == "running"
+    assert found.status == "interrupted"
+    assert "is gone" in found.reason
+    assert open_run(experiment(tmp_path)).verdict == "goes on"
+
+
+def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    record = json.loads(run.folder.read("run.json") or "")
+    record["driver"]["pid"] = os.getppid()
+    run.folder.write("run.json", json.dumps(record))
+    with pytest.raises(RunConflictError, match=f"is being trained right now, by process {os.getppid()}"):
+        open_run(experiment(tmp_path))
+
+
+def test_a_process_of_the_same_number_elsewhere_is_another_one(tmp_path: Path) -> None:
+    """In a container a driver often is process 1."""
+    run = open_run(experiment(tmp_path)).run
+    record = json.loads(run.folder.read("run.json") or "")
+    assert record["driver"]["pid"] == os.getpid()
+    record["driver"]["host"] = "another"
+    run.folder.write("run.json", json.dumps(record))
+    with pytest.raises(RunConflictError, match=f"by process {os.getpid()} on another"):
+        open_run(experiment(tmp_path))
+
+
+def test_a_driver_elsewhere_is_known_by_its_heartbeat(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    record = json.loads(run.folder.read("run.json") or "")
+    record["driver"]["host"], record["driver"]["pid"] = "another", os.getpid() + 1
+    run.folder.write("run.json", json.dumps(record))
+    assert Run(run.run_dir).status == "running"
+    with pytest.raises(RunConflictError, match=r"on another \(if that machine is gone, start this again in [89]\d s\)"):
+        open_run(experiment(tmp_path))
+    record["driver"]["heartbeat"] -= 1000
+    run.folder.write("run.json", json.dumps(record))
+    assert Run(run.run_dir).status == "interrupted"
+
+
+def claimed_by_another(folder: Folder, record: str = "run.json") -> str:
+    """What a driver on another host leaves that has taken over, and trains."""
+    found = json.loads(folder.read(record) or "")
+    found["driver"] = {"host": "another", "pid": 1, "heartbeat": found["driver"]["heartbeat"]}
+    folder.write(record, text := json.dumps({**found, "started": "2901-01-01T00:00:00+00:00"}))
+    return text
+
+
+def test_a_driver_that_was_taken_for_dead_leaves_the_record_to_the_next_one(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    run.update(steps=3)
+    theirs = claimed_by_another(run.folder)
+    run.beat()
+    stale = replace(run.record.driver, heartbeat=run.record.driver.heartbeat - 100)
+    run.record = replace(run.record, driver=stale)
+    for say in (lambda: run.update(status="failed"), run.beat):
+        with pytest.raises(RunConflictError, match="another driver has taken over the run in .*tiny"):
+            say()
+    assert run.folder.read("run.json") == theirs
+    # Its own claim is no conflict, whoever had the run before.
+    mine = Run(run.run_dir)
+    mine.update(driver=Driver.this(), started="2902-01-01T00:00:00+00:00")
+    mine.update(steps=4)
+    assert Run(run.run_dir).record.steps == 4
+
+
+def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[tuple[str, str | None]] = []
+
+    def wake_up(self: Supervision) -> Any:
+        left.append((claimed_by_another(self._run.folder), self._run.folder.read("events.jsonl")))
+        self._run.record = replace(self._run.record, driver=replace(self._run.record.driver, heartbeat=0.0))
+        self._look()
+
+    monkeypatch.setattr(Supervision, "run", wake_up)
+    monkeypatch.setattr(driver, "places_taken", set)
+    monkeypatch.setattr(connect, "connected", lambda *_, **__: nullcontext(True))
+    monkeypatch.setattr(connect, "possible", lambda scaling: scaling)
+    with pytest.raises(RunConflictError, match="another driver has taken over"):
+        fit(experiment(tmp_path), display=Display(Console(quiet=True)))
+    folder = Folder(str(tmp_path / "tiny"))
+    assert left == [(folder.read("run.json"), folder.read("events.jsonl"))]
+
+
+def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:
+    for index, name in enumerate("abc"):
+        found = open_run(Experiment(name=name, trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path)))
+        found.run.update(started=f"2026-01-0{index + 1}T00:00:00+00:00")
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/run.json").write_text("{")
+    assert [run.record.name for run in list_runs(str(tmp_path))] == ["c", "b", "a"]
+    assert list_runs(str(tmp_path / "nowhere")) == []
+    with pytest.raises(ConfigError, match="there is no run 'd' in .*; there is c, b, a"):
+        find_run("d", str(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["/dev/null/runs", "/proc/runs", "nosuchscheme://bucket/runs"])
+def test_storage_that_cannot_be_written_is_an_error_of_its_own(place: str) -> None:
+    """I5."""
+    with pytest.raises(StorageError, match=place):
+        open_run(Experiment(name="a", trainer=TinyTrainer, config=TinyConfig(), storage=place))
+
+
+class Refusing(MemoryFileSystem):
+    """A file system that lets nobody in, with an error of its own: what object stores raise is no OSError."""
+
+    protocol = "refusing"
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise LookupError("no credentials")
+
+    ls = info = size = exists = cat_file = pipe_file = rm_file = _refuse
+
+
+def test_storage_that_cannot_be_read_is_an_error_of_its_own_too(capsys: pytest.CaptureFixture[str]) -> None:
+    fsspec.register_implementation("refusing", Refusing)
+    folder = Folder("refusing://runs")
+    asks: list[Callable[[], object]] = [
+        folder.folders,
+        lambda: folder.files("events"),
+        lambda: folder.exists("run.json"),
+        lambda: folder.read("run.json"),
+        lambda: folder.read_from("metrics.jsonl", 0),
+    ]
+    for ask in asks:
+        with pytest.raises(StorageError, match="refusing://runs.* cannot be .*: no credentials"):
+            ask()
+    with pytest.raises(SystemExit) as ended:
+        main(["runs", "--storage", "refusing://runs"])
+    assert ended.value.code == 2
+    assert "no credentials" in capsys.readouterr().err
+
+
+def test_places_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("runs") == str(tmp_path / "runs")
+    assert absolute("file:///a/b") == "/a/b"
+    assert absolute("s3://bucket/runs/") == "s3://bucket/runs"
+    assert experiment(Path("runs")).run_dir == str(tmp_path / "runs/tiny")
+
+
+def test_later_fields_of_a_record_are_passed_over(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    record = json.loads(run.folder.read("run.json") or "")
+    run.folder.write("run.json", json.dumps({**record, "of_a_later_version": 1}))
+    assert Run(run.run_dir).record.id == run.record.id
+
+
+def test_a_line_that_a_crash_has_torn_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    log = EventLog(Folder(str(tmp_path)), "driver")
+    log.add("a")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1, "event": "to')
+    log.add("b", text="two\nlines")
+    log.add("c")
+    assert [event["event"] for event in read_events(Folder(str(tmp_path)))] == ["a", "b", "c"]
+    assert (tmp_path / "events.jsonl").read_text().count("\n") == 4, "no empty line where none was torn"
+
+
+def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    log = EventLog(folder, "driver")
+    follower = Follower(folder, "events", from_now=True)
+    log.add("a", step=1)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1, "ev\n{"half')
+    assert [event["event"] for event in follower.read()] == ["a"]
+    assert [event["event"] for event in read_events(folder)] == ["a"]
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('": 2, "event": "b", "time": 9e9}\n')
+    assert [event["event"] for event in follower.read()] == ["b"]
+
+
+def test_a_file_that_is_cut_back_shows_nothing_twice(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    file = tmp_path / "metrics.jsonl"
+    follower = Follower(folder, "metrics.jsonl", from_now=False)
+    assert follower.read() == []
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    assert follower.read() == [{"step": 1}, {"step": 2}]
+    file.write_text('{"step": 1}\n')
+    assert follower.read() == []
+    file.write_text('{"step": 1}\n{"step": 2, "again": 1}\n')
+    assert follower.read() == [{"step": 2, "again": 1}]
+
+
+def test_where_nothing_can_be_appended_each_writer_has_its_file() -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").makedirs("/events-test", exist_ok=True)
+    folder = Folder("memory://events-test")
+    EventLog(folder, "rank-0").add("a")
+    log = EventLog(folder, "driver")
+    log.add("b")
+    log.add("c")
+    assert folder.files("events") == ["events-driver.jsonl", "events-rank-0.jsonl"]
+    assert {event["event"] for event in read_events(folder)} == {"a", "b", "c"}
+
+
+def test_threads_of_one_writer_lose_no_event_of_each_other() -> None:
+    """As the one that hears of notices and the one that trains."""
+
+    second_is_there = threading.Event()
+
+    class Slow(MemoryFileSystem):
+        protocol = "lagging"
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> Any:
+            if b"second" not in value:
+                # For the second one to overtake it, if it may.
+                second_is_there.wait(0.5)
+            super().pipe_file(path, value, **options)
+            if b"second" in value:
+                second_is_there.set()
+
+    fsspec.register_implementation("lagging", Slow)
+    log = EventLog(Folder("lagging://run"), "rank-0")
+    first = threading.Thread(target=log.add, args=("first",))
+    first.start()
+    time.sleep(0.1)
+    log.add("second")
+    first.join()
+    assert [event["event"] for event in read_events(Folder("lagging://run"))] == ["first", "second"]
+
+
+@pytest.mark.parametrize("place", ["disk", "memory://removing"])
+def test_a_folder_is_removed_with_all_that_is_in_it_wherever_it_lies(tmp_path: Path, place: str) -> None:
+    folder = Folder(str(tmp_path) if place == "disk" else place)
+    below = Folder(folder.path("a/b"))
+    below.prepare()
+    below.write("x", "1")
+    folder.write("kept", "2")
+    folder.remove_folder("a")
+    folder.remove_folder("a")
+    assert (below.read("x"), folder.folders(), folder.read("kept")) == (None, [], "2")
+
+
+def test_errors_survive_pickling() -> None:
+    failed = TrainingFailedError("it failed", rank=1, attempt=2, step=3, worker_traceback="here")
+    again = pickle.loads(pickle.dumps(failed))
+    assert (str(again), again.rank, again.attempt, again.step, again.worker_traceback) == ("it failed", 1, 2, 3, "here")
+    assert str(pickle.loads(pickle.dumps(StorageError("no")))) == "no"
+
+
+def test_a_scaling_says_what_it_takes_in_total() -> None:
+    scaling = Scaling(workers=3, cpus_per_worker=2, gpus_per_worker=1, resources_per_worker={"memory": 10})
+    assert scaling.in_total == {"CPU": 6, "GPU": 3, "memory": 30}
+
+
+def test_runs_that_lie_far_away_are_read_many_at_a_time(tmp_path: Path) -> None:
+    """As those of an object store, where each answer has to be waited for."""
+    record = open_run(experiment(tmp_path)).run.record
+    together = threading.Barrier(4)
+
+    class Far(MemoryFileSystem):
+        protocol = "far"
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+        def cat_file(self, *args: Any, **options: Any) -> Any:
+            # An error, unless as many come here as wait.
+            together.wait(60)
+            return super().cat_file(*args, **options)
+
+    fsspec.register_implementation("far", Far)
+    for number in range(4):
+        started = f"2026-01-01T00:00:0{number}+00:00"
+        Folder(f"far://runs/{number}").write("run.json", replace(record, name=str(number), started=started).to_json())
+    assert [run.record.name for run in list_runs("far://runs")] == ["3", "2", "1", "0"]

@@ -1,0 +1,141 @@
+"""How many trials of a sweep train at once, and when it gives up the wait for machines. Without a Ray that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.orchestrator import PBT, LogUniform, Scaling, Search
+from headway.orchestrator.cluster import connect
+from headway.orchestrator.sweeps import concurrency as orchestrator_capacity
+from headway.orchestrator.sweeps.concurrency import Capacity, refuse, what_fits
+from headway.orchestrator.train.elastic import places
+from headway.trainer.errors import ConfigError
+from tests.orchestrator.sweeps.test_search import experiment, search
+
+FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "machines", "asked", "at_once", "told"),
+    [
+        (Scaling(), FOURS, {"concurrent": 3}, 3, "8 CPUs: 3 trials of 1 worker at once"),
+        (Scaling(), FOURS, {"trials": 5}, 5, "8 CPUs: 5 trials of 1 worker at once"),
+        # The CPUs of two machines are of no use to one worker.
+        (Scaling(cpus_per_worker=3), FOURS, {}, 2, "8 CPUs: 2 trials of 1 worker at once"),
+        (Scaling(cpus_per_worker=3, workers=2), FOURS, {}, 1, "8 CPUs: 1 trial of 2 workers at once"),
+        (Scaling(workers=3), FOURS, {}, 2, "8 CPUs: 2 trials of 3 workers at once"),
+        (Scaling(cpus_per_worker=0.5, gpus_per_worker=0.5), FOURS, {}, 2, "8 CPUs, 1 GPU: 2 trials of 1 worker"),
+        # Those of any number have all that there is, and others would wait for their end.
+        (Scaling(workers=(1, 4)), FOURS, {}, 2, "8 CPUs: 2 trials of 1 to 4 workers at once"),
+        (Scaling(workers=(1, 9)), FOURS, {}, 1, "8 CPUs: 1 trial of 1 to 9 workers at once"),
+        # Machines come for whoever waits for them.
+        (Scaling(wait="9m"), [], {"concurrent": 8}, 8, "0 CPUs: 8 trials of 1 worker at once, with room for none now"),
+        (Scaling(wait="9m"), FOURS, {"concurrent": 9}, 9, "8 CPUs: 9 trials of 1 worker at once, with room for 8 now"),
+        (Scaling(wait="9m"), FOURS, {"trials": 20}, 8, "8 CPUs: 8 trials of 1 worker at once"),
+        (Scaling(wait="9m"), [], {}, 1, "0 CPUs: 1 trial of 1 worker at once, with room for none now"),
+        (Scaling(wait="9m"), FOURS, {"scheduler": PBT()}, 10, "10 trials of 1 worker at once, with room for 8 now"),
+        (Scaling(cpus_per_worker=2), FOURS, {"scheduler": PBT()}, 4, "4 trials of 1 worker at once; PBT wants all 10"),
+    ],
+)
+def test_as_many_trials_train_at_once_as_machines_hold_or_are_to_come(
+    scaling: Scaling, machines: Any, asked: dict[str, Any], at_once: int, told: str
+) -> None:
+    refuse(scaling, search(**asked), machines)
+    found, said = what_fits(scaling, search(**asked), machines)
+    assert found == at_once
+    assert told in said
+
+
+@pytest.mark.parametrize(
+    ("scaling", "asked", "message"),
+    [
+        (
+            Scaling(cpus_per_worker=6),
+            {},
+            "a trial wants 1 worker with 6 CPU on one machine each, and the machines are 2 with 4 CPU: no trial can",
+        ),
+        (Scaling(workers=9), {}, "a trial wants 9 workers with 1 CPU on one machine each"),
+        (Scaling(gpus_per_worker=2), {}, "1 with 4 CPU, 1 GPU and 1 with 4 CPU, 0 GPU: no trial can ever train"),
+        (Scaling(), {"scheduler": PBT(), "concurrent": 1}, "PBT passes on weights between trials that train at the"),
+    ],
+)
+def test_what_no_machine_holds_is_refused(scaling: Scaling, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse(scaling, search(**asked), FOURS)
+
+
+def test_what_nobody_counts_is_no_limit() -> None:
+    assert places([{"CPU": 4.0, "memory": float("inf")}], Scaling(resources_per_worker={"memory": 5})) == 4
+
+
+class Cluster:
+    """What a sweep asks of Ray, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[dict[str, float]]) -> None:
+        self.machines, self.taken, self.now_s = machines, {"of somebody else"}, 0.0
+        for name in ("alive", "places_taken"):
+            monkeypatch.setattr(orchestrator_capacity, name, getattr(self, name))
+            monkeypatch.setattr(connect, name, getattr(self, name))
+        total = lambda: {"CPU": sum(each["CPU"] for each in self.machines)}  # noqa: E731
+        monkeypatch.setattr(connect.ray, "cluster_resources", total)
+        monkeypatch.setattr(connect.ray, "available_resources", total)
+
+    def alive(self) -> list[dict[str, float]]:
+        return self.machines
+
+    def places_taken(self) -> set[str]:
+        return set(self.taken)
+
+    def look(self, capacity: Capacity, *, after_s: float) -> str | None:
+        self.now_s += after_s
+        return capacity.look()
+
+
+def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_it_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(monkeypatch, [])
+    asked = experiment(tmp_path, scaling=Scaling(cpus_per_worker=2, wait="1m"))
+    capacity = Capacity(asked, Search(space={"config.dropout": LogUniform(0.1, 0.2)}), clock=lambda: cluster.now_s)
+    assert capacity.at_once == 1
+
+    # Each thing is said once; the CPUs of two machines are none.
+    assert cluster.look(capacity, after_s=1) is None
+    assert cluster.look(capacity, after_s=5) == "waiting for 1 worker: none fits (0 CPU free of 0)"
+    assert cluster.look(capacity, after_s=5) is None
+    cluster.machines = [{"CPU": 1.0}, {"CPU": 1.0}]
+    assert cluster.look(capacity, after_s=5) == "waiting for 1 worker: none fits (2 CPU free of 2)"
+
+    # As long as one trains, nobody gives up; when it has lost its machine, the wait begins anew.
+    cluster.machines, cluster.taken = [{"CPU": 4.0}, {"CPU": 5.0}], {"of somebody else", "of a trial"}
+    assert cluster.look(capacity, after_s=40) == "9 CPUs: 4 trials of 1 worker at once"
+    assert capacity.at_once == 4
+    assert cluster.look(capacity, after_s=1000) is None
+    cluster.machines, cluster.taken = [{"CPU": 1.0}], set()
+    assert cluster.look(capacity, after_s=50) == "waiting for 1 worker: none fits (1 CPU free of 1)"
+    with pytest.raises(
+        ConfigError, match="a trial has not come up in 1m00s: the cluster has 1 of 2 CPU; to wait longer"
+    ):
+        cluster.look(capacity, after_s=10)
+    cluster.machines = [{"CPU": 1.0}, {"CPU": 1.0}]
+    with pytest.raises(ConfigError, match="the cluster has 0 of 1 places of 2 CPU on one machine; to wait longer"):
+        cluster.look(capacity, after_s=10)
+
+
+def test_processes_have_time_to_start_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [{"CPU": 4.0}])
+    asked = experiment(tmp_path, scaling=Scaling(workers=2, wait="8s"))
+    capacity = Capacity(asked, search(), clock=lambda: cluster.now_s)
+    assert cluster.look(capacity, after_s=60) is None
+    with pytest.raises(ConfigError, match="a trial has not come up in 8s: the cluster could hold them, and is busy"):
+        cluster.look(capacity, after_s=10)
+
+
+def test_no_machine_is_waited_for_where_none_can_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Cluster(monkeypatch, [{"CPU": 4.0}])
+    asked = experiment(tmp_path, scaling=Scaling(wait="9m"))
+    assert Capacity(asked, search(concurrent=8), cpus=2).at_once == 2
+    assert Capacity(asked, search(concurrent=8)).at_once == 8

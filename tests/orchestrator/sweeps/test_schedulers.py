@@ -1,0 +1,143 @@
+"""What schedulers of Ray Tune do to trials that are runs of ours: end them with a checkpoint, and pass weights on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.orchestrator import (
+    ASHA,
+    PBT,
+    Choice,
+    Experiment,
+    HyperBand,
+    LogUniform,
+    MedianStopping,
+    Run,
+    Search,
+    sweep,
+)
+from headway.orchestrator.storage.events import read_events
+from headway.orchestrator.storage.folder import Folder
+from headway.trainer import Callback, CheckpointConfig, load_weights
+from tests.tiny import TinyConfig, TinyTrainer
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+class WriteDown(Callback):
+    """Writes what is in force when an attempt begins to train, and has both trials train at a time."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        group = trainer.optimizer.param_groups[0]
+        line = {
+            "step": trainer.global_step,
+            "lr": group["lr"],
+            "initial_lr": group["initial_lr"],
+            "base_lr": trainer.scheduler.base_lrs[0],
+            "weights": {name: value.tolist() for name, value in trainer.model.state_dict().items()},
+        }
+        with Path(trainer.run_dir, "begun.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        deadline = time.monotonic() + 60
+        while len(list(Path(trainer.run_dir).parent.glob("*/begun.jsonl"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def on_step_end(self, trainer: Any) -> None:
+        time.sleep(0.03)
+
+
+class Watched(TinyTrainer):
+    def configure_callbacks(self) -> Any:
+        return [WriteDown()]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "rates"),
+    [
+        (ASHA(reduction=2, max_evaluations=4), [1e-2, 1e-5, 1e-6, 1e-7]),
+        (MedianStopping(trials=2), [1e-2, 1e-2, 1e-6, 1e-7, 1e-7]),
+        # Six in the brackets that look before the end; two have all the time.
+        (HyperBand(reduction=2, max_evaluations=4), [1e-2, 1e-2, 1e-2, 1e-5, 1e-6, 1e-6, 1e-7, 1e-7]),
+    ],
+)
+def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(
+    tmp_path: Path, scheduler: Any, rates: list[float]
+) -> None:
+    experiment = Experiment(name="early", trainer=TinyTrainer, config=TinyConfig(max_epochs=4), storage=str(tmp_path))
+    search = Search(
+        space={"config.learning_rate": Choice(rates)},
+        algorithm="grid",
+        # Fewer than there are trials: those that wait hold up nobody.
+        concurrent=2,
+        scheduler=scheduler,
+    )
+    results = sweep(experiment, search)
+    stopped = [trial for trial in results.trials if trial.status == "stopped"]
+    assert len(stopped) >= 2
+    assert {trial.status for trial in results.trials} == {"completed", "stopped"}
+    assert all(trial.values["config.learning_rate"] < 1e-2 for trial in stopped)
+    assert results.best is not None
+    for trial in stopped:
+        run = Run(trial.run_dir)
+        assert run.reason.startswith(f"the scheduler ({type(scheduler).__name__}) after ")
+        assert run.is_finished or trial.trial.has_ended
+        assert 0 < run.record.steps < 48
+        # With its last state, and an evaluation of it.
+        assert str(run.record.last_checkpoint).endswith(f"step-{run.record.steps:08d}")
+        assert trial.metric is not None
+    assert sum(trial.trial.steps for trial in results.trials) < len(rates) * 48
+    again = sweep(experiment, search)
+    assert [trial.trial.steps for trial in again.trials] == [trial.trial.steps for trial in results.trials]
+
+
+def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Path) -> None:
+    experiment = Experiment(
+        name="pbt",
+        trainer=Watched,
+        config=TinyConfig(max_epochs=8, checkpoint=CheckpointConfig(keep_last="all")),
+        storage=str(tmp_path),
+    )
+    search = Search(
+        space={"config.learning_rate": LogUniform(1e-6, 1e-1)},
+        trials=2,
+        scheduler=PBT(quantile=0.5),
+        seed=3,
+    )
+    results = sweep(experiment, search)
+    assert [trial.status for trial in results.trials] == ["completed", "completed"]
+    changes = [event for event in read_events(Folder(results.sweep_dir)) if event["event"] == "trial_changed"]
+    assert changes
+    # Who takes over what is finished has nothing left to train.
+    for change in [change for change in changes if "step-00000096" not in change["checkpoint"]]:
+        begun = [
+            json.loads(line) for line in Path(tmp_path, "pbt", change["trial"], "begun.jsonl").read_text().splitlines()
+        ]
+        donor = load_weights(change["checkpoint"])
+        rate = change["values"]["config.learning_rate"]
+        taken = [
+            each
+            for each in begun
+            if each["initial_lr"] == rate
+            and all(torch.equal(torch.tensor(each["weights"][name]), value) for name, value in donor.items())
+        ]
+        # The weights of the donor, the rate of its own, moved along the schedule as far as the donor was.
+        assert taken, (change, [(each["step"], each["lr"], each["initial_lr"]) for each in begun])
+        factor = (1 + torch.cos(torch.tensor(torch.pi * taken[0]["step"] / 100)).item()) / 2
+        assert taken[0]["lr"] == pytest.approx(rate * factor, rel=1e-4)
+        assert taken[0]["base_lr"] == rate
+        assert str(taken[0]["step"]) in change["checkpoint"]
+    last = {change["trial"]: change["values"]["config.learning_rate"] for change in changes}
+    for trial in results.trials:
+        # Its own, though a checkpoint of the other one brought that one's along.
+        evaluated = [each for each in read_events(Folder(trial.run_dir)) if each["event"] == "evaluated"]
+        assert trial.metric == min(each["metrics"]["validation/loss"] for each in evaluated)
+        assert trial.run_dir.startswith(str(tmp_path / "pbt"))
+        assert Run(trial.run_dir).record.steps == 96
+        if trial.name in last:
+            assert trial.config.learning_rate == last[trial.name]

@@ -1,0 +1,468 @@
+"""What a sweep suggests, and what it refuses before anything starts. Without Ray."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headway.orchestrator import (
+    ASHA,
+    PBT,
+    Choice,
+    Experiment,
+    HyperBand,
+    LogUniform,
+    RandInt,
+    RunConflictError,
+    Search,
+    Uniform,
+    When,
+    sweep,
+)
+from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.cli.tables import print_runs
+from headway.orchestrator.runs.open import open_run, open_sweep, take_changes
+from headway.orchestrator.runs.run import Run
+from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.sweeps.driver import _first_possible, _Lead
+from headway.orchestrator.sweeps.record import Sweep, Trial
+from headway.orchestrator.sweeps.replay import earlier_reports
+from headway.orchestrator.sweeps.result import SweepResult
+from headway.orchestrator.sweeps.retention import delete_checkpoints, surplus
+from headway.orchestrator.sweeps.search import resolve_search
+from headway.orchestrator.sweeps.trial import _with_values
+from headway.orchestrator.train.driver import Signals
+from headway.trainer import ParallelConfig
+from headway.trainer.errors import ConfigError
+from tests.orchestrator.runs.test_run import claimed_by_another
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def experiment(storage: Path, **settings: Any) -> Experiment:
+    return Experiment(
+        **{
+            "name": "tiny",
+            "trainer": TinyTrainer,
+            "config": TinyConfig(max_steps=4),
+            "storage": str(storage),
+            **settings,
+        }
+    )
+
+
+def search(**settings: Any) -> Search:
+    return Search(**{"space": {"config.learning_rate": LogUniform(1e-4, 1e-1)}, **settings})
+
+
+def test_a_suggestion_depends_on_the_seed_and_the_index_alone() -> None:
+    space = {
+        "config.learning_rate": LogUniform(1e-4, 1e-1),
+        "config.width": RandInt(2, 5),
+        "config.noise": Uniform(0, 1),
+    }
+    one, other = Search(space=space, seed=3), Search(space=space, seed=4)
+    found = [one.suggest(index) for index in range(50)]
+    assert [one.suggest(index) for index in reversed(range(50))] == found[::-1]
+    assert other.suggest(0) != found[0]
+    assert len({values["config.learning_rate"] for values in found}) == 50
+    assert {values["config.width"] for values in found} == {2, 3, 4, 5}
+    assert all(1e-4 <= values["config.learning_rate"] <= 1e-1 for values in found)
+    # Each order of magnitude as likely: about a third is below 1e-3.
+    assert 5 < sum(values["config.learning_rate"] < 1e-3 for values in found) < 30
+    # A field more leaves the others as they were.
+    fewer = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, seed=3)
+    assert fewer.suggest(7)["config.learning_rate"] == found[7]["config.learning_rate"]
+
+
+def test_a_grid_has_every_combination_and_a_list_is_a_value_unless_it_is_a_choice() -> None:
+    grid = Search(
+        space={
+            "config.widths": Choice([[4, 4], [8]]),
+            "config.schedule": Choice(["constant", "cosine"]),
+            "config.warmup": When("config.schedule", "cosine", Choice([10, 20])),
+            "config.dropout": 0.5,
+        },
+        algorithm="grid",
+    )
+    assert grid.num_trials == 6
+    assert grid.suggest(0) == {"config.widths": [4, 4], "config.schedule": "constant", "config.dropout": 0.5}
+    assert [grid.suggest(index).get("config.warmup") for index in range(6)] == [None, 10, 20, None, 10, 20]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"space": {}}, "space says what to vary"),
+        ({"space": {"config.learning_rate": LogUniform(1e-4, 1e-1)}, "algorithm": "grid"}, "a grid takes Choice"),
+        ({"mode": "low"}, "mode is one of min, max"),
+        ({"trials": 0}, "trials is a whole number from 1"),
+        ({"metric": "loss"}, 'as "validation/loss"'),
+        ({"space": {"config.a": When("config.b", 1, Choice([1]))}}, "must come before it"),
+        ({"scheduler": PBT(vary=("config.width",))}, "which the space has no axis for"),
+        ({"scheduler": "asha"}, "scheduler is one of ASHA"),
+        ({"space": {"config.width": 4}}, "nothing in the space varies, so that 10 trials would be one and the same"),
+        (
+            {"space": {"config.a": Choice(["x", "y"]), "config.b": When("config.a", ("x", "z"), Choice([1]))}},
+            "config.b is there when config.a is 'z', which it never is: it is one of 'x', 'y'",
+        ),
+        ({"space": {"config.a": 1, "config.b": When("config.a", 2, Choice([1]))}}, "which it never is: it is one of 1"),
+        # What PBT draws for a field that a trial does not have would be in no record of it.
+        (
+            {
+                "space": {"config.width": Choice([4, 8]), "config.dropout": When("config.width", 4, Uniform(0, 0.5))},
+                "scheduler": PBT(vary=("config.dropout",)),
+            },
+            "PBT varies config.dropout, which another field depends on or which",
+        ),
+        (
+            {
+                "space": {"config.width": Choice([4, 8]), "config.dropout": When("config.width", 4, Uniform(0, 0.5))},
+                "scheduler": PBT(vary=("config.width",)),
+            },
+            "PBT varies config.width, which another field depends on or which",
+        ),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused_when_it_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(**settings)
+
+
+@pytest.mark.parametrize(
+    ("path", "axis", "message"),
+    [
+        ("config.learning_rat", Uniform(0, 1), "did you mean config.learning_rate"),
+        ("learning_rate", Uniform(0, 1), "did you mean config.learning_rate"),
+        ("config.width", Uniform(0, 1), "config.width"),
+        ("config.precision", Choice(["fp32", "fp8"]), "fp8"),
+        ("storage", Choice(["a"]), "the sweep's own"),
+    ],
+)
+def test_what_no_trial_could_be_is_refused_before_anything_starts(
+    tmp_path: Path, path: str, axis: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Search(space={path: axis}).check(experiment(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_may_want_another_field_to_be_something_else(tmp_path: Path) -> None:
+    strategy, offload, shard = (f"config.parallel.{name}" for name in ("strategy", "cpu_offload", "shard_size"))
+    conditional = {
+        strategy: Choice(["ddp", "fsdp", "hsdp"]),
+        offload: When(strategy, ("fsdp", "hsdp"), Choice([False, True])),
+        shard: When(strategy, "hsdp", Choice([1])),
+    }
+    Search(space=conditional).check(experiment(tmp_path))
+    # A condition below a condition; it holds with one of two strategies, of which one takes it.
+    Search(space={**conditional, shard: When(offload, True, Choice([1]))}).check(experiment(tmp_path))
+    with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
+        Search(space={**conditional, shard: When(strategy, "fsdp", Choice([1]))}).check(experiment(tmp_path))
+    # Neither can be alone, and both can be together.
+    Search(space={strategy: Choice(["ddp", "hsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
+    with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
+        Search(space={strategy: Choice(["ddp", "fsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
+
+
+def test_pbt_leaves_alone_what_not_all_trials_have() -> None:
+    space = {
+        "config.learning_rate": LogUniform(1e-4, 1e-1),
+        "config.width": Choice([4, 8]),
+        "config.dropout": When("config.width", 4, Uniform(0, 0.5)),
+    }
+    assert list(Search(space=space, scheduler=PBT()).varied) == ["config.learning_rate"]
+
+
+def test_wrong_limits_are_refused() -> None:
+    for make in (lambda: Uniform(1, 0), lambda: LogUniform(0, 1), lambda: RandInt(0.5, 2), lambda: Choice("ab")):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            make()
+
+
+def test_a_trial_is_an_experiment_of_its_own_with_typed_values(tmp_path: Path) -> None:
+    base = experiment(tmp_path)
+    wanted = search(metric="validation/accuracy", mode="max")
+    values = {"config.learning_rate": 0.5, "config.evaluate_every": "2 steps", "scaling.cpus_per_worker": 0.5}
+    trial = wanted.trial(base, "trial-007", values)
+    assert trial.run_dir == f"{tmp_path}/tiny/trial-007"
+    assert (trial.config.learning_rate, str(trial.config.evaluate_every)) == (0.5, "2 steps")
+    assert trial.scaling.cpus_per_worker == 0.5
+    # The best checkpoint of a trial is the best for the sweep.
+    assert (trial.config.checkpoint.monitor, trial.config.checkpoint.mode) == ("validation/accuracy", "max")
+    # In the process of the trial the types of the fields are not known, and what the driver has checked is put in.
+    typed = {
+        "config.learning_rate": 0.5,
+        "config.evaluate_every": trial.config.evaluate_every,
+        "config.checkpoint.monitor": "validation/accuracy",
+        "config.checkpoint.mode": "max",
+        "trial": "trial-007",
+    }
+    assert _with_values(base, typed).config == trial.config
+
+
+def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    base = experiment(tmp_path)
+    opened = open_sweep(base, search(trials=3))
+    opened.note("trial_suggested", trial="trial-000", index=0, values={"config.learning_rate": 0.5})
+    opened.note("trial_suggested", trial="trial-001", index=1, values={"config.learning_rate": 0.25})
+    opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.5, steps=4)
+    # A line that a kill has torn is passed over.
+    with Path(tmp_path, "tiny/events.jsonl").open("a") as file:
+        file.write('{"time": 1, "event": "trial_en')
+    first, second = opened.trials()
+    assert (first.status, first.metric, first.has_ended) == ("completed", 0.5, True)
+    assert (second.status, second.values, second.has_ended) == ("pending", {"config.learning_rate": 0.25}, False)
+    assert SweepResult.read(str(tmp_path / "tiny")).table[0]["validation/loss"] == 0.5
+    again = open_sweep(base, search(trials=9, concurrent=1))
+    assert again.record.id == opened.record.id
+    with pytest.raises(RunConflictError, match="LogUniform.high: 0.1 -> 0.2"):
+        open_sweep(base, search(space={"config.learning_rate": LogUniform(1e-4, 2e-1)}))
+    with pytest.raises(RunConflictError, match="seed: 0 -> 1"):
+        open_sweep(base, search(seed=1))
+    with pytest.raises(RunConflictError, match="config.width"):
+        open_sweep(experiment(tmp_path, config=TinyConfig(max_steps=4, width=3)), search())
+
+
+def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_what_trials_have(tmp_path: Path) -> None:
+    opened = open_sweep(experiment(tmp_path), search(trials=2))
+    longer = experiment(tmp_path, config=TinyConfig(max_steps=400, log_every="2 steps"))
+    for name, status in (("trial-000", "failed"), ("trial-001", "completed")):
+        # So far all of those that count would have the new limit.
+        again = open_sweep(longer, search(trials=2))
+        assert again.record.experiment["config"]["max_steps"] == 4, "nothing is trained by it yet"
+        opened.note("trial_suggested", trial=name, index=0, values={})
+        opened.note("trial_ended", trial=name, status=status)
+    with pytest.raises(RunConflictError, match="1 of the trials of tiny have ended with other limits:\n.*4 -> 400"):
+        open_sweep(longer, search(trials=2))
+    # Other things may change: silently only where nothing is trained by them.
+    other = experiment(tmp_path, config=TinyConfig(max_steps=4, log_every="2 steps"))
+    finished = sweep(other, search(trials=2), display=SweepDisplay("validation/loss", "min"))
+    assert finished.status == "completed"
+    assert Sweep(opened.sweep_dir).record.experiment == opened.record.experiment
+    (change,) = take_changes(again, other)
+    assert change == "config.log_every: '50 steps' -> '2 steps'"
+    assert Sweep(opened.sweep_dir).record.experiment["config"]["log_every"] == "2 steps"
+    assert [each["changes"] for each in read_events(opened.folder) if each["event"] == "settings_changed"] == [[change]]
+
+
+def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    """One by its own code, with a run, and one whose values did not go together, with none."""
+    base, sought = experiment(tmp_path), search(trials=3, scheduler=ASHA())
+    opened = open_sweep(base, sought)
+    for index, status in enumerate(("failed", "completed", "failed")):
+        name = f"trial-00{index}"
+        opened.note("trial_suggested", trial=name, index=index, values={"config.learning_rate": 0.05})
+        if index < 2:
+            run = open_run(sought.trial(base, name, {"config.learning_rate": 0.05})).run
+            EventLog(run.folder, "rank-0").add("evaluated", step=2, metrics={"validation/loss": 0.5})
+            run.update(status=status, error="no luck" if status == "failed" else None)
+        opened.note("trial_ended", trial=name, status=status, error="no luck" if status == "failed" else None)
+    opened.update(status="completed")
+    assert list(earlier_reports(opened, sought)) == ["trial-000", "trial-001", "trial-002"]
+    told = io.StringIO()
+    result = sweep(base, sought, display=SweepDisplay("validation/loss", "min", Console(file=told)))
+    assert [trial.status for trial in result.trials] == ["failed", "completed", "failed"]
+    assert "start it again with --retry-failed" in told.getvalue()
+
+    opened.retry_failed()
+    # Also for who goes on after a driver that was killed right now.
+    assert [(trial.status, trial.error) for trial in opened.trials()] == [
+        ("interrupted", None), ("completed", None), ("pending", None),
+    ]  # fmt: skip
+    assert list(earlier_reports(opened, sought)) == ["trial-001"]
+    lead = _Lead(base, sought, open_sweep(base, sought), Signals(), SweepDisplay("validation/loss", "min"))
+    given = []
+    while (found := lead._next()) is not None:
+        given.append(found[0].name)
+    assert given == ["trial-000", "trial-002"]
+    # What fails once more has failed, until the next time that it is asked for.
+    Run(f"{opened.sweep_dir}/trial-000").update(status="failed", error="again")
+    lead._ended("trial-000", None)
+    assert [trial.status for trial in Sweep(opened.sweep_dir).trials()] == ["failed", "completed", "running"]
+
+
+def test_no_trial_is_under_way_in_a_sweep_that_has_ended(tmp_path: Path) -> None:
+    """One that is to end at once may not have gone yet when its sweep looks at it."""
+    base, sought = experiment(tmp_path), search(trials=3)
+    opened = open_sweep(base, sought)
+    values = {"config.learning_rate": 0.05}
+    opened.note("trial_suggested", trial="trial-000", index=0, values=values)
+    open_run(sought.trial(base, "trial-000", values))
+    assert [trial.status for trial in opened.trials()] == ["running"]
+    opened.update(status="stopped", reason="at once")
+    assert [trial.status for trial in opened.trials()] == ["interrupted"]
+
+
+def test_a_trial_whose_record_is_damaged_is_shown_as_such_and_takes_nothing_else_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, sought = experiment(tmp_path), search(trials=3)
+    opened = open_sweep(base, sought)
+    for index, text in enumerate(("", '{"id": "1"}', "")):
+        opened.note("trial_suggested", trial=f"trial-00{index}", index=index, values={"config.learning_rate": 0.05})
+        (tmp_path / f"tiny/trial-00{index}").mkdir()
+        (tmp_path / f"tiny/trial-00{index}/run.json").write_text(text)
+    opened.note("trial_ended", trial="trial-002", status="completed", reason="", error=None, metric=0.5, steps=4)
+    first, second, third = opened.trials()
+    for trial in (first, second):
+        assert (trial.status, trial.has_ended) == ("failed", True)
+        assert "run.json is damaged" in (trial.error or "")
+    assert (third.status, third.metric, third.error) == ("completed", 0.5, None), "the journal knows"
+    print_runs(str(tmp_path))
+    assert "tiny: a sweep, running, 3 of 3 trials" in capsys.readouterr().out
+    opened.update(status="failed")
+    lead = _Lead(base, sought, open_sweep(base, sought), Signals(), SweepDisplay("validation/loss", "min"))
+    assert lead._next() is None
+    # Whoever removes the folder has it trained.
+    (tmp_path / "tiny/trial-000/run.json").unlink()
+    assert opened.trials()[0].status == "pending"
+
+
+def test_the_name_of_a_run_is_none_for_a_sweep_nor_the_other_way_round(tmp_path: Path) -> None:
+    open_run(experiment(tmp_path, name="run"))
+    with pytest.raises(RunConflictError, match="run is a run"):
+        open_sweep(experiment(tmp_path, name="run"), search())
+    open_sweep(experiment(tmp_path, name="sweep"), search())
+    with pytest.raises(RunConflictError, match="sweep is a sweep"):
+        open_run(experiment(tmp_path, name="sweep"))
+
+
+def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "tiny_sweep.py"
+    file.write_text(
+        "from headway.orchestrator import ASHA, Experiment, Search, Uniform\n"
+        "from tests.tiny import TinyConfig, TinyTrainer\n"
+        "experiment = Experiment(name='tiny', trainer=TinyTrainer, config=TinyConfig(max_steps=4))\n"
+        "search = Search(space={'config.dropout': Uniform(0, 0.5)}, scheduler=ASHA())\n"
+    )
+    overrides = ["search.trials=5", "config.width=3", "search.scheduler.grace=2", "search.metric=validation/accuracy"]
+    found, wanted = resolve_search(str(file), overrides)
+    assert (wanted.trials, wanted.scheduler, wanted.metric) == (5, ASHA(grace=2), "validation/accuracy")
+    assert found.config.width == 3
+    # One path is fixed, the others stay: it is no other space.
+    assert found.config.dropout == 0.0
+    _, wanted = resolve_search(str(file), ["search.space.config.width=3", "search.space.config.noise=0.5"])
+    assert wanted.space == {"config.dropout": Uniform(0, 0.5), "config.width": 3, "config.noise": 0.5}
+    assert wanted.suggest(0)["config.dropout"] != wanted.suggest(1)["config.dropout"]
+    with pytest.raises(ConfigError, match="nothing in the space varies"):
+        resolve_search(str(file), ["search.space.config.dropout=0.5"])
+    _, wanted = resolve_search(str(file), ["search.space.config.dropout=0.5", "search.trials=1"])
+    assert wanted.suggest(0) == {"config.dropout": 0.5}
+    with pytest.raises(ConfigError, match=r"did you mean search.trials\?"):
+        resolve_search(str(file), ["search.trial=5"])
+    with pytest.raises(ConfigError, match="there is no 'other'"):
+        resolve_search(str(file), [], name="other")
+
+
+def test_a_driver_that_has_lost_its_sweep_takes_no_trial_from_the_next_one(tmp_path: Path) -> None:
+    opened = open_sweep(experiment(tmp_path), search())
+    lead = _Lead(experiment(tmp_path), search(), opened, Signals(), SweepDisplay("validation/loss", "min"))
+    theirs = claimed_by_another(opened.folder, "sweep.json")
+    for do in (lead._next, lambda: lead._ended("trial-000", "died"), lambda: opened.update(status="failed")):
+        with pytest.raises(RunConflictError, match="another driver has taken over the sweep in .*tiny"):
+            do()
+    assert opened.folder.read("sweep.json") == theirs
+    assert opened.folder.folders() == []
+
+
+def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_of_the_sweep(tmp_path: Path) -> None:
+    base = experiment(tmp_path, config=TinyConfig(max_steps=4, parallel=ParallelConfig(strategy="fsdp")))
+    offload = {
+        "config.parallel.strategy": Choice(["ddp", "fsdp"]),
+        "config.parallel.cpu_offload": Choice([True, False]),
+    }
+    grid = Search(space=offload, algorithm="grid")
+    grid.check(base)
+    # As if the driver had been killed right after it had suggested the first one, which cannot be.
+    killed = open_sweep(base, grid)
+    killed.note("trial_suggested", trial="trial-000", index=0, values=grid.suggest(0))
+    killed.update(status="failed")
+    lead = _Lead(base, grid, open_sweep(base, grid), Signals(), SweepDisplay("validation/loss", "min"))
+    given = []
+    while (found := lead._next()) is not None:
+        given.append(found[0].name)
+    assert given == ["trial-001", "trial-002", "trial-003"]
+    failed, *others = Sweep(killed.sweep_dir).trials()
+    assert (failed.status, failed.has_ended) == ("failed", True)
+    assert "cpu_offload belongs to strategies" in (failed.error or "")
+    assert [trial.status for trial in others] == ["running"] * 3
+    # What is tried before anything starts is one that can be; where there is none, nothing starts.
+    assert _first_possible(base, grid).config.parallel.strategy == "ddp"
+    with pytest.raises(ConfigError, match="the values of no trial go together: .*cpu_offload"):
+        _first_possible(base, replace(grid, space={**offload, "config.parallel.strategy": "ddp"}, trials=1))
+
+
+def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_path: Path) -> None:
+    """As by that of its evaluations: not by the last one."""
+    asked = search(metric="train/loss")
+    opened = open_sweep(experiment(tmp_path), asked)
+    opened.note("trial_suggested", trial="trial-000", index=0, values={})
+    run = open_run(asked.trial(experiment(tmp_path), "trial-000", {})).run
+    lines = [{"step": step, "train/loss": loss} for step, loss in enumerate([0.5, 0.25, "NaN", 0.75])]
+    run.folder.write("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 9, "other": 0}]))
+    run.update(status="completed", metrics={"train/loss": 0.75})
+    (trial,) = opened.trials()
+    assert trial.metric == 0.25
+    assert opened.trial_as_it_is(trial).metric == 0.25
+    # What the journal says of it is not looked up again.
+    opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.125, steps=4)
+    assert opened.trials()[0].metric == 0.125
+
+
+def test_only_the_best_finished_trials_keep_their_checkpoints(tmp_path: Path) -> None:
+    opened = open_sweep(experiment(tmp_path), search(trials=5, keep_best_trials=2))
+    trained = TinyTrainer(TinyConfig(max_steps=4), run_dir=str(tmp_path / "tiny/trial-001")).fit()
+    assert trained.last_checkpoint is not None
+    trials = []
+    for index, (status, metric) in enumerate(
+        [
+            ("completed", 0.1),
+            ("stopped", 0.4),
+            ("completed", 0.2),
+            ("failed", None),
+            ("completed", None),
+            ("running", 9),
+        ]
+    ):
+        name = f"trial-00{index}"
+        opened.note("trial_suggested", trial=name, index=index, values={})
+        trials.append(
+            Trial(
+                name=name, index=index, values={}, status=status, metric=metric, run_dir=str(tmp_path / "tiny" / name)
+            )  # type: ignore[arg-type]
+        )
+    found = surplus(trials, mode="min", keep=2)
+    assert [trial.name for trial in found] == ["trial-001", "trial-004"]
+    assert [trial.name for trial in surplus(trials, mode="max", keep=1)] == ["trial-000", "trial-002", "trial-004"]
+    without = [replace(trial, metric=None) for trial in trials]
+    assert surplus(without, mode="min", keep=2) == [], "none is better than another"
+    assert delete_checkpoints(found[0]) >= 1
+    assert delete_checkpoints(found[1]) == 0
+    assert not Path(trained.last_checkpoint).exists()
+    opened.note("checkpoints_deleted", trial="trial-001", checkpoints=1)
+    assert opened.trials()[1].has_no_checkpoints
+    assert opened.trials()[1].last_checkpoint is None
+
+
+def test_brackets_of_hyperband_cost_the_same_and_a_trial_keeps_its_own() -> None:
+    scheduler = HyperBand(max_evaluations=81)
+    assert scheduler.first_looks == [1, 3, 9, 27, 81]
+    dealt = [scheduler.bracket_of(index) for index in range(200)]
+    # Li et al. 2018, table 1: 81, 34 (of 33.75), 15, 8 (of 7.5) and 5 trials, of which one survives all looks.
+    shares = [dealt.count(bracket) * 81 / dealt.count(0) for bracket in range(5)]
+    assert shares == pytest.approx([81, 33.75, 15, 7.5, 5], abs=1)
+    assert HyperBand(max_evaluations=243, brackets=2).first_looks == [1, 3]
+    # A quotient of logarithms that is 4.999...
+    assert len(HyperBand(max_evaluations=243).first_looks) == 6
+    assert ASHA(grace=100).grace == 100
+    with pytest.raises(ConfigError, match="grace=200 is more than max_evaluations=100"):
+        ASHA(grace=200)
+    for wrong in ({"brackets": 6}, {"grace": 82}, {"reduction": 1}, {"brackets": 0}):
+        with pytest.raises(ConfigError):
+            HyperBand(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,201 @@
+"""What a trial does in its process, and what it says when it cannot be judged. Without Ray."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+from rich.console import Console
+
+from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search
+from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.runs.open import open_run, open_sweep
+from headway.orchestrator.runs.run import Run
+from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.sweeps import trial
+from headway.orchestrator.sweeps.record import Trial
+from headway.orchestrator.sweeps.replay import earlier_reports
+from headway.orchestrator.sweeps.trial import Relay, Reporter, SweepTask, run_trial
+from headway.orchestrator.train import driver
+from headway.trainer import CheckpointConfig, Duration
+from headway.trainer.errors import ConfigError
+from tests.orchestrator.runs.test_run import experiment
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def task_of_a_sweep(storage: Path, found: Experiment, **changes: Any) -> SweepTask:
+    return SweepTask(**{
+        "experiment": cloudpickle.dumps(found), "sweep_dir": str(storage), "metric": "validation/loss", "mode": "min",
+        "pauses": False, "may_change": False, "trains_here": found.scaling.max_workers == 1, "imports": (),
+        "current_dir": os.getcwd(), **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray Tune hears of the trial `tiny`, which is alone on its machine."""
+    reports: list[dict[str, Any]] = []
+    tune = SimpleNamespace(
+        get_context=lambda: SimpleNamespace(get_trial_name=lambda: "tiny"), get_checkpoint=lambda: None,
+        report=lambda report, checkpoint=None: reports.append(report), Checkpoint=trial.tune.Checkpoint,
+    )  # fmt: skip
+    monkeypatch.setattr(trial, "tune", tune)
+    monkeypatch.setattr(driver, "places_taken", set)
+    return reports
+
+
+def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    donor = TinyTrainer(TinyConfig(max_epochs=1), run_dir=str(tmp_path / "donor")).fit()
+    assert donor.best_metric is not None
+    # As the sweep sets it: each evaluation is reported with its checkpoint.
+    found = experiment(tmp_path, max_steps=None, max_epochs=3, checkpoint=CheckpointConfig(background=False))
+    open_run(found)
+    bad = {"config.learning_rate": 5.0, "trial": "tiny", "resume": donor.last_checkpoint}
+    run_trial(bad, task_of_a_sweep(tmp_path, found, pauses=True, may_change=True))
+    record = Run(found.run_dir).record
+    assert (record.status, record.steps, len(told)) == ("completed", 36, 2)
+    own = {report["step"]: report["validation/loss"] for report in told}
+    assert min(own.values()) > 10 * donor.best_metric, "or the test shows nothing"
+    assert (record.best_metric, record.best_step) == (min(own.values()), min(own, key=own.__getitem__))
+    assert str(record.best_checkpoint).endswith(f"step-{record.best_step:08d}")
+
+
+def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_started_again(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    found = experiment(tmp_path)
+    run = open_run(found).run
+    log = EventLog(run.folder, "rank-0")
+    # In its second life it goes on from a checkpoint of step 25, and makes one evaluation again.
+    for steps in ((10, 20, 30), (30, 40, 50)):
+        relay = Relay(task_of_a_sweep(tmp_path, found), run)
+        for step in steps:
+            log.add("evaluated", step=step, metrics={"validation/loss": 1.0})
+            relay.event(read_events(run.folder)[-1])
+    assert [(each["step"], each["evaluations"]) for each in told] == [
+        (10, 1), (20, 2), (30, 3), (30, 3), (40, 4), (50, 5),
+    ]  # fmt: skip
+
+
+def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    """Not its steps: at the first record the looks of a scheduler at 1 and 4 of them are over."""
+    base = replace(experiment(tmp_path, max_steps=None, max_epochs=2, log_every="4 steps"), name="sweep")
+    space = {"config.learning_rate": LogUniform(1e-3, 1e-1)}
+    asked = Search(space=space, metric="train/loss", trials=1, scheduler=ASHA())
+    sweep = open_sweep(base, asked)
+    found = asked.trial(base, "tiny", {})
+    task = task_of_a_sweep(Path(sweep.sweep_dir), found, metric="train/loss")
+    for epochs in (1, 2):
+        lasting = replace(found, config=replace(found.config, max_epochs=epochs))
+        run = open_run(lasting).run
+        run_trial({"trial": "tiny", "resume": "auto"}, replace(task, experiment=cloudpickle.dumps(lasting)))
+        assert Run(run.run_dir).status == "completed"
+    assert [(each["step"], each["evaluations"]) for each in told] == [
+        (4, 1),
+        (8, 2),
+        (12, 3),
+        (16, 4),
+        (20, 5),
+        (24, 6),
+    ]
+    sweep.note("trial_ended", trial="tiny", status="completed")
+    assert earlier_reports(sweep, asked) == {"tiny": told}
+
+
+def test_an_evaluation_that_measured_nothing_finite_is_shown_so(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    display = SweepDisplay("validation/loss", "max", Console(file=screen, force_terminal=True, width=120))
+    task = task_of_a_sweep(tmp_path, experiment(tmp_path), mode="max")
+    report = trial.report_of(task, math.nan, 1, 10)
+    assert math.isfinite(report["validation/loss"]), "schedulers stop nothing of which they know no worth"
+    display.started(Trial(name="trial-000", index=0, values={}))
+    display.reported("trial-000", report)
+    Console(file=screen).print(display._table())
+    assert "nan" in screen.getvalue()
+    assert "1e+30" not in screen.getvalue()
+
+
+def test_workers_of_a_trial_wait_for_others_to_end_as_long_as_it_takes(
+    tmp_path: Path, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever `wait` says: a trial that has had no place has not failed."""
+    returned = {"status": "interrupted", "reason": "told to stop before it began"}
+
+    def wait_for_a_place(*_: Any, **__: Any) -> dict[str, str]:
+        time.sleep(1.0)
+        return returned
+
+    monkeypatch.setattr(trial, "train_group", wait_for_a_place)
+    monkeypatch.setattr("headway.orchestrator.cluster.connect.missing", lambda _: "")
+    found = replace(experiment(tmp_path), scaling=Scaling(workers=2, wait=Duration(0.1, "seconds")))
+    run = open_run(found).run
+    run_trial({"trial": "tiny", "resume": "auto"}, task_of_a_sweep(tmp_path, found))
+    assert (Run(run.run_dir).status, Run(run.run_dir).reason) == tuple(returned.values())
+
+
+@pytest.mark.parametrize("metric", ["train/los", "validation/los"])
+def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
+    tmp_path: Path, told: list[dict[str, Any]], metric: str
+) -> None:
+    found = experiment(tmp_path)
+    open_run(found)
+    task = task_of_a_sweep(tmp_path, found, metric=metric)
+    run_trial({"trial": found.name, "resume": "auto"}, task)
+    assert told == []
+    run = Run(found.run_dir)
+    assert run.status == "failed"
+    assert f"metric is '{metric}', but " in (run.record.error or "")
+    assert f"{metric}s" in (run.record.error or ""), "what there is instead"
+    assert [read_events(run.folder)[-1][name] for name in ("event", "status")] == ["driver_ended", "failed"]
+
+    # Workers of its own tell of evaluations by their events.
+    if metric.startswith("validation/"):
+        with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation gives validation/loss"):
+            Relay(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
+
+
+def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_checkpoint(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    """Saving is slower than training here; no evaluation is lost, or told with a checkpoint from before it."""
+    found = replace(experiment(tmp_path, max_steps=None, max_epochs=3), name="tiny")
+    open_run(found)
+    reporter = Reporter(task_of_a_sweep(tmp_path, found, pauses=True), Run(found.run_dir))
+    trainer: Any = SimpleNamespace(
+        global_step=10, progress=SimpleNamespace(evaluations=0), request_save=lambda: None, request_stop=lambda *_: None
+    )
+    reporter.on_evaluation_end(trainer, {"validation/loss": 3.0})
+    trainer.global_step, trainer.progress.evaluations = 20, 1
+    reporter.on_evaluation_end(trainer, {"validation/loss": 2.0})
+    for step, expected in ((10, [(10, 1, 3.0)]), (20, [(10, 1, 3.0), (20, 2, 2.0)])):
+        reporter.on_checkpoint_saved(trainer, SimpleNamespace(step=step, path=tmp_path / f"step-{step}"))
+        assert [(each["step"], each["evaluations"], each["validation/loss"]) for each in told] == expected
+
+
+def test_a_process_of_trials_never_collects_what_it_has_imported() -> None:
+    script = (
+        "import gc, sys\n"
+        "from headway.orchestrator.sweeps import trial_process\n"
+        "assert 'torch' not in sys.modules\n"
+        "gc.collect()\n"
+        "rounds = [each['collections'] for each in gc.get_stats()]\n"
+        "trial_process._import_all(True)\n"
+        "assert [each['collections'] for each in gc.get_stats()] == rounds\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 100_000 > len(gc.get_objects())\n"
+        "assert {'headway.orchestrator.sweeps.trial', 'torch._dynamo'} <= sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

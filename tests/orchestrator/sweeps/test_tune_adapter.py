@@ -1,0 +1,188 @@
+"""What a sweep's driver does between Ray Tune and the files of its trials. Without a Ray that runs."""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from rich.console import Console
+
+from headway.orchestrator import ASHA, HyperBand, LogUniform, MedianStopping, Search, StorageError
+from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.runs.open import open_sweep
+from headway.orchestrator.runs.requests import asked_to_stop
+from headway.orchestrator.runs.run import Run
+from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.sweeps import tune_adapter as orchestrator_tuning
+from headway.orchestrator.sweeps.driver import _Lead
+from headway.orchestrator.sweeps.record import Sweep
+from headway.orchestrator.sweeps.replay import earlier_reports
+from headway.orchestrator.sweeps.schedulers import Scheduler
+from headway.orchestrator.sweeps.tune_adapter import Gentle, _scheduler
+from headway.orchestrator.train.driver import Signals
+from headway.trainer.errors import ConfigError
+from tests.orchestrator.runs.test_run import experiment
+from tests.orchestrator.runs.test_stop import Leaving
+
+SPACE = {"config.learning_rate": LogUniform(1e-4, 1e-1)}
+
+
+def gentle(sweep: Sweep, search: Search, earlier: dict[str, list[dict[str, Any]]]) -> tuple[Gentle, Any]:
+    scheduler = Gentle(
+        _scheduler(search),
+        sweep,
+        kind="x",
+        at_once=lambda: 1,
+        exploited=lambda *_: pytest.fail("no PBT"),
+        earlier=earlier,
+    )
+    controller = SimpleNamespace(update_max_pending_trials=lambda _: None, get_live_trials=list)
+    return scheduler, controller
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        ASHA(grace=1, reduction=2, max_evaluations=4),
+        HyperBand(grace=1, reduction=2, max_evaluations=4, brackets=1),
+        MedianStopping(grace=1, trials=3),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_path: Path, wanted: Scheduler) -> None:
+    search = Search(space=SPACE, trials=9, scheduler=wanted)
+    sweep = open_sweep(experiment(tmp_path), search)
+    for index, losses in enumerate(([0.1, 0.1], [0.2, math.nan], [0.3, 0.3], [0.4, 0.4], [])):
+        name = f"trial-00{index}"
+        Folder(sweep.folder.path(name)).prepare()
+        log = EventLog(Folder(sweep.folder.path(name)), "rank-0")
+        for step, loss in enumerate(losses):
+            log.add("evaluated", step=step, metrics={"validation/loss": loss})
+        sweep.note("trial_suggested", trial=name, index=index, values={})
+        sweep.note("trial_ended", trial=name, status="completed")
+    earlier = earlier_reports(sweep, search)
+    assert [len(each) for each in earlier.values()] == [2, 2, 2, 2, 0]
+    for index, (past, loss, is_stopped) in enumerate(((earlier, 9.0, True), (earlier, 0.01, False), ({}, 9.0, False))):
+        scheduler, controller = gentle(sweep, search, past)
+        name = f"trial-00{index + 5}"
+        Folder(sweep.folder.path(name)).prepare()
+        silent: Any = orchestrator_tuning._Ended("trial-008")
+        scheduler.on_trial_add(controller, silent)
+        # One that has failed before it had anything to report.
+        scheduler.on_trial_complete(controller, silent, {"done": True})
+        trial: Any = orchestrator_tuning._Ended(name)
+        scheduler.on_trial_add(controller, trial)
+        report = {"validation/loss": loss, "evaluations": 1, "step": 1}
+        assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
+        stop = asked_to_stop(Folder(sweep.folder.path(name)))
+        assert (stop.reason if stop else None) == ("the scheduler (x) after 1 evaluation" if is_stopped else None)
+
+
+def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(tmp_path: Path) -> None:
+    search = Search(space=SPACE, metric="train/loss", trials=9, scheduler=ASHA(grace=3, max_evaluations=9))
+    sweep = open_sweep(experiment(tmp_path), search)
+    past = {"trial-000": [{"train/loss": 0.1, "evaluations": number, "step": number} for number in (1, 2, 3)]}
+    scheduler, controller = gentle(sweep, search, past)
+    Folder(sweep.folder.path("trial-001")).prepare()
+    trial: Any = orchestrator_tuning._Ended("trial-001")
+    scheduler.on_trial_add(controller, trial)
+    for number in (1, 2, 3):
+        scheduler.on_trial_result(controller, trial, {"train/loss": 9.0, "evaluations": number, "step": number})
+    stop = asked_to_stop(Folder(sweep.folder.path("trial-001")))
+    assert stop is not None
+    assert stop.reason == "the scheduler (x) after 3 records"
+
+
+def lead(search: Search, folder: str) -> _Lead:
+    asked = replace(experiment(Path("runs")), name="sweep", storage=folder)
+    display = SweepDisplay("validation/loss", "min", Console(file=io.StringIO()))
+    return _Lead(asked, search, open_sweep(asked, search), Signals(), display)
+
+
+def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("leaving", Leaving)
+    leader = lead(Search(space=SPACE, trials=2), "leaving://away")
+    sweep = leader._sweep
+    given: list[str] = []
+
+    def tune_trials(*_: Any, next_trial: Any, ended: Any, **__: Any) -> None:
+        while True:
+            Leaving.is_away = True
+            threading.Timer(0.5, setattr, (Leaving, "is_away", False)).start()
+            if (found := next_trial()) is None:
+                break
+            given.append(found[0].name)
+            Run(found[0].run_dir).update(status="completed")
+            Leaving.is_away = True
+            threading.Timer(0.5, setattr, (Leaving, "is_away", False)).start()
+            ended(found[0].name, None)
+
+    monkeypatch.setattr(Leaving, "is_away", False)
+    monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
+    # Each turn of the driver is to write.
+    monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
+    capacity: Any = SimpleNamespace(told="", at_once=1, look=lambda: None)
+    assert leader.run(capacity, leave_s=0.0) == ("completed", "all trials have ended")
+    assert given == ["trial-000", "trial-001"]
+    Leaving.is_away = False
+    journal = [(each["event"], each["trial"]) for each in read_events(sweep.folder)]
+    # In this order, and each once: what could not be written was not done.
+    assert journal == [(kind, name) for name in given for kind in ("trial_suggested", "trial_ended")]
+
+
+def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = lead(Search(space=SPACE, trials=2), str(tmp_path))
+    seen: list[bool] = []
+
+    def tune_trials(*_: Any, next_trial: Any, is_over: Any, at_once: Any, **__: Any) -> None:
+        assert at_once() == 1
+        next_trial()
+        deadline_s = time.monotonic() + 20
+        while not is_over() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        seen.append(is_over())
+
+    def look() -> None:
+        raise ConfigError("a trial has not come up")
+
+    monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
+    capacity: Any = SimpleNamespace(told="", at_once=1, look=look)
+    with pytest.raises(ConfigError, match="a trial has not come up"):
+        leader.run(capacity, leave_s=10.0)
+    assert seen == [True]
+    leader._sweep.update(status="failed")
+    # It is no failure of the trial, which the next driver trains.
+    assert [(trial.status, trial.has_ended) for trial in leader._sweep.trials()] == [("interrupted", False)]
+
+
+def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fsspec.register_implementation("leaving", Leaving)
+    leader = lead(Search(space=SPACE, trials=2), "leaving://wish")
+    monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(Leaving, "is_away", True)
+    leader._signals.count = 1
+    assert leader._turn() is None
+    Leaving.is_away = False
+    assert leader._turn() is None
+    stop = asked_to_stop(leader._sweep.folder)
+    assert stop is not None
+    assert stop.status == "interrupted"
+    assert leader._stop == stop
+    Leaving.is_away = True
+    assert leader._turn() is None
+    leader._patience._away_since_s -= 61
+    with pytest.raises(StorageError, match="the store is away"):
+        leader._turn()

@@ -1,0 +1,214 @@
+"""A plan says what a run would do, and does none of it: no Ray, no process group, no memory, no file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.orchestrator import Experiment, Scaling, StorageError, plan
+from headway.trainer import Callback, CheckpointConfig, ConfigError, Duration, ParallelConfig, World
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def experiment(tmp_path: Path, *, workers: int = 2, trainer: Any = TinyTrainer, **config: Any) -> Experiment:
+    settings = {"max_epochs": 3, "global_batch_size": 16, "micro_batch_size": 4, **config}
+    return Experiment(
+        name="tiny",
+        trainer=trainer,
+        config=TinyConfig(**settings),
+        scaling=Scaling(workers=workers, cpus_per_worker=0.5),
+        storage=str(tmp_path / "runs"),
+    )
+
+
+class Unvalidated(TinyTrainer):
+    def configure_dataloaders(self) -> Any:
+        return super().configure_dataloaders()[0]
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.evaluations = self.checkpoints = 0
+
+    def on_evaluation_end(self, trainer: Any, metrics: Any) -> None:
+        self.evaluations += 1
+
+    def on_checkpoint_saved(self, trainer: Any, checkpoint: Any) -> None:
+        self.checkpoints += 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"max_steps": 11, "evaluate_every": "4 steps", "checkpoint": CheckpointConfig(every=Duration(5))},
+        {"max_steps": 6, "precision": "bf16-true", "evaluate_every": None, "checkpoint": CheckpointConfig(every=None)},
+        {"max_steps": 6, "evaluate_at_start": True, "checkpoint": CheckpointConfig(every=Duration(2), at_end=False)},
+    ],
+    ids=str,
+)
+def test_what_is_planned_is_what_happens(tmp_path: Path, config: dict[str, Any]) -> None:
+    found = plan(experiment(tmp_path, workers=1, freeze=("model.first.*",), **config))
+    assert not (tmp_path / "runs").exists()
+    counts = Counts()
+    trainer = TinyTrainer(found.experiment.config, run_dir=tmp_path, world=World.alone("cpu"), callbacks=[counts])
+    result = trainer.fit()
+    assert (found.sketch.total_steps, found.num_evaluations, found.num_checkpoints) == (
+        result.steps,
+        counts.evaluations,
+        counts.checkpoints,
+    )
+    size = found.sketch.models["model"]
+    parameters = list(trainer.model.parameters())
+    assert size.parameters == sum(each.numel() for each in parameters)
+    assert size.trainable == sum(each.numel() for each in parameters if each.requires_grad)
+    assert size.frozen == sum(each.numel() for each in trainer.model.first.parameters())
+    state = [value for each in trainer.optimizer.state.values() for value in each.values()]
+    assert found.sketch.optimizer_bytes == sum(each.numel() * each.element_size() for each in state)
+
+
+def test_a_plan_is_read_by_people(tmp_path: Path) -> None:
+    text = str(plan(experiment(tmp_path, freeze=("model.first.*",), parallel=ParallelConfig(strategy="fsdp"))))
+    for line in (
+        f"tiny: new; its files: {tmp_path}/runs/tiny",
+        "  workers      2, each with 0.5 CPU",
+        "  strategy     fsdp over 2 ranks",
+        "  precision    fp32",
+        "  model        Deep, 273 parameters, 63 of them frozen, 1.07 KiB",
+        "  optimizer    AdamW",
+        "  batch        16 samples per step: on each of 2 ranks 2 micro-batches of at most 4",
+        "  data         96 samples in 6 steps an epoch, 7 left out; found again after a restart: exact",
+        "  steps        18, 3 epochs",
+        "  evaluation   every 1 epochs, 3 times, over 10 samples in 2 steps",
+    ):
+        assert line in text.splitlines()
+    assert "  checkpoints  every 1 epochs and at the end: 3 of about 2.7" in text
+    assert "per rank: weights 546 B + gradients 420 B + optimizer 852 B + gathered" in text
+
+
+def test_memory_follows_the_strategy(tmp_path: Path) -> None:
+    def memory(**parallel: Any) -> Any:
+        return plan(experiment(tmp_path, workers=4, parallel=ParallelConfig(**parallel))).sketch.memory
+
+    whole, sharded = memory(strategy="ddp"), memory(strategy="fsdp", cpu_offload=True)
+    groups = memory(strategy="hsdp", shard_size=2)
+    assert (whole.parameters, groups.parameters, sharded.parameters) == (273 * 4, 273 * 2, 273)
+    assert (whole.gathered, whole.offloaded, sharded.offloaded) == (0, False, True)
+    # Two blocks of 90 numbers, and the first and the last layer.
+    assert sharded.gathered == groups.gathered == 4 * (2 * 90 + 63 + 30)
+    assert memory(strategy="fsdp", reshard_after_forward=False).gathered == 273 * 4
+
+
+def test_a_fused_optimizer_takes_what_a_plain_one_takes(tmp_path: Path) -> None:
+    class Fused(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    fused, plain = plan(experiment(tmp_path, trainer=Fused)), plan(experiment(tmp_path))
+    assert fused.sketch.optimizer_bytes == plain.sketch.optimizer_bytes
+
+
+def test_an_optimizer_that_wants_values_leaves_its_size_unknown(tmp_path: Path) -> None:
+    class Looks(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.model.last.bias.sum().item())
+
+    class Lbfgs(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.LBFGS(self.model.parameters())
+
+    for trainer, reason in ((Looks, "configure_optimizers() raises RuntimeError"), (Lbfgs, "raises TypeError")):
+        found = plan(experiment(tmp_path, trainer=trainer))
+        assert (found.sketch.optimizer_bytes, found.storage_bytes) == (None, None)
+        assert f"the state of the optimizer, which cannot be told ({found.sketch.unknown})" in str(found)
+        assert reason in found.sketch.unknown
+
+
+def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> None:
+    class Has(TinyTrainer):
+        def configure_models(self) -> None:
+            with torch.device("cpu"):
+                super().configure_models()
+
+    trainer = Has(TinyConfig(max_steps=3), world=World.alone("cpu"))
+    found = trainer.sketch()
+    assert found.models["model"].parameters == 273
+    assert all(type(each) is nn.Parameter and each.grad is None for each in trainer.model.parameters())
+    assert trainer.optimizer.state == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": 4096}, "this machine has|the cluster has"),
+        ({"freeze": ("model.frist.*",)}, "'model.frist.*' matches no parameter"),
+        ({"max_epochs": None}, "does not say when to stop"),
+        ({"parallel": ParallelConfig(shard_modules=("Block",))}, "names Block, and there is none"),
+        ({"num_rows": 5}, "5 rows"),
+        ({"trainer": Unvalidated, "evaluate_at_start": True}, "evaluate_at_start needs an evaluation"),
+    ],
+)
+def test_what_fit_refuses_a_plan_refuses_I5(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(experiment(tmp_path, **change))
+
+
+def test_storage_that_cannot_be_written_is_found_without_writing(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(StorageError, match="runs is no folder that this user can write to"):
+        plan(experiment(tmp_path))
+
+
+LARGE = """
+import torch
+from torch import nn
+from headway.trainer import Trainer, TrainerConfig
+
+class Large(Trainer[TrainerConfig]):
+    def configure_models(self):
+        self.model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
+
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def configure_dataloaders(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(64, 1)), batch_size=8)
+"""
+
+
+def test_the_command_takes_nothing_and_exits_with_0(tmp_path: Path) -> None:
+    """A hundred thousand million parameters, in a process that has no Ray, no process group and no children."""
+    (tmp_path / "large.py").write_text(LARGE)
+    program = textwrap.dedent("""
+        import os, resource, sys
+        from headway.orchestrator.cli.main import main
+        try:
+            main(sys.argv[1:])
+        except SystemExit as ended:
+            code = ended.code
+        import ray, torch
+        assert not ray.is_initialized()
+        assert not torch.distributed.is_initialized()
+        children = open(f"/proc/self/task/{os.getpid()}/children").read() if os.path.exists("/proc") else ""
+        assert not children, children
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**21, "more than 2 GiB"
+        sys.exit(code)
+    """)
+    command = [sys.executable, "-c", program, "fit", "large.py", "--dry-run"]
+    done = subprocess.run([*command, "config.max_steps=100"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Sequential, 100,000,000,000 parameters, 373 GiB" in done.stdout
+    assert [each.name for each in tmp_path.iterdir() if each.name != "__pycache__"] == ["large.py"]
+    wrong = subprocess.run([*command, "config.max_stesp=100"], cwd=tmp_path, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert (
+        wrong.stderr
+        == "headway: config.max_stesp: TrainerConfig has no field 'max_stesp'; did you mean config.max_steps?\n"
+    )

@@ -1,0 +1,268 @@
+"""What reaches a training from outside: an end, at once or in order, another driver, and notice of a machine's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+import torch
+
+from headway.orchestrator.errors import StorageError
+from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.runs.requests import Stop, ask_to_stop
+from headway.orchestrator.runs.run import Run
+from headway.orchestrator.storage.events import Event, EventLog, read_events
+from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.train import preemption
+from headway.orchestrator.train.failures import Failure, was_preempted
+from headway.orchestrator.train.preemption import endings, leaves_time
+from headway.orchestrator.train.run_callback import Bridge
+from headway.trainer import CheckpointConfig, World
+from tests.orchestrator.runs.test_run import experiment
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def bridge(folder: Folder, *, noticed: bool = False) -> Bridge:
+    lease = Run(folder.place).lease
+    return Bridge(folder, EventLog(folder, "rank-0"), is_main=True, lease=lease, noticed=noticed)
+
+
+def train(run_dir: str) -> None:
+    """Trains until somebody says that it is enough, in a process of its own."""
+    config = TinyConfig(max_steps=10**9, checkpoint=CheckpointConfig(every=None))
+    callbacks = [bridge(Folder(run_dir)), lambda *_: time.sleep(0.01)]
+    print(TinyTrainer(config, run_dir=run_dir, world=World.alone("cpu"), callbacks=callbacks).fit().status)
+
+
+@contextmanager
+def training(run: Run) -> Iterator[subprocess.Popen[str]]:
+    root = str(Path(__file__).parents[3])
+    program = subprocess.Popen(
+        [sys.executable, "-c", f"from tests.orchestrator.train.test_run_callback import train; train({run.run_dir!r})"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not any(event["event"] == "training" for event in read_events(run.folder)):
+            assert program.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield program
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def checkpoints(run: Run) -> list[str]:
+    return [each.name for each in Path(run.run_dir, "checkpoints").glob("step-*")]
+
+
+def test_the_events_say_how_long_getting_ready_took(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    config = TinyConfig(max_steps=4, log_every=1, evaluate_at_start=True)  # type: ignore[arg-type]
+    TinyTrainer(config, world=World.alone("cpu"), callbacks=[bridge(run.folder)]).fit()
+    (told,) = (event for event in read_events(run.folder) if event["event"] == "set_up")
+    assert told["step"] == 0
+    assert {"configure", "restore", "first_batch", "first_update"} <= set(told["seconds"])
+
+
+class Cramped(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.training and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    config = TinyConfig(max_steps=2, halve_on_out_of_memory=True)
+    Cramped(config, world=World.alone("cpu"), callbacks=[bridge(run.folder)]).fit()
+    (told,) = (event for event in read_events(run.folder) if event["event"] == "out_of_memory")
+    assert told["step"] == 0
+    assert "up to 8 samples in a forward pass: the update begins again with up to 4" in told["reason"]
+
+
+def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without_I3(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    with training(run) as program:
+        ask_to_stop(run.folder, Stop(reason="enough"))
+        assert program.communicate(timeout=60)[0] == "stopped\n"
+    assert len(checkpoints(run)) == 1
+
+    other = open_run(experiment(tmp_path / "other")).run
+    with training(other) as program:
+        ask_to_stop(other.folder, Stop(reason="enough", abort=True))
+        assert program.wait(60) == 1
+    assert checkpoints(other) == []
+
+
+def test_who_has_lost_the_run_to_another_driver_ends_at_once_C12(tmp_path: Path) -> None:
+    """Two attempts must not write to one run, even where nobody else has ended the first."""
+    run = open_run(experiment(tmp_path)).run
+    with training(run) as program:
+        run.update(steps=1)
+        time.sleep(1)
+        assert program.poll() is None, "its own driver goes on writing the record"
+        record = json.loads(run.folder.read("run.json") or "")
+        record["driver"]["pid"] += 1
+        run.folder.write("run.json", json.dumps(record))
+        assert program.wait(60) == 1
+    assert checkpoints(run) == []
+
+
+class Noticed(TinyTrainer):
+    """Is given the time to hear of a notice."""
+
+    save_took: float | None = None
+
+    def on_fit_start(self) -> None:
+        self._loop.save_took_s = self.save_took
+
+    def on_step_end(self) -> None:
+        time.sleep(0.01)
+
+
+def noticed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, left_s: float, save_took_s: float | None, then_s: float | None = None
+) -> list[Event]:
+    """The events of a short run that gets notices of one node, later of a second one, which may leave another time."""
+    deadline_ms: list[int] = []
+
+    def get_preemption_info() -> Any:
+        if trainer.global_step < 10:
+            return None
+        deadline_ms.append(int((time.time() + left_s) * 1000))
+        if trainer.global_step <= 40:
+            return ray.train.PreemptionInfo(deadline_ms[0], {"a": [1]})
+        other_ms = deadline_ms[0] if then_s is None else int((time.time() + then_s) * 1000)
+        return ray.train.PreemptionInfo(other_ms, {"a": [1], "b": [0]})
+
+    monkeypatch.setattr(ray.train, "get_preemption_info", get_preemption_info)
+    monkeypatch.setattr(preemption, "POLL_S", 0.01)
+    config = TinyConfig(max_steps=100, checkpoint=CheckpointConfig(every=None, at_end=False))
+    said: list[str] = []
+    trainer = Noticed(
+        config, run_dir=run.run_dir, world=World.alone("cpu"), callbacks=[bridge(run.folder, noticed=True)],
+        printer=said.append,
+    )  # fmt: skip
+    trainer.save_took = save_took_s
+    assert trainer.fit().status == "completed", "a notice ends nothing"
+    return [*read_events(run.folder), {"event": "said", "lines": said}]
+
+
+def test_a_notice_is_heeded_by_one_checkpoint_for_each_machine_C4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(experiment(tmp_path)).run
+    events = noticed(run, monkeypatch, left_s=60.0, save_took_s=1.0)
+    notices = [event for event in events if event["event"] == "preemption_notice"]
+    assert [(event["nodes"], event["ranks"], event["saves"]) for event in notices] == [
+        (["a"], [1], True),
+        (["a", "b"], [0, 1], True),
+    ]
+    assert 50 < notices[0]["deadline_s"] <= 60
+    saved = [event["step"] for event in events if event["event"] == "checkpoint_saved"]
+    assert len(saved) == 2
+    assert 10 <= saved[0] <= 40 < saved[1]
+    assert "the machine of rank 1 will be taken away in" in events[-1]["lines"][0]
+
+
+def test_a_checkpoint_that_would_come_too_late_is_not_begun_C5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(experiment(tmp_path)).run
+    events = noticed(run, monkeypatch, left_s=10.0, save_took_s=20.0)
+    assert [event["saves"] for event in events if event["event"] == "preemption_notice"] == [False, False]
+    assert checkpoints(run) == []
+    assert "no time for a checkpoint (one takes about 20 s): none is begun" in events[-1]["lines"][0]
+
+
+def test_after_a_notice_that_came_too_late_the_next_one_is_heard_C5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(experiment(tmp_path)).run
+    events = noticed(run, monkeypatch, left_s=-1.0, save_took_s=None, then_s=60.0)
+    assert [event["saves"] for event in events if event["event"] == "preemption_notice"] == [False, True]
+    assert len(checkpoints(run)) == 1
+    first, second = events[-1]["lines"]
+    assert "will be taken away now, which leaves no time for a checkpoint (how long a checkpoint takes is not" in first
+    assert "saving a checkpoint, and going on" in second
+
+
+def test_a_notice_is_heeded_although_nobody_can_be_told_of_it_C4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage of the run may be away for a moment: the save is asked for all the same, and the ears stay open."""
+    run = open_run(experiment(tmp_path)).run
+    add = EventLog.add
+
+    def away(self: EventLog, kind: str, **details: Any) -> None:
+        if kind == "preemption_notice":
+            raise StorageError("the store is away")
+        add(self, kind, **details)
+
+    monkeypatch.setattr(EventLog, "add", away)
+    with pytest.warns(UserWarning, match="a notice was not heeded: StorageError: the store is away") as warned:
+        noticed(run, monkeypatch, left_s=60.0, save_took_s=1.0)
+    assert len(warned) == 2
+    assert len(checkpoints(run)) == 2
+
+
+@pytest.mark.parametrize(
+    ("left_s", "save_s", "leaves"),
+    [(None, 100.0, True), (30.0, None, True), (30.0, 10.0, True), (30.0, 25.0, False), (-1.0, None, False)],
+)
+def test_there_is_the_time_for_a_checkpoint_or_not_C5(left_s: float | None, save_s: float | None, leaves: bool) -> None:
+    assert leaves_time(left_s, save_s) is leaves
+
+
+def started(attempt: int) -> Event:
+    return {"event": "attempt_started", "attempt": attempt}
+
+
+def failed(attempt: int, *, preempted: bool) -> Event:
+    return {"event": "group_failed", "attempt": attempt, "preempted": preempted}
+
+
+def notice(attempt: int) -> Event:
+    return {"event": "preemption_notice", "attempt": attempt}
+
+
+@pytest.mark.parametrize(
+    ("events", "counted"),
+    [
+        pytest.param([started(1)], (0, 0), id="undisturbed"),
+        pytest.param([started(1), notice(1)], (0, 0), id="not gone yet"),
+        pytest.param([started(1), notice(1), notice(1), started(2)], (1, 0), id="ended at the deadline"),
+        pytest.param([started(1), notice(1), failed(1, preempted=True), started(2)], (1, 0), id="missed"),
+        pytest.param([started(1), failed(1, preempted=True), started(2)], (1, 0), id="without notice"),
+        pytest.param([started(1), notice(1), failed(1, preempted=False), started(2)], (0, 1), id="failed after it"),
+        pytest.param([started(1), failed(1, preempted=False), started(2), notice(2), started(3)], (1, 1), id="both"),
+    ],
+)
+def test_preemptions_and_failures_are_counted_apart_C4(events: list[Event], counted: tuple[int, int]) -> None:
+    assert endings(events) == counted
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (Failure(attempt=1, rank=1), True),
+        (Failure(attempt=1, rank=0, kind="RuntimeError", collateral=True), True),
+        (Failure(attempt=1, rank=0, kind="ValueError"), False),
+        (Failure(attempt=1, rank=0, hung="rank 0 has not moved"), False),
+        (Failure(attempt=2, rank=0), False),
+    ],
+)
+def test_after_a_notice_a_lost_rank_is_no_failure_C4(failure: Failure, expected: bool) -> None:
+    assert was_preempted(failure, [started(1), notice(1)], {}) is expected

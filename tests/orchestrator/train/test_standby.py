@@ -1,0 +1,72 @@
+"""What a spare process does before it is taken: imports, and nothing that would be seen later."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray import cloudpickle
+
+from headway.orchestrator.config.experiment import Retries
+from headway.orchestrator.train import standby
+from headway.trainer.errors import ConfigError
+
+# In a process of its own, as Ray starts one: the hook comes by value, and nothing of ours has been imported.
+_WARM = """
+import json, os, sys
+from ray import cloudpickle
+hook, before = cloudpickle.loads(bytes.fromhex(sys.stdin.read())), dict(os.environ)
+assert not [name for name in sys.modules if name == "torch" or name.startswith("headway")]
+import importlib.util
+import ray._private.worker
+import torch
+class Node:
+    def get_session_dir_path(self): return sys.argv[1]
+ray._private.worker.global_worker.node = Node()
+def forbidden(*_): raise AssertionError("a device was looked for")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.current_device = forbidden
+torch.cuda._lazy_init = forbidden
+seed, state = torch.initial_seed(), torch.get_rng_state()
+hook()
+assert torch.initial_seed() == seed and torch.equal(torch.get_rng_state(), state)
+print(json.dumps({
+    "warm": sorted({"headway.orchestrator.train.worker", "ray.train.torch", "torch._dynamo"} & set(sys.modules)),
+    "changed": sorted(name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)),
+}))
+"""
+
+
+def test_a_warm_process_has_imported_and_done_nothing_else(tmp_path: Path) -> None:
+    def warmed(file: str, *, launched_ms: int = 2000) -> dict[str, list[str]]:
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-c", _WARM, str(tmp_path), f"--worker-launch-time-ms={launched_ms}"],
+            input=cloudpickle.dumps(standby._hook(file)).hex(), text=True,
+            capture_output=True, timeout=300, env={**environment, standby.ENVIRONMENT: "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found: dict[str, list[str]] = json.loads(done.stdout)
+        return found
+
+    assert warmed(standby.__file__)["warm"] == []  # nobody has asked for a spare
+    for name in ("1500-one", "2000-another"):
+        tmp_path.joinpath("headway-spares").mkdir(exist_ok=True)
+        tmp_path.joinpath("headway-spares", name).touch()
+    assert warmed(standby.__file__, launched_ms=1499)["warm"] == []  # was on its way when one was asked for
+    assert warmed(standby.__file__) == {
+        "warm": ["headway.orchestrator.train.worker", "ray.train.torch", "torch._dynamo"],
+        "changed": [],
+    }
+    # Another Headway than the driver's: which one the job means is not known before its path is.
+    assert warmed("/elsewhere/spares.py")["warm"] == []
+    assert not list(tmp_path.joinpath("headway-spares").iterdir())
+
+
+def test_what_is_no_answer_is_refused() -> None:
+    assert (Retries().spares, Retries(spares=True).spares) == ("auto", True)
+    with pytest.raises(ConfigError, match="spares is"):
+        Retries(spares="yes")  # type: ignore[arg-type]

@@ -1,0 +1,393 @@
+"""A save in the background holds one instant, whatever the training does meanwhile, and tells of its failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.trainer import (
+    Callback,
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointStore,
+    Duration,
+    ParallelConfig,
+    Trainer,
+    World,
+)
+from headway.trainer.callbacks import Ema, Samples
+from headway.trainer.checkpoints.background import Saving
+from headway.trainer.checkpoints.manifest import CheckpointWarning
+from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
+from headway.trainer.checkpoints.rng import RngState
+from headway.trainer.checkpoints.staging import Copy
+from headway.trainer.checkpoints.store import read_checkpoint
+from headway.trainer.distributed.parallelize import replicate, shard, whole
+from tests.distributed import run_on_ranks
+from tests.tiny import TinyConfig, TinyTrainer, weights
+
+ALONE = World.alone("cpu")
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def _training(strategy: str = "none", world: World = ALONE) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model: nn.Module = WithBuffer()
+    config = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
+    shard(model, config, precision="fp32", world=world)
+    model = replicate(model, config, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    linear = (model.module if hasattr(model, "module") else model).linear
+    for parameter in linear.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _is_steady(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 3
+
+
+def _begin(store: CheckpointStore, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Saving:
+    return store.begin_save(
+        _parts(model, optimizer), rank_parts={"rng": RngState()}, step=step, epoch=0, metrics={}, meta={},
+        is_steady=_is_steady,
+    )  # fmt: skip
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    models = {"model": model}
+    return {"models": ModelState(models), "optimizers/optimizer": OptimizerState(models, "optimizer", optimizer)}
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    return [whole(each.detach()).clone() for each in (*model.parameters(), *model.buffers(), *moments)]
+
+
+def _trains_on(world: World, folder: str, strategy: str) -> None:
+    store = CheckpointStore(folder, world=world.apart())
+    model, optimizer = _training(strategy, world)
+    for step in (1, 2):  # the second uses the buffers of the first
+        before = _values(model, optimizer)
+        drawn = torch.get_rng_state()
+        saving = _begin(store, model, optimizer, step)
+        # What a forward pass does.
+        dict(model.named_buffers())[next(iter(dict(model.named_buffers())))].add_(1)
+        torch.rand(3)
+        saving.hold()
+        _step(model, optimizer)
+        checkpoint = saving.result()
+        assert checkpoint.step == step
+        assert not all(torch.equal(*pair) for pair in zip(before, _values(model, optimizer), strict=True))
+        other_model, other = _training(strategy, world)
+        rng = RngState()
+        store.load(_parts(other_model, other), rank_parts={"rng": rng}, checkpoint=checkpoint)
+        assert all(torch.equal(*pair) for pair in zip(before, _values(other_model, other), strict=True))
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_what_is_saved_is_the_instant_at_which_it_was_asked_for(tmp_path: Path) -> None:
+    _trains_on(ALONE, str(tmp_path), "none")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_ranks_their_threads_meet_apart_from_the_training(tmp_path: Path, strategy: str) -> None:
+    run_on_ranks(_trains_on, 2, str(tmp_path), strategy)
+
+
+def test_what_is_changed_under_the_copy_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _training()
+    goes_on = threading.Event()
+    finish = Copy.finish
+    monkeypatch.setattr(Copy, "finish", lambda self: (goes_on.wait(), finish(self)))
+    store = CheckpointStore(tmp_path, world=ALONE)
+    saving = _begin(store, model, optimizer, 1)
+    _step(model, optimizer)  # without hold()
+    goes_on.set()
+    with pytest.raises(CheckpointError, match=r"models/model/linear.weight was changed while it was being saved"):
+        saving.result()
+    assert store.list() == []
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+class Unsaveable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"lock": threading.Lock()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        raise AssertionError
+
+
+def _fails_on_one(world: World, folder: str) -> str:
+    store = CheckpointStore(folder, world=world.apart())
+    model, optimizer = _training("ddp", world)
+    parts = _parts(model, optimizer) | ({"lock": Unsaveable()} if world.rank == 1 else {})
+    saving = store.begin_save(
+        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_steady=_is_steady
+    )  # fmt: skip
+    saving.hold()
+    _step(model, optimizer)
+    with pytest.raises(CheckpointError) as raised:
+        saving.result()
+    assert _begin(store, model, optimizer, 2).result().step == 2
+    return str(raised.value)
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_fails_on_one, 2, str(tmp_path))
+    assert first == second
+    assert "rank 1: part 'lock', key 'lock' holds a _thread.lock" in first
+
+
+# ---- In a run -----------------------------------------------------------------------------------------------------
+
+
+class Saved(Callback):
+    """The steps of the checkpoints that were told of, and the updates at which that was."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.told_at: list[int] = []
+        self.failed: list[BaseException] = []
+
+    def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
+        assert read_checkpoint(checkpoint.path).step == checkpoint.step
+        self.steps.append(checkpoint.step)
+        self.told_at.append(trainer.global_step)
+
+    def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
+        self.failed.append(error)
+        raise OSError("the hook has failed too")
+
+
+CONFIG = TinyConfig(
+    max_steps=12,
+    global_batch_size=16,
+    dropout=0.3,
+    noise=0.1,
+    evaluate_every=None,
+    checkpoint=CheckpointConfig(every=Duration(3), keep_last="all"),
+)
+
+
+def _run_and_resume(world: World, folder: str, strategy: str) -> list[list[int]]:
+    config = replace(CONFIG, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+    saved = Saved()
+    trainer = TinyTrainer(config, run_dir=f"{folder}/run", world=world, callbacks=[saved])
+    result = trainer.fit()
+    # The last one twice: an evaluation at the end is saved with its state.
+    assert saved.steps == [3, 6, 9, 12, 12]
+    assert all(step <= told <= step + 3 for step, told in zip(saved.steps, saved.told_at, strict=True))
+    leftovers = [path for path in Path(folder, "run", "checkpoints").iterdir() if path.name.startswith(".")]
+    assert leftovers == [] or not world.is_main  # who deletes last is the main rank
+    for step in (3, 6, 9):
+        resumed = TinyTrainer(
+            replace(config, checkpoint=CheckpointConfig(every=None)), run_dir=f"{folder}/{step}", world=world
+        )
+        assert resumed.fit(resume=f"{folder}/run/checkpoints/step-{step:08d}").resumed_from is not None
+        assert sorted({at for at, _ in resumed.seen}) == list(range(step, 12))
+        for name, value in weights(trainer).items():
+            assert torch.equal(value, weights(resumed)[name]), (step, name)
+    assert result.last_checkpoint is not None
+    return [saved.steps, saved.told_at]
+
+
+def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained_B10(tmp_path: Path) -> None:
+    _run_and_resume(ALONE, str(tmp_path), "none")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_hear_of_a_checkpoint_at_the_same_update(tmp_path: Path, strategy: str) -> None:
+    first, second = run_on_ranks(_run_and_resume, 2, str(tmp_path), strategy)
+    assert first == second
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_is_tried_again_as_often_as_that_is_asked_for_B8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    from headway.trainer.checkpoints import storage
+
+    commit, failures = storage._Local.commit, Counter[str]()
+
+    def full(self: Any, staged: Path, name: str, manifest: bytes, files: Any) -> None:
+        failures[name] += 1
+        if failures[name] <= {"step-00000006": 2, "step-00000009": 9}.get(name, 0):
+            raise OSError(28, "No space left on device")
+        commit(self, staged, name, manifest, files)
+
+    monkeypatch.setattr(storage._Local, "commit", full)
+    saved, checkpoint = (
+        Saved(),
+        replace(CONFIG.checkpoint, retries=2, retry_after=Duration(0.01, "seconds"), background=background),
+    )
+    config = replace(CONFIG, checkpoint=checkpoint)
+    with (
+        pytest.warns(CheckpointWarning, match="cannot save step .* trying again in 0.01 s") as warned,
+        pytest.raises(CheckpointError, match="cannot save step 9 .*No space left on device"),
+    ):
+        TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
+    assert saved.steps == [3, 6]
+    assert failures == {"step-00000003": 1, "step-00000006": 3, "step-00000009": 3}
+    assert len([each for each in warned if "trying again" in str(each.message)]) == 4
+    assert "up to 2 times" in str(warned[0].message)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def _fails_at_first(world: World, folder: str) -> list[str]:
+    """Rank 1 cannot write at its first try."""
+    from headway.trainer.checkpoints import storage
+
+    publish, tries = storage._Local.publish, list[int]()
+
+    def late(self: Any, *args: Any) -> None:
+        tries.append(1)
+        if world.rank == 1 and len(tries) == 1:
+            raise OSError(5, "Input/output error")
+        publish(self, *args)
+
+    storage._Local.publish = late  # type: ignore[method-assign]
+    config = replace(
+        CONFIG, max_steps=3, checkpoint=CheckpointConfig(every=None, retries=1, retry_after=Duration(0.01, "seconds"))
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = TinyTrainer(config, run_dir=folder, world=world).fit()
+    assert result.last_checkpoint is not None
+    assert read_checkpoint(result.last_checkpoint).step == 3
+    return [str(each.message) for each in warned if "trying again" in str(each.message)]
+
+
+def test_all_ranks_try_again_when_one_has_failed_B8(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_fails_at_first, 2, str(tmp_path))
+    assert len(first) == 1
+    assert "rank 1: OSError: [Errno 5] Input/output error" in first[0]
+    assert second == []  # one warns for all
+
+
+def test_a_failure_surfaces_and_what_was_saved_before_stays_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.trainer.checkpoints import storage
+
+    commit = storage._Local.commit
+
+    def full(self: Any, staged: Path, name: str, manifest: bytes, files: Any) -> None:
+        if name == "step-00000006":
+            raise OSError(28, "No space left on device")
+        commit(self, staged, name, manifest, files)
+
+    monkeypatch.setattr(storage._Local, "commit", full)
+    saved = Saved()
+    with pytest.raises(CheckpointError, match="cannot save step 6 .*No space left on device") as raised:
+        TinyTrainer(CONFIG, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
+    assert saved.steps == [3]
+    assert saved.failed == [raised.value]
+    assert raised.value.__notes__ == ["besides, OSError: the hook has failed too"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_a_run_that_fails_leaves_the_save_that_was_under_way_whole(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_step_start(self, trainer: Trainer[Any]) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("just after the save was begun")
+
+    with pytest.raises(RuntimeError, match="just after"):
+        TinyTrainer(CONFIG, run_dir=tmp_path, world=ALONE, callbacks=[Fails()]).fit()
+    store = CheckpointStore(tmp_path / "checkpoints", world=ALONE)
+    newest = store.newest_good()
+    assert newest is not None
+    assert newest.step == 3
+
+
+def test_averages_that_take_the_weights_place_wait_for_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of an epoch somebody looks at the averages, where a save has begun at its last update."""
+    looks = threading.Event()
+    copy, write = Copy._copy, Ema._write
+    monkeypatch.setattr(Copy, "_copy", lambda self: (looks.wait(0.2), copy(self)))
+    monkeypatch.setattr(Ema, "_write", lambda self, values: (write(self, values), looks.set()))
+    config = TinyConfig(
+        max_epochs=2, num_rows=32, global_batch_size=8, evaluate_every=None, checkpoint=CheckpointConfig(every=4)
+    )
+    callbacks = [Ema(0.5), Samples(lambda trainer: None, every="1 epochs")]
+    assert TinyTrainer(config, run_dir=tmp_path, callbacks=callbacks, world=ALONE).fit().status == "completed"
+
+
+def test_averages_that_a_hook_applies_wait_for_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = threading.Event()
+    copy, write = Copy._copy, Ema._write
+    monkeypatch.setattr(Copy, "_copy", lambda self: (looks.wait(0.2), copy(self)))
+    monkeypatch.setattr(Ema, "_write", lambda self, values: (write(self, values), looks.set()))
+    ema = Ema(0.5)
+
+    class Looks(Callback):
+        def on_step_start(self, trainer: Trainer[Any]) -> None:
+            if trainer.global_step == 3:
+                with ema.applied():
+                    pass
+
+    assert TinyTrainer(CONFIG, run_dir=tmp_path, callbacks=[ema, Looks()], world=ALONE).fit().status == "completed"
+    assert looks.is_set()
+
+
+def test_training_goes_on_while_a_save_is_under_way_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.trainer.checkpoints import storage
+
+    commit, has_gone_on = storage._Local.commit, threading.Event()
+
+    def waits(self: Any, *args: Any) -> None:
+        assert has_gone_on.wait(20), "the training waits for the save"
+        commit(self, *args)
+
+    class GoesOn(Callback):
+        def on_step_end(self, trainer: Trainer[Any]) -> None:
+            if trainer.global_step == 5:
+                has_gone_on.set()
+
+    monkeypatch.setattr(storage._Local, "commit", waits)
+    saved = Saved()
+    TinyTrainer(replace(CONFIG, max_steps=6), run_dir=tmp_path, world=ALONE, callbacks=[saved, GoesOn()]).fit()
+    assert saved.steps[0] == 3
+
+
+def test_a_save_waits_for_the_one_that_is_under_way_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.trainer.checkpoints import storage
+
+    commit, under_way, most = storage._Local.commit, [0], [0]
+
+    def slow(self: Any, *args: Any) -> None:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        time.sleep(0.1)
+        commit(self, *args)
+        under_way[0] -= 1
+
+    monkeypatch.setattr(storage._Local, "commit", slow)
+    saved = Saved()
+    config = replace(CONFIG, max_steps=5, checkpoint=CheckpointConfig(every=Duration(1), keep_last="all"))
+    TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
+    # The end has waited for the last.
+    assert sorted(set(saved.steps)) == [1, 2, 3, 4, 5]
+    assert most == [1]

@@ -1,0 +1,146 @@
+"""What a pattern freezes is not trained, stays in evaluation mode, and costs no gradient, on one rank and on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.trainer import Callback, ConfigError, ParallelConfig, World
+from headway.trainer.distributed.parallelize import local
+from headway.trainer.setup.freezing import freeze
+from tests.distributed import run_on_ranks
+from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
+
+ALONE = World.alone("cpu")
+
+
+def _frozen(*patterns: str) -> list[str]:
+    model = Deep(4, 0.5)
+    freeze({"model": model}, patterns)
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "frozen"),
+    [
+        ((), []),
+        (("model.first.*",), ["first.weight", "first.bias"]),
+        (("model.blocks.1.*",), ["blocks.1.0.weight", "blocks.1.0.bias"]),
+        (("model.blocks.[01].*.bias", "model.last.bias"), ["blocks.0.0.bias", "blocks.1.0.bias", "last.bias"]),
+        (("*", "!model.last.*", "model.last.bias"), [
+            "first.weight", "first.bias", "blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.0.weight",
+            "blocks.1.0.bias", "last.bias",
+        ]),
+    ],
+)  # fmt: skip
+def test_a_pattern_freezes_the_parameters_of_that_name(patterns: tuple[str, ...], frozen: list[str]) -> None:
+    assert _frozen(*patterns) == frozen
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            ("model.frist.*",),
+            "'model.frist.*' matches no parameter; patterns match whole names, such as model.first.bi",
+        ),
+        (
+            ("model.blocks.1",),
+            r"'model.blocks.1' matches no .*, such as model.blocks.1.0.weight, model.blocks.1.0.bias",
+        ),
+        (("weight",), "such as model.first.weight, model.blocks.0.0.weight"),
+        (("*",), 'leaves nothing to train: take a pattern out, or take parameters back with one that begins with "!"'),
+    ],
+)
+def test_a_pattern_that_matches_nothing_and_one_that_leaves_nothing_are_refused(
+    patterns: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _frozen(*patterns)
+
+
+def test_a_tied_weight_is_frozen_by_each_of_its_names() -> None:
+    model = nn.ModuleDict({"tokens": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False), "norm": nn.LayerNorm(3)})
+    model["head"].weight = model["tokens"].weight
+    freeze({"model": model}, ["model.head.*"])
+    assert not model["tokens"].weight.requires_grad
+
+
+class Normed(nn.Module):
+    """A body with running means and dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+class Finetunes(TinyTrainer):
+    def configure_models(self) -> None:
+        self.model = Normed()
+        self.teacher = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).requires_grad_(False)
+
+    def configure_optimizers(self) -> None:
+        # All of them: what is frozen gets no gradient, and no moments.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.teacher(batch["x"])
+        return super().training_step(batch, batch_idx)
+
+
+class Modes(Callback):
+    """Keeps which modules train, before every step."""
+
+    def __init__(self) -> None:
+        self.modes: list[tuple[bool, ...]] = []
+
+    def on_step_start(self, trainer: Any) -> None:
+        body, head = trainer.unwrap(trainer.model).body, trainer.unwrap(trainer.model).head
+        self.modes.append((body.training, body[1].training, body[2].training, head.training, trainer.teacher.training))
+
+
+def _finetune(world: World, strategies: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in strategies:
+        modes = Modes()
+        config = TinyConfig(
+            max_steps=4, evaluate_every="2 steps", freeze=("model.body.*",),  # type: ignore[arg-type]
+            shuffle=False, global_batch_size=8, batch_size=8, parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+        )  # fmt: skip
+        trainer = Finetunes(config, world=world, callbacks=[modes])
+        trainer.setup()
+        before = weights(trainer)
+        trainer.fit()
+        after = weights(trainer)
+        found[strategy] = {
+            "modes": set(modes.modes),
+            "changed": sorted(name for name in after if not torch.equal(before[name], after[name])),
+            "after": after,
+            "states": len(trainer.optimizer.state),
+            "gradients": sum(
+                local(parameter).numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+            ),
+        }
+    return found
+
+
+def test_frozen_modules_stay_as_they_are_and_in_evaluation_mode_F3() -> None:
+    """Also after an evaluation, which puts all modules in evaluation mode and back."""
+    alone = _finetune(ALONE, ("none",))["none"]
+    assert alone["modes"] == {(False, False, False, True, False)}
+    assert alone["changed"] == ["model.head.bias", "model.head.weight"]
+    assert alone["states"] == 2
+    for rank in run_on_ranks(_finetune, 2, ("ddp", "fsdp")):
+        for found in rank.values():
+            assert found["modes"] == alone["modes"]
+            assert found["changed"] == alone["changed"]
+            assert found["states"] == 2
+            for name, value in alone["after"].items():
+                torch.testing.assert_close(found["after"][name], value)

@@ -1,0 +1,301 @@
+"""Number formats: what computes in which, the loss scale of float16 on all ranks, and weights that are bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headway.trainer import Callback, CheckpointConfig, ConfigError, NonFiniteError, ParallelConfig, Trainer, World
+from headway.trainer.distributed.parallelize import whole
+from headway.trainer.step.precision import LossScaler
+from tests.distributed import run_on_ranks
+from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
+
+ALONE = World.alone("cpu")
+
+
+def _config(**changes: Any) -> TinyConfig:
+    settings = {
+        "max_steps": 4,
+        "evaluate_every": None,
+        "log_every": "1 steps",
+        "global_batch_size": 16,
+        "micro_batch_size": 4,
+        "num_rows": 400,
+        **changes,
+    }
+    return TinyConfig(**settings)
+
+
+class Spy(Callback):
+    """Notes where autocast is on, and in which formats things are."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[Any]] = {}
+
+    def note(self, name: str, value: Any) -> None:
+        self.seen.setdefault(name, set()).add(value)
+
+    def on_setup_end(self, trainer: Trainer[Any]) -> None:
+        for module in trainer.unwrap(trainer.models["model"]).modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda _, __, output: self.note("computed", output.dtype))
+        optimizer = trainer.optimizers["optimizer"]
+        optimizer.register_step_pre_hook(lambda *_: self.note("optimizer autocast", torch.is_autocast_enabled("cpu")))
+
+    def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
+        self.note("hook autocast", torch.is_autocast_enabled("cpu"))
+        for parameter in trainer.models["model"].parameters():
+            assert parameter.grad is not None
+            self.note("gradient", parameter.grad.dtype)
+
+    def on_step_end(self, trainer: Trainer[Any]) -> None:
+        for parameter in trainer.models["model"].parameters():
+            self.note("weight", parameter.dtype)
+            self.note("moment", trainer.optimizers["optimizer"].state[parameter]["exp_avg"].dtype)
+
+
+class StepsItself(TinyTrainer):
+    """Calls backward and step inside the forward pass, where autocast is on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+        if self.training:
+            loss.register_hook(lambda _: self.in_backward.append(torch.is_autocast_enabled("cpu")))
+        self.backward(loss)
+        self.step(self.optimizer)
+        return {"loss": loss}
+
+    in_backward: list[bool]
+
+
+@pytest.mark.parametrize("trainer_class", [TinyTrainer, StepsItself])
+@pytest.mark.parametrize(
+    ("precision", "computes", "keeps"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_autocast_covers_the_forward_pass_only_D4(
+    trainer_class: type[TinyTrainer], precision: Any, computes: torch.dtype, keeps: torch.dtype
+) -> None:
+    spy, losses = Spy(), Losses()
+    trainer = trainer_class(_config(precision=precision), world=ALONE, callbacks=[spy, losses])
+    trainer.in_backward = []  # type: ignore[attr-defined]
+    trainer.fit()
+    assert spy.seen == {
+        "computed": {computes},
+        "gradient": {keeps},
+        "weight": {keeps},
+        "moment": {keeps},
+        "hook autocast": {False},
+        "optimizer autocast": {False},
+    }
+    assert set(trainer.in_backward) == ({False} if trainer_class is StepsItself else set())  # type: ignore[attr-defined]
+    assert all(record["grad_norm"] > 0 for record in losses.records.values())
+
+
+class Sgd(TinyTrainer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.9)
+
+
+class ScaleFrom(Callback):
+    """Begins with another loss scale, and notes the gradients that hooks get to see."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.largest: list[float] = []
+        self.skipped: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer[Any]) -> None:
+        _scaler(trainer).scale = self.scale
+
+    def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
+        gradients = [whole(p.grad) for p in trainer.models["model"].parameters() if p.grad is not None]
+        self.largest.append(max(gradient.abs().max().item() for gradient in gradients))
+
+    def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
+        self.skipped.append(reason)
+
+
+def _scaler(trainer: Trainer[Any]) -> LossScaler:
+    scaler = trainer._loop.update._scaler
+    assert scaler is not None
+    return scaler
+
+
+def _overflow(world: World) -> list[dict[str, Any]]:
+    results = []
+    for strategy in ("ddp", "fsdp"):
+        spy, losses = ScaleFrom(2.0**26), Losses()
+        config = _config(precision="fp16", parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+        trainer = Sgd(config, world=world, callbacks=[spy, losses])
+        trainer.fit()
+        results.append(
+            {
+                "weights": weights(trainer),
+                "scale": _scaler(trainer).scale,
+                "good_updates": _scaler(trainer).good_updates,
+                "skipped": spy.skipped,
+                "logged": (losses.of("loss_scale")[4], losses.of("skipped_steps")[4]),
+                "largest": spy.largest[-1],
+                "scheduled": trainer.scheduler.last_epoch,
+                "seen": [rows for _, rows in trainer.seen],
+            }
+        )
+    return results
+
+
+def _assert_scaled(result: dict[str, Any]) -> None:
+    skipped = len(result["skipped"])
+    assert skipped > 0
+    assert result["skipped"][0] == "the gradient overflows at loss scale 6.71089e+07"
+    assert result["scale"] == 2.0 ** (26 - skipped)
+    assert result["good_updates"] == result["scheduled"] == 4
+    assert result["logged"] == (result["scale"], skipped)
+    assert result["largest"] < 10, "hooks see gradients as they are without the scale"
+
+
+def test_a_scale_that_overflows_is_halved_and_nothing_else_moves() -> None:
+    """The gradient that is applied is that of float32, up to the rounding of float16."""
+    result = _overflow(ALONE)[0]
+    _assert_scaled(result)
+    skipped = len(result["skipped"])
+
+    exact = Sgd(_config(), world=ALONE)
+    exact.setup()
+    stream = exact._data
+    assert stream is not None
+    for batch in list(stream.epoch(0))[skipped : skipped + 4]:
+        loss = sum(F.cross_entropy(exact.model(each["x"]), each["y"]) / 4 for each in batch.micro_batches)
+        loss.backward()  # type: ignore[union-attr]
+        exact.optimizer.step()
+        exact.scheduler.step()
+        exact.optimizer.zero_grad()
+    for name, value in weights(exact).items():
+        torch.testing.assert_close(result["weights"][name], value, atol=2e-3, rtol=1e-2)
+
+
+def test_all_ranks_keep_the_same_loss_scale_for_whole_and_sharded_gradients() -> None:
+    ranks = run_on_ranks(_overflow, 2)
+    for result in (each for rank in ranks for each in rank):
+        _assert_scaled(result)
+    for one, other in zip(*ranks, strict=True):
+        assert one["scale"] == other["scale"]
+        assert all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
+
+
+def test_the_loss_scale_goes_on_where_it_was_after_a_resume_A8(tmp_path: Path) -> None:
+    def run(folder: Path, *callbacks: Callback) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        config = _config(precision="fp16", max_steps=6, dropout=0.1, checkpoint=CheckpointConfig(every=None))
+        trainer = TinyTrainer(config, run_dir=folder, world=ALONE, callbacks=callbacks)
+        trainer.fit()
+        return _scaler(trainer).state_dict(), weights(trainer)
+
+    begins = ScaleFrom(2.0**26)
+    reference = run(tmp_path / "whole", begins)
+    at_3, _ = run(tmp_path / "cut", ScaleFrom(2.0**26), StopAt(3))
+    resumed = run(tmp_path / "cut")
+    assert at_3["good_updates"] == 3
+    assert resumed[0] == reference[0] == {"scale": 2.0 ** (26 - len(begins.skipped)), "good_updates": 6}
+    assert all(torch.equal(value, resumed[1][name]) for name, value in reference[1].items())
+
+
+def test_the_loss_scale_grows_after_2000_good_updates_and_is_never_below_one() -> None:
+    scaler = LossScaler()
+    for _ in range(2000):
+        assert scaler.scale == 2.0**16
+        scaler.grow()
+    assert (scaler.scale, scaler.good_updates) == (2.0**17, 0)
+    scaler.grow()
+    scaler.shrink()
+    assert (scaler.scale, scaler.good_updates) == (2.0**16, 0)
+    for _ in range(20):
+        scaler.shrink()
+    assert scaler.scale == 1.0
+    assert not scaler.may_be_to_blame
+
+
+def test_where_no_scale_helps_the_policy_for_gradients_that_are_not_finite_holds() -> None:
+    class Hopeless(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"] * float("nan")
+
+    spy = ScaleFrom(8.0)
+    with pytest.raises(NonFiniteError, match="step 1 is nan: rank 0: the loss of micro-batch 1 is nan"):
+        Hopeless(_config(precision="fp16"), world=ALONE, callbacks=[spy]).fit()
+    assert spy.skipped == [f"the gradient overflows at loss scale {scale}" for scale in (8, 4, 2)]
+
+
+def test_float16_weights_are_refused() -> None:
+    class Half(TinyTrainer):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.model.last.half()
+
+    with pytest.raises(ConfigError, match="2 of the 8 weights are float16 themselves"):
+        Half(_config(precision="fp16"), world=ALONE).fit()
+
+
+# ---- Weights in bfloat16 -------------------------------------------------------------------------------------------
+
+
+class MomentumIn32(torch.optim.Optimizer):
+    """Keeps its momentum in float32, whatever the weights are."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["momentum"].mul_(0.9).add_(parameter.grad.float())
+                with torch.no_grad():
+                    parameter.sub_(group["lr"] * state["momentum"])
+
+
+class PureBf16(TinyTrainer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = MomentumIn32(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2)
+
+
+def _resume_in_bf16(world: World, folder: str, strategies: tuple[str, ...]) -> list[bool]:
+    same = []
+    for strategy in strategies:
+        states = []
+        for name, stops in (("whole", [None]), ("cut", [3, None])):
+            for stop in stops:
+                config = _config(
+                    precision="bf16-true",
+                    max_steps=6,
+                    dropout=0.1,
+                    parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
+                )
+                callbacks = [] if stop is None else [StopAt(stop)]
+                trainer = PureBf16(config, run_dir=f"{folder}/{strategy}/{name}", world=world, callbacks=callbacks)
+                trainer.fit()
+            moments = {i: whole(state["momentum"]) for i, state in enumerate(trainer.optimizer.state.values())}
+            assert {value.dtype for value in weights(trainer).values()} == {torch.bfloat16}
+            assert {value.dtype for value in moments.values()} == {torch.float32}
+            states.append({**weights(trainer), **moments})
+        same.append(all(torch.equal(value, states[1][name]) for name, value in states[0].items()))
+    return same
+
+
+def test_moments_in_float32_of_weights_in_bfloat16_resume_as_they_were_A7(tmp_path: Path) -> None:
+    assert _resume_in_bf16(ALONE, str(tmp_path), ("ddp",)) == [True]
+    assert run_on_ranks(_resume_in_bf16, 2, str(tmp_path / "ranks"), ("ddp", "fsdp")) == [[True, True]] * 2

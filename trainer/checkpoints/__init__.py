@@ -1,0 +1,1 @@
+"""Writing, finding, verifying, keeping and exporting checkpoints."""

@@ -1,0 +1,253 @@
+"""Weights out of a run: of any checkpoint in one plain process, or of a trainer: safetensors or Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributed.parallelize import unwrap, whole
+from ..distributed.world import World
+from ..errors import CheckpointError, ConfigError
+from .model_state import plain_state
+from .scan import read_checkpoint
+from .store import CheckpointStore
+
+
+def load_weights(
+    checkpoint_path: str | os.PathLike[str], *, model: str | None = None, ema: bool | str = False
+) -> dict[str, torch.Tensor]:
+    """Reads the weights and buffers of a checkpoint: for a script without trainer, cluster or GPU.
+
+    However many ranks saved it, and however they had spread the model, these are whole tensors on the CPU by the names
+    of the unwrapped model, so `module.load_state_dict(load_weights(path))` takes them. The checkpoint is verified
+    first, which reads all of it. `TrainerConfig.init_from` begins a run from such weights.
+
+    Args:
+        checkpoint_path: directory or fsspec URI, such as `FitResult.last_checkpoint`.
+        model: the name of the trainer's attribute; may be left out where there is one model.
+        ema: True takes the averages of the callback `Ema` in place of the weights that they are of; of several such
+            callbacks, their key says which, such as "Ema/1".
+
+    Raises:
+        CheckpointError: it is none, is damaged, or has no averages.
+        ConfigError: it has several models, or not this one.
+
+    Example:
+        >>> model.load_state_dict(load_weights(result.last_checkpoint))
+        <All keys matched successfully>
+    """
+    where = f"the checkpoint {os.fspath(checkpoint_path)}"
+    parts = _read(checkpoint_path, ("models", "callbacks") if ema else ("models",))
+    name = choose_model(model, parts["models"], where)
+    weights = {key: value for key, value in parts["models"][name].items() if isinstance(value, torch.Tensor)}
+    return _averaged(weights, name, parts["callbacks"], "Ema/0" if ema is True else ema, where) if ema else weights
+
+
+def export_safetensors(
+    checkpoint_path: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    ema: bool | str = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes the weights of a checkpoint to one safetensors file: as `load_weights`, with a cast on request.
+
+    Weights that are tied are in the file under each of their names, so that a strict `load_state_dict` finds all.
+
+    Args:
+        checkpoint_path: directory or fsspec URI.
+        file: path or fsspec URI; a file that exists is replaced at once.
+        model: the name of the trainer's attribute; may be left out where there is one model.
+        ema: as in `load_weights`.
+        dtype: of the floating-point tensors in the file; by default as saved.
+
+    Raises:
+        CheckpointError, ConfigError: as `load_weights`.
+
+    Example:
+        >>> export_safetensors(result.last_checkpoint, "digits.safetensors", dtype=torch.bfloat16)
+        >>> from safetensors.torch import load_file
+        >>> model.load_state_dict(load_file("digits.safetensors"))
+        <All keys matched successfully>
+    """
+    weights = load_weights(checkpoint_path, model=model, ema=ema)
+    write_safetensors(cast(weights, dtype), os.fspath(file))
+
+
+def export_pretrained(
+    checkpoint_path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    module: nn.Module,
+    *,
+    model: str | None = None,
+    ema: bool | str = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes the weights of a checkpoint as a Hugging Face folder, which `from_pretrained` reads.
+
+    Args:
+        checkpoint_path: directory or fsspec URI.
+        folder: a local path; made if it is not there.
+        module: of the class that was trained, with its config; its own weights do not matter, it may be on "meta".
+        model: the name of the trainer's attribute; may be left out where there is one model.
+        ema: as in `load_weights`.
+        dtype: of the floating-point tensors; by default as saved.
+
+    Raises:
+        CheckpointError, ConfigError: as `load_weights`; or the module has no `save_pretrained`.
+    """
+    if not hasattr(module, "save_pretrained"):
+        raise ConfigError(
+            f"{type(module).__name__} has no save_pretrained, as the models of Hugging Face have: take "
+            "export_safetensors(checkpoint_path, file)"
+        )
+    weights = load_weights(checkpoint_path, model=model, ema=ema)
+    write_pretrained(module, cast(weights, dtype), folder, config={})
+
+
+def gather_weights(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
+    """Returns the whole weights and buffers of a live model, on the CPU of the main rank. Every rank must call this.
+
+    Tied weights stay tied. One tensor at a time is whole on the other ranks, which get an empty dict.
+    """
+    gathered: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}
+    for name, value in plain_state(unwrap(module), keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if id(value) not in seen:
+            full = whole(value.detach().to(world.device))
+            seen[id(value)] = full.cpu() if world.is_main else full.new_empty(0)
+        if world.is_main:
+            gathered[name] = seen[id(value)]
+    return gathered
+
+
+def write_pretrained(
+    module: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any],
+) -> None:
+    """Writes weights as the module's own `save_pretrained` does; without one, `model.safetensors` and `config.json`."""
+    module = unwrap(module)
+    if callable(save := getattr(module, "save_pretrained", None)):
+        save(os.fspath(folder), state_dict=dict(weights))
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_safetensors(weights, str(Path(folder, "model.safetensors")))
+    Path(folder, "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+
+
+def write_on_main(world: World, what: str, write: Callable[[], None]) -> None:
+    """Calls a function on the main rank. Every rank must call this, and all raise if it fails.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            write()
+        except Exception as error:
+            failure = error
+    told = world.broadcast(f"{type(failure).__name__}: {failure}" if failure else None)
+    if told:
+        raise CheckpointError(f"cannot write {what}: {told}") from failure
+
+
+def cast(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Returns the weights with the floating-point ones in a dtype; those that were tied still are."""
+    done: dict[int, torch.Tensor] = {}
+    for tensor in weights.values():
+        done.setdefault(id(tensor), tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+    return {name: done[id(tensor)] for name, tensor in weights.items()}
+
+
+def choose_model(name: str | None, models: Mapping[str, object], where: str) -> str:
+    """Returns the name, or that of the only model.
+
+    Raises:
+        ConfigError: there are several, or not this one.
+    """
+    if name is None and len(models) > 1:
+        raise ConfigError(f"{where} has several models: say which by model=, one of {', '.join(models)}")
+    if name is not None and name not in models:
+        raise ConfigError(f"{where} has no model {name!r}; it has {', '.join(models)}")
+    return name if name is not None else next(iter(models))
+
+
+def _averaged(
+    weights: Mapping[str, torch.Tensor], model: str, callbacks: Mapping[str, Any], key: str, where: str
+) -> dict[str, torch.Tensor]:
+    """The weights with the averages that a callback `Ema` has of them."""
+    if key not in callbacks:
+        there = [name for name in callbacks if name.startswith("Ema/")]
+        raise CheckpointError(f"{where} has no averages {key!r}; it has {', '.join(there) or 'none'}")
+    if not callbacks[key]["has_begun"]:
+        raise CheckpointError(f"{where} was saved before the averages {key!r} began: take a later one, or ema=False")
+    averages: Mapping[str, torch.Tensor] = callbacks[key]["averages"].get(model, {})
+    averaged = {**weights, **averages}
+    # A tied weight is saved under each of its names, equal to the bit, and averaged under the first.
+    for first, average in averages.items():
+        for name in weights.keys() - averages.keys():
+            if weights[name].shape == average.shape and torch.equal(weights[name], weights[first]):
+                averaged[name] = average
+    return averaged
+
+
+class _Taken:
+    """A part of a checkpoint that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.state = state
+
+
+def _read(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    checkpoint = read_checkpoint(checkpoint_path)
+    taken = {part: _Taken() for part in parts}
+    store = CheckpointStore(os.path.dirname(checkpoint.path), world=World.alone("cpu"))
+    store.load(taken, rank_parts={}, checkpoint=checkpoint)
+    return {part: each.state for part, each in taken.items()}
+
+
+def write_safetensors(weights: Mapping[str, torch.Tensor], file: str) -> None:
+    """Writes tensors to a safetensors file, a path or an fsspec URI, at once; tied ones under each of their names."""
+    from safetensors.torch import save, save_file
+
+    # The format holds each tensor by itself: a view gets memory of its own, and so does the second name of a tied one.
+    owned: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in weights.items():
+        storage = tensor.untyped_storage()
+        is_view = tensor.numel() * tensor.element_size() != storage.nbytes()
+        shared = storage.data_ptr() in taken
+        taken.add(storage.data_ptr())
+        owned[name] = tensor.clone(memory_format=torch.contiguous_format) if is_view or shared else tensor.contiguous()
+    metadata = {"format": "pt"}
+    if "://" in file.removeprefix("file://"):
+        from fsspec.core import url_to_fs
+
+        fs, path = url_to_fs(file)
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        fs.pipe_file(path, save(owned, metadata))
+        return
+    target = Path(file.removeprefix("file://"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    save_file(owned, partial, metadata)
+    partial.replace(target)

@@ -1,0 +1,224 @@
+"""Models and optimizers as parts of a checkpoint: by the names that the user's module gives its parameters.
+
+The names do not depend on how a model is spread, so what was saved under DDP is resumed under FSDP2, and the reverse.
+
+`torch.distributed.checkpoint.state_dict` is not used: asked for the state of an optimizer that has none yet, it takes a
+step, which changes Adam's bias correction for good; it refuses SGD without momentum and parameters that never had a
+gradient; and `Optimizer.load_state_dict` alone casts float32 moments to a bfloat16 parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..distributed.parallelize import bare, local
+from ..errors import CheckpointError, ConfigError
+
+# What wrapping a module adds to the names of what is inside. DDP wraps the whole model, and is taken off as such.
+_CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
+
+
+class Models(dict[str, nn.Module]):
+    """Some models by the names under which they are saved, whose tensors are looked for once, for all who need them."""
+
+    @functools.cached_property
+    def values_by_key(self) -> dict[str, dict[str, Any]]:
+        """What `plain_state` says of each model, live."""
+        return {name: plain_state(model, keep_vars=True) for name, model in self.items()}
+
+    def forget(self) -> None:
+        """Lets the tensors be looked for again: the models may have others now."""
+        self.__dict__.pop("values_by_key", None)
+
+
+class ModelState:
+    """The weights and buffers of some models, wrapped in whatever they train in.
+
+    Args:
+        models: by the names under which they are saved.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._models = models if isinstance(models, Models) else Models(models)
+        self._places: dict[tuple[str, str], torch.Tensor] | None = None
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns each model's state by the names of the unwrapped model; sharded tensors stay sharded."""
+        return {
+            name: {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+            for name, values in self._models.values_by_key.items()
+        }
+
+    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Lets a checkpoint be read straight into the live weights."""
+        if self._places is None:
+            self._places = {
+                (name, key): value for name, model in self._models.items() for key, value in named_state(model)
+            }
+        live = self._places.get((path[0], "/".join(path[1:])))
+        return live.detach() if live is not None and live.shape == size else None
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over weights, all of them.
+
+        Raises:
+            CheckpointError: a model, a key or a shape differs from what is there.
+        """
+        self._places = None
+        self._models.forget()
+        _compare("models", state, self._models)
+        for name, model in self._models.items():
+            module = bare(model)
+            keys = {_plain(key): key for key in module.state_dict()}
+            _compare(f"keys of {name!r}", state[name], keys)
+            module.load_state_dict({keys[key]: value for key, value in state[name].items()})
+        self._models.forget()
+
+
+class OptimizerState:
+    """The moments and settings of one optimizer.
+
+    Args:
+        models: those whose parameters it may hold.
+        name: of the optimizer, for messages.
+        optimizer: over parameters of one model or several.
+
+    Raises:
+        ConfigError: it holds a parameter of none of the models, whose value no checkpoint would keep.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], name: str, optimizer: torch.optim.Optimizer) -> None:
+        self._models = models if isinstance(models, Models) else Models(models)
+        self._name = name
+        self._optimizer = optimizer
+        self._places: dict[str, nn.Parameter] | None = None
+        self._names()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's own state, with names in place of its numbers."""
+        names = self._names()
+        state = self._optimizer.state_dict()
+        return {
+            **state,
+            "state": {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+
+    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Reads a moment of a sharded parameter to where the parameter's shard lies."""
+        if self._places is None:
+            self._places = self._parameters()
+        parameter = self._places.get(path[1]) if path[0] == "state" else None
+        if parameter is None or not size:  # steps are counted on the CPU
+            return None
+        if isinstance(parameter, DTensor) and parameter.shape == size:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(size, dtype=dtype, device=parameter.device)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over moments, in the dtype in which they were saved, and settings.
+
+        Raises:
+            CheckpointError: the groups hold other parameters than those that were saved.
+        """
+        self._places = None
+        parameters = self._parameters()
+        numbers = {name: number for number, name in enumerate(parameters)}
+        saved_groups, live_groups = state["param_groups"], self._optimizer.param_groups
+        if len(saved_groups) != len(live_groups):
+            raise CheckpointError(
+                f"optimizer {self._name!r} has {len(live_groups)} parameter groups, and had {len(saved_groups)}"
+            )
+        groups, names = [], iter(parameters)
+        for index, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):
+            held = [next(names) for _ in live["params"]]
+            _compare(f"parameters of group {index} of optimizer {self._name!r}", saved["params"], held)
+            groups.append({**saved, "params": [numbers[name] for name in held]})
+        by_number = {numbers.get(name, name): value for name, value in state["state"].items()}
+        self._optimizer.load_state_dict({**state, "state": by_number, "param_groups": groups})
+        for name, values in state["state"].items():
+            if name in parameters:
+                _restore_dtypes(self._optimizer.state[parameters[name]], values)
+
+    def _names(self) -> list[str]:
+        """The names of the parameters in the order of the optimizer's numbers."""
+        known: dict[int, str] = {}
+        for model, values in self._models.values_by_key.items():
+            for key, value in values.items():
+                known.setdefault(id(value), f"{model}.{key}")  # the first name of a tied weight
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        if strangers := [index for index, parameter in enumerate(held) if id(parameter) not in known]:
+            raise ConfigError(
+                f"optimizer {self._name!r} holds {len(strangers)} parameters that belong to none of the models "
+                f"({', '.join(self._models) or 'there is none'}), the first at place {strangers[0]}, of shape "
+                f"{tuple(held[strangers[0]].shape)}: put each into a module that is an attribute of the trainer, "
+                "and make optimizers in configure_optimizers()"
+            )
+        return [known[id(parameter)] for parameter in held]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return dict(zip(self._names(), held, strict=True))
+
+
+def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """Returns a model's state by the names that do not depend on how it trains; tensors that are sharded stay so."""
+    return {_plain(key): value for key, value in bare(model).state_dict(keep_vars=keep_vars).items()}
+
+
+def moved_by_steps(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> Callable[[torch.Tensor], bool]:
+    """Returns whether a tensor of the state changes only when an optimizer steps: parameters do, buffers do not."""
+    values_by_key = (models if isinstance(models, Models) else Models(models)).values_by_key
+    values: list[torch.Tensor] = [
+        value for each in values_by_key.values() for value in each.values() if isinstance(value, nn.Parameter)
+    ]
+    values += [
+        value
+        for optimizer in optimizers.values()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    memory = {local(value).data_ptr() for value in values}
+    return lambda tensor: local(tensor).data_ptr() in memory
+
+
+def _plain(key: str) -> str:
+    if _CHECKPOINTED not in key and _COMPILED not in key:
+        return key
+    return ".".join(each for each in key.split(".") if each not in (_CHECKPOINTED, _COMPILED))
+
+
+def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns the live parameters and buffers of a model by the keys of the unwrapped one, sharded ones sharded."""
+    # Not named_parameters(): of a sharded model that is gathered just now it gives the gathered ones.
+    state = plain_state(model, keep_vars=True)
+    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def _compare(what: str, saved: Iterable[str], live: Iterable[str]) -> None:
+    missing, unexpected = sorted(set(live) - set(saved)), sorted(set(saved) - set(live))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the {what} differ: not in the checkpoint: {_first(missing)}; only in the checkpoint: {_first(unexpected)}"
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+
+
+def _restore_dtypes(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
+            live[key] = value.to(live[key].device)

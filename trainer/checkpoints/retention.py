@@ -1,0 +1,191 @@
+"""Which checkpoints stay, and which are the best: pure functions of what their manifests say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cmp_to_key
+from typing import Any, Literal, get_args
+
+from ..errors import CheckpointError, ConfigError
+from ..loop.progress import Duration
+from .manifest import Checkpoint
+from .storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a run keeps: the checkpoints saved last, the best ones, and some for good.
+
+    Attributes:
+        keep_last: how many of those saved last; "all" deletes none.
+        monitor: the metric by which some are the best; None keeps none for that.
+        mode: "min" where lower is better, "max" where higher is.
+        keep_best: how many of the best.
+        keep_every: steps or epochs; the first checkpoint at or after each multiple of it stays.
+        keep_every_time: seconds; the first checkpoint in each such stretch of the clock stays.
+
+    Raises:
+        ConfigError: a number or a unit is not one of these.
+    """
+
+    keep_last: int | Literal["all"] = 2
+    monitor: str | None = None
+    mode: Mode = "min"
+    keep_best: int = 1
+    keep_every: Duration | None = None
+    keep_every_time: Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep_last != "all" and not _whole(self.keep_last, at_least=1):
+            raise ConfigError(f'keep_last is a whole number from 1, or "all", not {self.keep_last!r}')
+        if not _whole(self.keep_best, at_least=0):
+            raise ConfigError(f"keep_best is a whole number from 0, not {self.keep_best!r}")
+        if self.keep_every is not None and self.keep_every.unit == "seconds":
+            raise ConfigError(
+                f'keep_every counts steps or epochs, such as "5000 steps", not {self.keep_every}: '
+                "a time belongs to keep_every_time"
+            )
+        if self.keep_every_time is not None and self.keep_every_time.unit != "seconds":
+            raise ConfigError(f'keep_every_time is a time such as "30m", not {self.keep_every_time}')
+
+    def superseded(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Returns those that nothing keeps, of checkpoints in the order of their commits."""
+        reasons = self.reasons(checkpoints)
+        return [each for each in checkpoints if not reasons[each.path]]
+
+    def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[str, list[str]]:
+        """Returns by its path what keeps each of the checkpoints, in words."""
+        last = checkpoints if self.keep_last == "all" else checkpoints[-self.keep_last :]
+        keeping = {"last": last, "best": self.ranked(checkpoints)[: self.keep_best]}
+        for every in (self.keep_every, self.keep_every_time):
+            if every is not None:
+                keeping[f"every {every}"] = _firsts(checkpoints, every)
+        paths = {why: {each.path for each in kept} for why, kept in keeping.items()}
+        return {each.path: [why for why, kept in paths.items() if each.path in kept] for each in checkpoints}
+
+    def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+        """Returns the one with the best finite value of the metric; of equal ones the earliest. None if none has it."""
+        return next(iter(self.ranked(checkpoints)), None)
+
+    def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Returns those with a finite value of the metric, the best first; of equal ones the earliest."""
+        if self.monitor is None:
+            return []
+        monitor = self.monitor
+
+        def order(one: Checkpoint, other: Checkpoint) -> int:
+            ours, theirs = one.metrics[monitor], other.metrics[monitor]
+            return is_better(theirs, ours, mode=self.mode) - is_better(ours, theirs, mode=self.mode)
+
+        judged = [each for each in checkpoints if math.isfinite(each.metrics.get(monitor, math.nan))]
+        return sorted(judged, key=cmp_to_key(order))
+
+
+def _firsts(checkpoints: Sequence[Checkpoint], every: Duration) -> list[Checkpoint]:
+    """The first one at or after each multiple: a run need not have saved just there."""
+    first: dict[int, Checkpoint] = {}
+    for each in checkpoints:
+        done = {"steps": each.step, "epochs": each.epoch, "seconds": each.time_s}[every.unit]
+        first.setdefault(int(done // every.amount), each)
+    return [each for multiple, each in first.items() if multiple > 0]
+
+
+def _whole(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+Mode = Literal["min", "max"]
+
+_ROUNDING = 1e-12
+"""Means over the same rows differ by so little where these were cut into other batches, or spread over other ranks."""
+
+
+@dataclass(slots=True)
+class Best:
+    """Judges one value after the other.
+
+    Args:
+        mode: "min" where lower is better, "max" where higher is; nothing is guessed from a metric's name.
+        min_delta: by how much a value must beat the best one; with 0 by anything at all.
+
+    Attributes:
+        value: the best finite value, or None before there is one.
+        step: the update after which it was measured.
+
+    Raises:
+        ConfigError: `mode` is neither, or `min_delta` is below zero.
+    """
+
+    mode: Mode
+    min_delta: float = 0.0
+    value: float | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f'mode is "min" where lower is better or "max" where higher is, not {self.mode!r}')
+        if not 0 <= self.min_delta < math.inf:
+            raise ConfigError(f"min_delta is a number from 0, not {self.min_delta!r}")
+
+    def offer(self, value: float, *, step: int) -> bool:
+        """Takes a value if it is the best so far, and returns whether it is."""
+        if not self.would_take(value):
+            return False
+        self.value, self.step = float(value), step
+        return True
+
+    def would_take(self, value: float) -> bool:
+        """Whether a value would be the best so far."""
+        if not math.isfinite(value):
+            return False
+        return self.value is None or is_better(value, self.value, mode=self.mode, by=self.min_delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best value and its step."""
+        return {"value": self.value, "step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them over."""
+        self.value, self.step = state_dict["value"], state_dict["step"]
+
+
+def is_better(value: float, than: float, *, mode: Mode, by: float = 0.0) -> bool:
+    """Whether a value beats another one by more than `by`, and by more than sums over other ranks or batches round.
+
+    Nothing is better than NaN, nor NaN than anything.
+    """
+    if math.isclose(value, than, rel_tol=_ROUNDING):
+        return False
+    return value < than - by if mode == "min" else value > than + by
+
+
+PIN = "pinned"
+
+
+def pin(storage: Storage, name: str) -> None:
+    """Keeps a checkpoint for good, also from the retention of a run that is going on.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it was deleted just now.
+    """
+    try:
+        if storage.committed(name):
+            storage.write(name, PIN, b"")
+    except FileNotFoundError:
+        pass
+    # Asked afterwards: whoever deletes looks for the mark first, and what was deleted in between is gone.
+    if not storage.committed(name):
+        raise CheckpointError(f"cannot pin {storage.path_of(name)}: there is no such checkpoint")
+
+
+def unpin(storage: Storage, name: str) -> None:
+    """Gives a checkpoint back to retention, which decides at the next save."""
+    if is_pinned(storage, name):
+        storage.unlink(name, PIN)
+
+
+def is_pinned(storage: Storage, name: str) -> bool:
+    """Whether somebody wants to keep this checkpoint."""
+    return storage.has(name, PIN)

@@ -1,0 +1,205 @@
+"""The state of all parts at one instant, on its way to files and back. Knows files, not where they lie for good."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from ..data.protocols import Stateful, Summable
+from ..distributed.world import World
+from ..errors import CheckpointError
+from .dcp_writer import METADATA
+from .file_checksums import FileSum
+from .state_codec import PlacesTensors, named_tensors, put_together, take_apart, target
+from .storage import Storage
+from .tensor_checksums import TensorSum, digest_of
+
+_STRUCTURES = "parts.pkl"
+TENSOR_SUMS = "tensors.json"
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank has to save. The tensors are the live ones: write it before the next update.
+
+    Attributes:
+        structures: of every part that the ranks share; gives its pickle.
+        tensors: of all of these, by name, that this rank may write.
+        rank_states: of every part that this rank keeps to itself, structure and tensors.
+    """
+
+    structures: dict[str, Callable[[], bytes]]
+    tensors: dict[str, torch.Tensor]
+    rank_states: dict[str, tuple[Callable[[], bytes], dict[str, torch.Tensor]]]
+
+    @classmethod
+    def of(
+        cls,
+        parts: Mapping[str, Stateful],
+        rank_parts: Mapping[str, Stateful],
+        *,
+        writes: Callable[[torch.Tensor], bool] = lambda _: True,
+    ) -> Snapshot:
+        """Asks every part for its state.
+
+        Args:
+            parts: what the ranks share.
+            rank_parts: what this rank keeps to itself.
+            writes: whether this rank may write a shared tensor that is not sharded.
+
+        Raises:
+            CheckpointError: a state does not pickle, or two parts give their tensors the same name.
+        """
+        structures: dict[str, Callable[[], bytes]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for part, owner in parts.items():
+            structures[part], named = take_apart(part, owner.state_dict())
+            if twice := named.keys() & tensors.keys():
+                raise CheckpointError(f"two parts have a tensor {min(twice)!r}: rename the part {part!r}")
+            tensors |= {name: each for name, each in named.items() if isinstance(each, DTensor) or writes(each)}
+        rank_states = {}
+        for part, owner in rank_parts.items():
+            structure, named = take_apart(part, owner.state_dict())
+            rank_states[part] = (structure, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
+        return cls(structures, tensors, rank_states)
+
+    def digests(self) -> dict[str, Any]:
+        """Returns a digest of everything that this rank keeps to itself, by part and key."""
+        digests: dict[str, Any] = {}
+        for part, (structure, tensors) in self.rank_states.items():
+            state = put_together(structure(), tensors.__getitem__)
+            digests[part] = {str(key): digest_of(value) for key, value in state.items()}
+        return digests
+
+    def write_the_rest(self, folder: Path, world: World, sums: Mapping[str, TensorSum]) -> dict[str, FileSum]:
+        """Writes what is not a tensor, after the tensors, and returns the files."""
+        stream = io.BytesIO()
+        torch.save({part: (structure(), tensors) for part, (structure, tensors) in self.rank_states.items()}, stream)
+        (folder / _rank_file(world.rank)).write_bytes(stream.getbuffer())
+        files = [_rank_file(world.rank)]
+        if world.is_main:
+            (folder / _STRUCTURES).write_bytes(
+                pickle.dumps({part: structure() for part, structure in self.structures.items()})
+            )
+            (folder / TENSOR_SUMS).write_text(json.dumps({name: str(each) for name, each in sums.items()}, indent=1))
+            files += [_STRUCTURES, METADATA, TENSOR_SUMS]
+        return {file: FileSum.of(folder / file) for file in files}
+
+
+class Reading:
+    """One checkpoint being loaded: call the methods in their order, every rank each of them.
+
+    Args:
+        storage: where the checkpoint lies.
+        name: of the checkpoint there.
+        scratch: for copies of files that are not on this machine; only those that this rank needs are fetched.
+    """
+
+    def __init__(self, storage: Storage, name: str, scratch: Path) -> None:
+        self._storage = storage
+        self._name = name
+        self._scratch = scratch
+        self._states: dict[str, Any] = {}
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def read_structures(self, parts: Mapping[str, Stateful]) -> None:
+        """Rebuilds the states, around tensors that are still empty.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a part.
+        """
+        structures: dict[str, bytes] = pickle.loads(self._fetch(_STRUCTURES).read_bytes())
+        if missing := sorted(parts.keys() - structures.keys()):
+            raise CheckpointError(f"it has no {', '.join(missing)}; it has {', '.join(sorted(structures))}")
+        metadata: Metadata = pickle.loads(self._fetch(METADATA).read_bytes())
+        for part, owner in parts.items():
+            live: dict[str, torch.Tensor] = {}
+            if not isinstance(owner, PlacesTensors):
+                live = {"/".join((part, *path)): tensor for path, tensor in named_tensors(owner.state_dict())}
+
+            def empty(
+                name: str, part: str = part, owner: Stateful = owner, live: Mapping[str, torch.Tensor] = live
+            ) -> torch.Tensor:
+                stored = metadata.state_dict_metadata[name]
+                assert isinstance(stored, TensorStorageMetadata)
+                self._targets[name] = target(part, owner, live, name, stored.size, stored.properties.dtype)
+                return self._targets[name]
+
+            self._states[part] = put_together(structures[part], empty)
+
+    def read_tensors(self, world: World) -> None:
+        """Fills the tensors, each rank its own part of the sharded ones."""
+        if not self._targets:
+            return
+        reader = FileSystemReader(self._scratch)
+        reader.fs = _FetchedFiles(self)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group: we know
+            load(self._targets, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
+
+    def give(self, parts: Mapping[str, Stateful]) -> None:
+        """Hands the parts their states.
+
+        Raises:
+            CheckpointError: a part does not take its state, with the part's own error as the cause.
+        """
+        for part, owner in parts.items():
+            _hand(part, owner.load_state_dict, self._states[part])
+
+    def give_rank_parts(self, rank_parts: Mapping[str, Stateful], ranks: Sequence[int]) -> list[str]:
+        """Hands the parts of this rank their states, and returns those for which there is none.
+
+        Args:
+            rank_parts: what this rank keeps to itself.
+            ranks: whose states it gets: its own, and then, for parts whose states add up, those of ranks that are gone.
+        """
+        absent: list[str] = []
+        for nth, rank in enumerate(ranks):
+            wanted = {name: each for name, each in rank_parts.items() if nth == 0 or isinstance(each, Summable)}
+            if not wanted:
+                continue
+            stored = torch.load(self._fetch(_rank_file(rank)), map_location="cpu", weights_only=True)
+            for part, owner in wanted.items():
+                if part in stored:
+                    structure, tensors = stored[part]
+                    take = owner.add_state_dict if nth and isinstance(owner, Summable) else owner.load_state_dict
+                    _hand(part, take, put_together(structure, tensors.__getitem__))
+            absent = absent or sorted(wanted.keys() - stored.keys())
+        return absent
+
+    def _fetch(self, file: str) -> Path:
+        return self._storage.fetch(self._name, file, self._scratch)
+
+
+class _FetchedFiles(FileSystem):
+    """Opens the files of a checkpoint wherever they lie: fetched when first needed."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
+        return super().create_stream(self._reading._fetch(Path(path).name), mode)
+
+
+def _hand(part: str, take: Callable[[Any], object], state: Any) -> None:
+    try:
+        take(state)
+    except Exception as error:
+        raise CheckpointError(f"part {part!r} does not take its state: {type(error).__name__}: {error}") from error

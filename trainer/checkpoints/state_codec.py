@@ -1,0 +1,211 @@
+"""One part's state as bytes and named tensors: structure and tensors part here, and meet again when it is loaded.
+
+The structure is a pickle in which every tensor is only a name. So any nesting comes back exactly as it was, while the
+tensors go through Distributed Checkpoint, which reads them at any number of ranks. Unpickling runs what the bytes say:
+load only checkpoints of your own.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError
+
+_LEAVES = frozenset((int, float, bool, str, bytes, type(None)))
+
+
+@runtime_checkable
+class PlacesTensors(Protocol):
+    """A part that says where a tensor of a checkpoint is to be read to, before it gets its state."""
+
+    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns the tensor to fill, perhaps sharded, perhaps the live one; None leaves it to the store.
+
+        Args:
+            path: the keys that lead to the tensor in the part's state.
+            size: of the whole tensor, over all ranks.
+            dtype: of the tensor as it was saved.
+        """
+        ...
+
+
+def take_apart(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, torch.Tensor]]:
+    """Splits a state into its structure and its tensors by name: "part/key/key".
+
+    The structure is what the state is now, whatever becomes of that later. It gives its pickle when it is called: of
+    plain containers, which is what models and optimizers have, pickling can so be left to another thread.
+
+    Raises:
+        CheckpointError: something in it does not pickle, with the part and the keys that lead there.
+    """
+    names = _Names(part)
+    try:
+        copy = _plain_copy(state, part, names, {})
+    except _NotPlain:
+        pass
+    else:
+        return functools.cache(lambda: _pickled(copy, names)), names.tensors
+    names = _Names(part)
+    for path, tensor in named_tensors(state):
+        names.add("/".join((part, *path)), tensor)
+    try:
+        structure = _pickled(state, names)
+    except Exception as error:
+        path, value = _culprit(state)
+        where = f"part {part!r}" + (f", key {'.'.join(path)!r}" if path else "")
+        raise CheckpointError(
+            f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which does not pickle "
+            f"({type(error).__name__}: {error}); leave it out of state_dict()"
+        ) from error
+    return lambda: structure, names.tensors
+
+
+class _Names:
+    """The names of the tensors of one part."""
+
+    def __init__(self, part: str) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._part = part
+        self._names: dict[int, str] = {}  # by id, so whatever has a name is kept alive below
+        self._named: list[torch.Tensor] = []
+
+    def add(self, wanted: str, tensor: torch.Tensor) -> str:
+        """Gives a tensor this name, or the next that is free, unless it has one."""
+        if (known := self._names.get(id(tensor))) is not None:
+            return known
+        name, count = wanted, 1
+        while name in self.tensors:
+            name, count = f"{wanted}#{count}", count + 1
+        self.tensors[name] = tensor.detach()
+        self._names[id(tensor)] = name
+        self._named.append(tensor)
+        return name
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """Returns its name."""
+        # Tensors inside objects have no path of keys; ranks meet them in the same order.
+        return self.add(f"{self._part}/#", tensor)
+
+
+class _NotPlain(Exception):
+    """A state holds something that is no leaf, no tensor, and no dict, list or tuple."""
+
+
+def _plain_copy(value: Any, path: str, names: _Names, copies: dict[int, Any]) -> Any:
+    """Copies the containers of a state, one that is there twice once, and names its tensors on the way."""
+    if isinstance(value, torch.Tensor):
+        names.add(path, value)
+        return value
+    if (known := copies.get(id(value))) is not None:
+        return known
+    kind = type(value)
+    if kind is dict:
+        by_key: dict[Any, Any] = {}
+        copies[id(value)] = by_key
+        for key, each in value.items():
+            if type(key) not in _LEAVES:
+                raise _NotPlain
+            by_key[key] = each if type(each) in _LEAVES else _plain_copy(each, f"{path}/{key}", names, copies)
+        return by_key
+    if kind is list or kind is tuple:
+        each_of = [
+            each if type(each) in _LEAVES else _plain_copy(each, f"{path}/{index}", names, copies)
+            for index, each in enumerate(value)
+        ]
+        return copies.setdefault(id(value), each_of if kind is list else tuple(each_of))
+    if kind in _LEAVES:
+        return value
+    raise _NotPlain
+
+
+def _pickled(state: Any, names: _Names) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, names).dump(state)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, names: _Names) -> None:
+        super().__init__(stream, protocol=5)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.of(obj) if isinstance(obj, torch.Tensor) else None
+
+
+def put_together(structure: bytes, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+    """Rebuilds a state. `tensor_of` is asked once for each tensor, by name."""
+    given: dict[str, torch.Tensor] = {}
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: str) -> torch.Tensor:
+            if pid not in given:
+                given[pid] = tensor_of(pid)
+            return given[pid]
+
+    return Unpickler(io.BytesIO(structure)).load()
+
+
+def target(
+    part: str, owner: object, live: Mapping[str, torch.Tensor], name: str, size: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns the tensor that the tensor `name` of a checkpoint is read into.
+
+    Never the live one, unless the part itself offers it: two parts may hold the same tensor, as an average that has not
+    moved away from its model yet.
+    """
+    if isinstance(owner, PlacesTensors):
+        placed = owner.place(tuple(name[len(part) + 1 :].split("/")), size, dtype)
+        if placed is not None:
+            return placed
+    like = live.get(name)
+    if isinstance(like, DTensor) and like.shape == size:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(size, dtype=dtype)
+
+
+def named_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields every tensor in nested dicts, lists and tuples with the keys that lead to it."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, (dict, Mapping)):  # of the two, dict is found out sooner
+        for key, value in state.items():
+            if type(value) not in _LEAVES:
+                yield from named_tensors(value, (*path, str(key)))
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            if type(value) not in _LEAVES:  # a generator's state has 600 of them
+                yield from named_tensors(value, (*path, str(index)))
+
+
+def _culprit(state: Any) -> tuple[tuple[str, ...], Any]:
+    """The smallest piece of a state that does not pickle, and the keys that lead to it."""
+    children: list[tuple[str, Any]] = []
+    if isinstance(state, Mapping):
+        children = [(str(key), value) for key, value in state.items()]
+    elif isinstance(state, (list, tuple)):
+        children = [(str(index), value) for index, value in enumerate(cast(list[Any], state))]
+    for key, value in children:
+        if not isinstance(value, torch.Tensor) and not _pickles(value):
+            path, culprit = _culprit(value)
+            return (key, *path), culprit
+    return (), state
+
+
+def _pickles(value: Any) -> bool:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            return "tensor" if isinstance(obj, torch.Tensor) else None
+
+    try:
+        Pickler(io.BytesIO(), protocol=5).dump(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,335 @@
+"""Where checkpoints lie: a directory, or any place that fsspec reaches. Knows names and bytes, not what they mean.
+
+A save is staged, published and committed. On a local path staging is a hidden directory beside the checkpoints and the
+commit is one rename. An object store cannot rename: there every rank stages at home and uploads, and the manifest,
+written last, is the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import ConfigError
+from .file_checksums import FileSum
+from .manifest import MANIFEST
+
+_PARTIAL, _DELETED = ".partial-", ".deleted-"
+_MOUNTS = Path("/proc/self/mountinfo")
+# Of the others, network file systems among them, nobody knows.
+_ON_DISKS = frozenset(
+    (
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "jfs",
+        "bcachefs",
+        "overlay",
+        "tmpfs",
+        "vfat",
+        "exfat",
+        "ntfs3",
+    )
+)
+
+
+class Storage(Protocol):
+    """One folder of checkpoints."""
+
+    def path_of(self, name: str) -> str:
+        """Where a checkpoint lies, for people and for messages."""
+        ...
+
+    def is_disk(self) -> bool:
+        """Whether it is known to be a disk of this machine: what cannot be read there is lost, and not away."""
+        ...
+
+    def names(self) -> list[str]:
+        """What lies in the folder under a visible name."""
+        ...
+
+    def committed(self, name: str) -> bool:
+        """Whether this was ever a whole checkpoint, even if it is damaged now."""
+        ...
+
+    def read(self, name: str, file: str) -> bytes:
+        """Returns a small file."""
+        ...
+
+    def write(self, name: str, file: str, text: bytes) -> None:
+        """Writes a small file into what is there already; FileNotFoundError if it is not, where that can be told."""
+        ...
+
+    def unlink(self, name: str, file: str) -> None:
+        """Deletes one file."""
+        ...
+
+    def has(self, name: str, file: str) -> bool:
+        """Whether there is such a file."""
+        ...
+
+    def size_bytes(self, name: str, file: str) -> int:
+        """Returns the size of a file; OSError if there is none."""
+        ...
+
+    def fetch(self, name: str, file: str, into: Path) -> Path:
+        """Returns a local path to a file, copied to `into` if it is not on this machine."""
+        ...
+
+    def stage(self, token: str) -> Path:
+        """Returns the directory that this rank writes the save `token` to. Every rank asks."""
+        ...
+
+    def check(self) -> None:
+        """Writes a file and deletes it again; OSError if that does not work."""
+        ...
+
+    def flush(self, staged: Path, file: str) -> None:
+        """Brings one staged file as far on its way as it can go before all are written. Any rank may call it."""
+        ...
+
+    def publish(self, staged: Path, name: str, files: list[str]) -> None:
+        """Brings this rank's staged files to where all ranks' files meet. Every rank calls it."""
+        ...
+
+    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileSum]) -> None:
+        """Makes a save a checkpoint, at once and for good. One rank calls it, after all have published."""
+        ...
+
+    def abandon(self, staged: Path, name: str) -> None:
+        """Removes what a failed save has left, as far as that works."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Deletes a checkpoint; whatever happens half-way, what is left is none."""
+        ...
+
+    def leftovers(self) -> list[str]:
+        """What killed saves and killed deletions have left."""
+        ...
+
+    def remove_leftover(self, name: str) -> None:
+        """Deletes one of them."""
+        ...
+
+
+def open_storage(root: str | os.PathLike[str]) -> Storage:
+    """Returns the storage at a path or URI. Nothing is created before the first save."""
+    text = os.fspath(root)
+    if text.startswith("file://"):
+        text = text[len("file://") :]
+    return _Remote(text) if "://" in text else _Local(Path(text).absolute())
+
+
+class _Local:
+    """A directory that all ranks see, on a disk of this machine or mounted."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path_of(self, name: str) -> str:
+        return str(self.root / name)
+
+    def is_disk(self) -> bool:
+        return _file_system(self.root) in _ON_DISKS
+
+    def names(self) -> list[str]:
+        return (
+            [each.name for each in self.root.iterdir() if not each.name.startswith(".")] if self.root.exists() else []
+        )
+
+    def committed(self, name: str) -> bool:
+        # Only the commit gives a directory a visible name.
+        return (self.root / name).is_dir()
+
+    def read(self, name: str, file: str) -> bytes:
+        return (self.root / name / file).read_bytes()
+
+    def write(self, name: str, file: str, text: bytes) -> None:
+        (self.root / name / file).write_bytes(text)
+
+    def unlink(self, name: str, file: str) -> None:
+        (self.root / name / file).unlink()
+
+    def has(self, name: str, file: str) -> bool:
+        return (self.root / name / file).exists()
+
+    def size_bytes(self, name: str, file: str) -> int:
+        return (self.root / name / file).stat().st_size
+
+    def fetch(self, name: str, file: str, into: Path) -> Path:
+        return self.root / name / file
+
+    def stage(self, token: str) -> Path:
+        staged = self.root / f"{_PARTIAL}{token}"
+        staged.mkdir(parents=True, exist_ok=True)
+        return staged
+
+    def check(self) -> None:
+        staged = self.stage(f"check-{uuid.uuid4().hex[:8]}")
+        (staged / "empty").touch()
+        shutil.rmtree(staged)
+
+    def flush(self, staged: Path, file: str) -> None:
+        _sync(staged / file)
+
+    def publish(self, staged: Path, name: str, files: list[str]) -> None:
+        for file in files:
+            _sync(staged / file)
+
+    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileSum]) -> None:
+        for file, each in files.items():
+            there = (staged / file).stat().st_size if (staged / file).exists() else None
+            if there != each.size_bytes:
+                raise OSError(
+                    f"{staged / file} has {each.size_bytes} bytes where it was written and {there or 'none'} here: "
+                    "the storage of a run must be one that all its machines share"
+                )
+        (staged / MANIFEST).write_bytes(manifest)
+        _sync(staged / MANIFEST)
+        _sync(staged)
+        staged.rename(self.root / name)
+        _sync(self.root)
+
+    def abandon(self, staged: Path, name: str) -> None:
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        doomed = self.root / f"{_DELETED}{name}-{uuid.uuid4().hex[:8]}"
+        (self.root / name).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def leftovers(self) -> list[str]:
+        if not self.root.exists():
+            return []
+        return [each.name for each in self.root.iterdir() if each.name.startswith((_PARTIAL, _DELETED))]
+
+    def remove_leftover(self, name: str) -> None:
+        shutil.rmtree(self.root / name)
+
+
+class _Remote:
+    """A folder at any URI that fsspec understands."""
+
+    def __init__(self, root: str) -> None:
+        # torch itself depends on fsspec; a run that stays on this machine need not pay for the import.
+        from fsspec.core import url_to_fs
+
+        self.uri = root.rstrip("/")
+        try:
+            fs, path = url_to_fs(self.uri)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{self.uri} is no place that fsspec can reach: {error}") from error
+        self.fs: Any = fs
+        self.root = str(path).rstrip("/")
+
+    def path_of(self, name: str) -> str:
+        return f"{self.uri}/{name}"
+
+    def is_disk(self) -> bool:
+        return False
+
+    def names(self) -> list[str]:
+        self.fs.invalidate_cache()
+        if not self.fs.exists(self.root):
+            return []
+        return [str(each).rstrip("/").rsplit("/", 1)[-1] for each in self.fs.ls(self.root, detail=False)]
+
+    def committed(self, name: str) -> bool:
+        return self.has(name, MANIFEST)
+
+    def read(self, name: str, file: str) -> bytes:
+        return bytes(self.fs.cat_file(f"{self.root}/{name}/{file}"))
+
+    def write(self, name: str, file: str, text: bytes) -> None:
+        self.fs.pipe_file(f"{self.root}/{name}/{file}", text)
+
+    def unlink(self, name: str, file: str) -> None:
+        self.fs.rm_file(f"{self.root}/{name}/{file}")
+
+    def has(self, name: str, file: str) -> bool:
+        # Another process may have put it there since we looked last.
+        self.fs.invalidate_cache()
+        return bool(self.fs.exists(f"{self.root}/{name}/{file}"))
+
+    def size_bytes(self, name: str, file: str) -> int:
+        return int(self.fs.info(f"{self.root}/{name}/{file}")["size"])
+
+    def fetch(self, name: str, file: str, into: Path) -> Path:
+        if not (into / file).exists():
+            self.fs.get_file(f"{self.root}/{name}/{file}", str(into / file))
+        return into / file
+
+    def stage(self, token: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"headway-{token}-"))
+
+    def check(self) -> None:
+        # Under a name that `leftovers` knows.
+        name = f"{self.root}/step-check-{uuid.uuid4().hex[:8]}"
+        self.fs.makedirs(name, exist_ok=True)
+        self.fs.pipe_file(f"{name}/empty", b"-")
+        self.fs.rm(name, recursive=True)
+
+    def flush(self, staged: Path, file: str) -> None:
+        return  # what is uploaded is so under its last name, with all others
+
+    def publish(self, staged: Path, name: str, files: list[str]) -> None:
+        self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)
+        for file in files:
+            self.fs.put_file(str(staged / file), f"{self.root}/{name}/{file}")
+        shutil.rmtree(staged)
+
+    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileSum]) -> None:
+        self.fs.invalidate_cache()
+        for file, each in files.items():
+            if (there := self.size_bytes(name, file)) != each.size_bytes:
+                raise OSError(f"{self.path_of(name)}/{file} arrived with {there} of {each.size_bytes} bytes")
+        self.fs.pipe_file(f"{self.root}/{name}/{MANIFEST}", manifest)
+
+    def abandon(self, staged: Path, name: str) -> None:
+        # What was uploaded stays for `leftovers`: without a manifest it is nothing, and another rank may still write.
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        self.fs.rm(f"{self.root}/{name}/{MANIFEST}")
+        self.fs.rm(f"{self.root}/{name}", recursive=True)
+
+    def leftovers(self) -> list[str]:
+        return [name for name in self.names() if name.startswith("step-") and not self.committed(name)]
+
+    def remove_leftover(self, name: str) -> None:
+        self.fs.rm(f"{self.root}/{name}", recursive=True)
+
+
+def _file_system(path: Path) -> str | None:
+    """The kind of file system that a path lies on, as Linux calls it; None where that is not known."""
+    try:
+        mounts = _MOUNTS.read_bytes().splitlines()
+    except OSError:
+        return None
+    kinds: dict[Path, str] = {}
+    for mount in mounts:
+        place, _, kind = mount.partition(b" - ")
+        # Whatever would end a field is written as "\\040"; a later mount hides an earlier one.
+        name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), place.split(b" ")[4])
+        kinds[Path(os.fsdecode(name))] = os.fsdecode(kind.split(b" ")[0])
+    resolved = path.resolve()
+    return next((kinds[each] for each in (resolved, *resolved.parents) if each in kinds), None)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,287 @@
+"""Checksums of tensors that come out the same however these are cut into shards, and digests of plain values.
+
+The sum of a tensor is two numbers, of its bytes in their order as whole numbers of 32 bits (lanes, the lower byte
+first): of the lanes, and of each times its place, both modulo 2**64. So the sums of shards add up to the sum of the
+whole, on any number of ranks. One changed bit always shows, and so do two. They find errors, not a forger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..distributed.parallelize import local
+from ..distributed.world import World
+
+# Words of 64 bits. So many rows are read from a core's own cache by all but the first who reads them.
+_WIDTH, _ROWS = 1 << 10, 1 << 6
+_FEWEST_WORDS = 8 * _WIDTH  # fewer are summed sooner without a table
+_MOST_AT_ONCE = 1 << 20  # elements that are widened to 64 bits
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LANE = 0xFFFFFFFF
+_MODULUS = 1 << 64
+
+_Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+_Longs: TypeAlias = "npt.NDArray[np.int64]"
+Kind: TypeAlias = Literal["lanes", "elements"]
+
+
+class TensorSum(NamedTuple):
+    """What is known of a tensor, or of a part of it: add the parts.
+
+    Checkpoints of the formats 1 and 2 have sums of the elements as whole numbers, signed from 16 bits on.
+    """
+
+    dtype: str
+    bits: int
+    places: int
+    of: Kind = "lanes"
+
+    def plus(self, other: TensorSum) -> TensorSum:
+        """Returns the sum of two parts of one tensor."""
+        bits, places = self.bits + other.bits, self.places + other.places
+        return TensorSum(self.dtype, bits % _MODULUS, places % _MODULUS, self.of)
+
+    def __str__(self) -> str:
+        kind = f"{self.of}:" if self.of == "lanes" else ""
+        return f"{self.dtype} {kind}{self.bits:016x}{self.places:016x}"
+
+    @staticmethod
+    def kind_of(text: str) -> Kind:
+        """What was summed, as the text of a sum says."""
+        return "lanes" if " lanes:" in text else "elements"
+
+
+def has_sum(tensor: torch.Tensor) -> bool:
+    """Whether this rank's part of a tensor is plain numbers: what libraries pack into subclasses has no sum."""
+    part = local(tensor)
+    return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and not part.is_quantized
+
+
+def sum_of_part(
+    part: torch.Tensor,
+    *,
+    offsets: Sequence[int],
+    size: Sequence[int],
+    of: Kind = "lanes",
+    also: Callable[[_Bytes], object] | None = None,
+) -> TensorSum:
+    """Sums a part of a tensor, on the device where it lies.
+
+    Args:
+        part: a block of the whole tensor.
+        offsets: where the block begins in it, in every dimension.
+        size: of the whole tensor.
+        of: what is summed.
+        also: is given all bytes of a part on the CPU in their order, in pieces, each while it is in the processor's
+            cache: for what else has to read them.
+    """
+    dtype = str(part.dtype).removeprefix("torch.")
+    part, offsets, size = _as_numbers(part, offsets, size)
+    if of == "lanes" and part.is_cpu and list(part.shape[1:]) == list(size[1:]):
+        data: _Bytes = part.contiguous().view(-1).view(torch.uint8).numpy()
+        first = int(offsets[0]) * (data.size // max(1, part.shape[0])) if size else 0
+        bits, places = _sums_of_bytes(data, first, also)
+    else:
+        if also is not None:
+            also(part.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        bits, places = _sums_of_elements(part, offsets, size, of)
+    return TensorSum(dtype, bits % _MODULUS, places % _MODULUS, of)
+
+
+def _as_numbers(
+    part: torch.Tensor, offsets: Sequence[int], size: Sequence[int]
+) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
+    """A complex number is two numbers."""
+    part = part.detach().resolve_conj().resolve_neg()
+    part = torch.view_as_real(part) if part.is_complex() else part
+    return (part, offsets, size) if part.dim() == len(size) else (part, (*offsets, 0), (*size, 2))
+
+
+def _sums_of_bytes(data: _Bytes, first: int, also: Callable[[_Bytes], object] | None) -> tuple[int, int]:
+    """The sums of bytes side by side, of which the first has the place `first` in the whole; not yet modulo 2**64."""
+    begin = -first % 4
+    # One lane more than the table is to have must be there.
+    words = ((len(data) - begin - 4) // 8) // _WIDTH * _WIDTH
+    if words < _FEWEST_WORDS:
+        if also is not None:
+            also(data)
+        return _sums_of_few(data, first)
+    end = begin + 8 * words
+    if also is not None:
+        also(data[:begin])
+    bits, places = _sums_of_words(data[begin : end + 4], also)
+    if also is not None:
+        also(data[end:])
+    places += bits * ((first + begin) // 4)
+    for at, rest in ((0, data[:begin]), (end, data[end:])):
+        rest_bits, rest_places = _sums_of_few(rest, first + at)
+        bits, places = bits + rest_bits, places + rest_places
+    return bits, places
+
+
+def _sums_of_words(data: _Bytes, also: Callable[[_Bytes], object] | None) -> tuple[int, int]:
+    """The sums of pairs of lanes, and of each times its place among them; behind the last pair is one lane more.
+
+    Sums of pairs, as numbers of 64 bits, tell what their lower lanes sum up to, modulo 2**32. Pairs that begin a lane
+    later tell that of the others, and then both tell the rest. That is several times faster than to widen each lane.
+    """
+    count = len(data) // 8
+    tables = [torch.from_numpy(np.frombuffer(data, np.int64, count, at)).view(-1, _WIDTH) for at in (0, 4)]
+    of_rows: list[list[torch.Tensor]] = [[], []]
+    of_columns = [torch.zeros(_WIDTH, dtype=torch.int64) for _ in tables]
+    for begin in range(0, count // _WIDTH, _ROWS):
+        for table, rows_so_far, columns_so_far in zip(tables, of_rows, of_columns, strict=True):
+            rows = table[begin : begin + _ROWS]
+            columns_so_far += rows.sum(0)
+            rows_so_far.append(rows.sum(1))
+        if also is not None:
+            also(data[8 * _WIDTH * begin : min(8 * count, 8 * _WIDTH * (begin + _ROWS))])
+    # A place is a row's and a column's: the sums of rows and of columns tell all.
+    pairs, pair_places = [], []
+    for rows_so_far, columns_so_far in zip(of_rows, of_columns, strict=True):
+        row_sums, column_sums = torch.cat(rows_so_far).numpy(), columns_so_far.numpy()
+        pairs.append(int(column_sums.sum()))
+        pair_places.append(_times_place(row_sums) * _WIDTH + _times_place(column_sums))
+    ends = data[:4], data[-4:]
+    before, behind = (int.from_bytes(each.tobytes(), "little") for each in ends)
+    # Of lanes with an even place, and of those with an odd one.
+    even = _lower(pairs[0]) + (_upper(pairs[0]) - _lower(pairs[1]) << 32) % _MODULUS
+    odd = _lower(pairs[1]) + (_upper(pairs[1]) - (even - before + behind) << 32) % _MODULUS
+    even_places = _lower(pair_places[0]) + (_upper(pair_places[0]) - _lower(pair_places[1]) << 32) % _MODULUS
+    in_later_pairs = even_places + count * behind - (even - before + behind)
+    odd_places = _lower(pair_places[1]) + (_upper(pair_places[1]) - in_later_pairs << 32) % _MODULUS
+    return even + odd, 2 * (even_places + odd_places) + odd
+
+
+def _lower(number: int) -> int:
+    return number & _LANE
+
+
+def _upper(number: int) -> int:
+    return number >> 32 & _LANE
+
+
+def _times_place(long: _Longs) -> int:
+    return int(long @ np.arange(len(long)))
+
+
+def _sums_of_few(data: _Bytes, first: int) -> tuple[int, int]:
+    """The same of a few bytes, without a table."""
+    before = first % 4
+    padded = np.zeros((before + len(data) + 3) // 4 * 4, np.uint8)
+    padded[before : before + len(data)] = data
+    lanes = padded.view("<u4").astype(np.int64)
+    bits = int(lanes.sum())
+    return bits, _times_place(lanes) + bits * (first // 4)
+
+
+def _sums_of_elements(
+    part: torch.Tensor,
+    offsets: Sequence[int],
+    size: Sequence[int],
+    of: Kind,
+) -> tuple[int, int]:
+    """The sums of any block, and on any device: each element and its place is widened to 64 bits."""
+    sums = torch.zeros(2, dtype=torch.int64, device=part.device)
+    at_once = max(1, _MOST_AT_ONCE // max(1, part[:1].numel() if part.dim() else 1))
+    for begin in range(0, part.shape[0] if part.dim() else 1, at_once):
+        rows = part[begin : begin + at_once] if part.dim() else part
+        place = torch.zeros((), dtype=torch.int64, device=part.device)
+        for dim, (offset, width, whole) in enumerate(zip(offsets, rows.shape, size, strict=True)):
+            start = offset if dim else offset + begin
+            place = place[..., None] * whole + torch.arange(start, start + width, device=part.device)
+        values = rows.contiguous().view(-1).view(_BITS[part.element_size()])
+        long, place = _lanes(values, place.view(-1)) if of == "lanes" else (values.to(torch.int64), place.view(-1))
+        sums += torch.stack((long.sum(), (long * place).sum()))
+    bits, places = sums.tolist()
+    return bits, places
+
+
+def _lanes(values: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What elements are in their lanes, or what their lanes are, and the places of these."""
+    num_bytes = values.element_size()
+    if num_bytes == 8:
+        values, place = values.view(torch.int32), torch.stack((2 * place, 2 * place + 1), 1).view(-1)
+    if num_bytes >= 4:
+        return values.to(torch.int64) & _LANE, place
+    long = values.to(torch.int64) & ((1 << 8 * num_bytes) - 1)
+    in_lane = 4 // num_bytes
+    return long << (place % in_lane * (8 * num_bytes)), place // in_lane
+
+
+def sums_of(tensors: Mapping[str, torch.Tensor], world: World, *, of: Kind = "lanes") -> dict[str, TensorSum]:
+    """Sums whole tensors: sharded ones over all ranks, others as this rank has them. Every rank must call this.
+
+    One that has no sum is left out.
+    """
+    own: dict[str, TensorSum] = {}
+    shards: dict[str, TensorSum] = {}
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        if not has_sum(part):
+            continue
+        if not isinstance(tensor, DTensor):
+            own[name] = sum_of_part(part, offsets=[0] * part.dim(), size=part.shape, of=of)
+        elif _counts_here(tensor) and part.numel():
+            # What Distributed Checkpoint itself asks a DTensor for its place by.
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            shards[name] = sum_of_part(part, offsets=chunk.offsets, size=tensor.shape, of=of)
+    return own | add_up(world.gather(shards))
+
+
+def add_up(ranks: Sequence[Mapping[str, TensorSum]]) -> dict[str, TensorSum]:
+    """Adds up what the ranks have of each tensor."""
+    whole: dict[str, TensorSum] = {}
+    for each in ranks:
+        for name, part in each.items():
+            whole[name] = whole[name].plus(part) if name in whole else part
+    return whole
+
+
+def digest_of(value: Any) -> str:
+    """Returns sixteen hex digits of a plain value: numbers, text, tensors, and any nesting of them in dicts and lists.
+
+    A list and a tuple of the same things are the same; of any other object only the class counts.
+    """
+    digest = hashlib.sha256()
+    _feed(digest, value)
+    return digest.hexdigest()[:16]
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype}{list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(b"{")
+        for key in sorted(value, key=repr):
+            digest.update(repr(key).encode())
+            _feed(digest, value[key])
+        digest.update(b"}")
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"[")
+        if all(type(each) is int for each in value):  # states of generators are long
+            digest.update("".join([f"{each!r}," for each in value]).encode())
+        else:
+            for each in value:
+                _feed(digest, each)
+        digest.update(b"]")
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        digest.update(f"{value!r},".encode())
+    else:
+        digest.update(type(value).__qualname__.encode())
+
+
+def _counts_here(tensor: DTensor) -> bool:
+    """Whether this rank has the first of equal copies of its shard."""
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or []
+    return all(
+        place == 0 or not isinstance(kind, Replicate) for place, kind in zip(coordinate, tensor.placements, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""What the loop asks of training data, and the streams made of DataLoaders and iterables."""

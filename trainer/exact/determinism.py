@@ -1,0 +1,58 @@
+"""Computing one micro-batch to the same bits in every process of one kind of machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data.tree import map_tensors
+
+
+def apart(batch: Any) -> Any:
+    """Returns a batch in memory of its own: what a matrix product rounds may depend on where its rows begin."""
+    return map_tensors(torch.Tensor.clone, batch)
+
+
+@contextmanager
+def pinned(device: torch.device) -> Iterator[None]:
+    """Computes in the way that does not depend on the process: deterministic algorithms, and on a CPU one thread."""
+    threads, benchmarks = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        # cuBLAS reads it once, and PyTorch refuses matrix products without it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        if device.type == "cpu":
+            # Threads cut sums and vectors elsewhere, and torchrun gives each of several ranks fewer of them.
+            torch.set_num_threads(1)
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.set_deterministic_debug_mode(mode)
+        torch.backends.cudnn.benchmark = benchmarks
+        torch.set_num_threads(threads)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Returns what the rounding of a micro-batch depends on besides the code: equal on all ranks, and on resume."""
+    cpu = f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "computes on": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,236 @@
+"""Weighted means whose sums are exact, so that no order of the micro-batches or ranks shows in them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.world import World
+from ..errors import StepError
+from ..metrics.means import MeanMetrics, not_a_number, precise
+from ..metrics.reductions import Reduce
+
+_SMALLEST = 1074
+"""Every finite float64 is a multiple of 2**-1074."""
+
+_ONE = 1 << _SMALLEST
+"""1 in these units."""
+
+_STACK_AT = 1024
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums that are exact.
+
+    Attributes:
+        weighted: of weight * value, in units of 2**-2148.
+        weight: of weight, in units of 2**-1074.
+        not_finite: of the products with a value that is not finite.
+        is_total: whether it is the sum that counts, and not the mean.
+    """
+
+    weighted: int = 0
+    weight: int = 0
+    not_finite: float = 0.0
+    is_total: bool = False
+
+    def add(self, value: float, weight: float) -> None:
+        if not math.isfinite(weight):
+            self.not_finite = math.nan
+            return
+        units = _units(weight)
+        self.weight += units
+        if math.isfinite(value):
+            self.weighted += units * _units(value)
+        else:
+            self.not_finite += weight * value
+
+    def add_all(self, other: _Sums) -> None:
+        self.weighted += other.weighted
+        self.weight += other.weight
+        self.not_finite += other.not_finite
+        self.is_total |= other.is_total
+
+    def value(self) -> float:
+        if self.not_finite != 0.0:
+            return self.not_finite
+        try:
+            # Division of whole numbers is rounded once, to the nearest float.
+            return self.weighted / ((_ONE if self.is_total else self.weight) * _ONE)
+        except OverflowError:
+            return math.inf if self.weighted > 0 else -math.inf
+
+
+class ExactMeans(MeanMetrics):
+    """`MeanMetrics` for exact mode: a mean is rounded once, in the end.
+
+    So it is that of the micro-batches, in the bits, however these were shared out. Costs a little more on the host, and
+    keeps every number that lies on a device until it is read.
+
+    Example:
+        >>> means = ExactMeans()
+        >>> for value in (0.1, 0.2, 0.3, 1e16, -1e16):
+        ...     means.add({"loss": value})
+        >>> means.read(World.alone("cpu"))
+        {'loss': 0.12}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exact: dict[str, _Sums] = {}
+        self._kept: list[tuple[str, Tensor, Tensor | float]] = []
+        self._stacks: list[tuple[list[str], Tensor]] = []
+
+    def add(self, outputs: Mapping[str, Any], weight: Tensor | float = 1, prefix: str = "") -> None:
+        """Takes the numbers of one micro-batch of this rank, as `MeanMetrics.add` does."""
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = weight.item()
+        for key, value in outputs.items():
+            name = prefix + key
+            if isinstance(value, Mapping):
+                self.add(value, weight, f"{name}/")
+                continue
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise not_a_number(name, value)
+                if value.is_cpu:
+                    value = value.item()
+            elif not isinstance(value, numbers.Real):
+                raise not_a_number(name, value)
+            if isinstance(value, Tensor) or isinstance(weight, Tensor):
+                own = (
+                    value.detach().clone()
+                    if isinstance(value, Tensor)
+                    else torch.tensor(float(value), dtype=torch.float64)
+                )
+                self._kept.append((name, own, weight))
+                if len(self._kept) >= _STACK_AT:
+                    self._stack()
+            elif weight:
+                self._exact.setdefault(name, _Sums()).add(float(value), float(weight))
+
+    def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
+        """Takes one number, as `MeanMetrics.log` does; sums are exact, too.
+
+        Raises:
+            StepError: as there; or it is the last value that is to count.
+        """
+        if reduce == "last":
+            raise StepError(
+                f"log({name!r}, reduce='last') is the value of the rank that happens to have one, and with exact=True "
+                "nothing depends on that: log a mean, a sum or an extreme"
+            )
+        if reduce != "sum":
+            super().log(name, value, weight, reduce)
+            return
+        if isinstance(weight, Tensor) or weight != 1:
+            raise StepError(f"log({name!r}) has a weight and reduce={reduce!r}: only a mean is weighted")
+        self.reduced.check(name, reduce)
+        self._exact.setdefault(name, _Sums(is_total=True))
+        self.add({name: value})
+
+    def read(self, world: World) -> dict[str, float]:
+        """Returns the means since the last read, equal on every rank and at every number of them. Every rank must."""
+        per_rank = world.gather((self._taken(), self.reduced.take()))
+        sums = _joined([sums for sums, _ in per_rank])
+        for name, each in sums.items():
+            if each.is_total:
+                self.reduced.check(name, "sum")
+        self.weights = {name: each.weight / _ONE for name, each in sums.items() if each.weight and not each.is_total}
+        values = {name: each.value() for name, each in sums.items() if each.weight or each.not_finite}
+        means = [name for name in values if not sums[name].is_total]
+        return dict(sorted((values | self.reduced.meet([reduced for _, reduced in per_rank], means)).items()))
+
+    def take_over(self, other: MeanMetrics) -> None:
+        """Adds all that another one has, which is of the same kind."""
+        assert isinstance(other, ExactMeans)
+        self._exact = _joined([self._exact, other._exact])
+        self._kept += other._kept
+        self._stacks += other._stacks
+        self.reduced.take_over(other.reduced)
+
+    def forget(self) -> None:
+        """Begins anew without a read."""
+        self._exact = {}
+        self._kept, self._stacks = [], []
+        self.reduced.values.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank has added since the last read; "sums" is for a run that goes on without exact mode."""
+        self._exact = sums = self._taken()
+        return {
+            "sums": {
+                name: [each.not_finite + each.weighted / _ONE**2, each.weight / _ONE]
+                for name, each in sums.items()
+                if not each.is_total
+            },
+            "exact products": {
+                name: [hex(each.weighted), hex(each.weight), each.not_finite, each.is_total]
+                for name, each in sums.items()
+            },
+            "reduced": self.reduced.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Goes on from what `state_dict` returned, or that of `MeanMetrics`."""
+        self.forget()
+        if "reduced" in state_dict:
+            self.reduced.load_state_dict(state_dict["reduced"])
+        if "exact products" in state_dict:
+            for name, (weighted, weight, not_finite, is_total) in state_dict["exact products"].items():
+                self._exact[name] = _Sums(int(weighted, 16), int(weight, 16), not_finite, is_total)
+            return
+        for name, (mean_times_weight, weight, *_) in state_dict["sums"].items():
+            if math.isfinite(mean_times_weight):
+                self._exact[name] = _Sums(_units(mean_times_weight) * _ONE, _units(weight))
+            else:
+                self._exact[name] = _Sums(0, _units(weight), mean_times_weight)
+
+    def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes over what another rank, which is gone, had added since the last read."""
+        gone = ExactMeans()
+        gone.load_state_dict(state_dict)
+        self.take_over(gone)
+
+    def _stack(self) -> None:
+        """Makes one tensor [N, 2] of the values and weights that are kept."""
+        kept, self._kept = self._kept, []
+        device = next(each.device for _, *pair in kept for each in pair if isinstance(each, Tensor) and not each.is_cpu)
+        columns = [
+            torch.stack([precise(each, device) for each in column])
+            for column in ([value for _, value, _ in kept], [weight for *_, weight in kept])
+        ]
+        self._stacks.append(([name for name, *_ in kept], torch.stack(columns, dim=1)))
+
+    def _taken(self) -> dict[str, _Sums]:
+        """Brings all that this rank has to the host, and forgets it."""
+        if self._kept:
+            self._stack()
+        sums, self._exact = self._exact, {}
+        stacks, self._stacks = self._stacks, []
+        for names, pairs in stacks:
+            for name, (value, weight) in zip(names, pairs.tolist(), strict=True):
+                if weight:
+                    sums.setdefault(name, _Sums()).add(value, weight)
+        return sums
+
+
+def _joined(each: list[dict[str, _Sums]]) -> dict[str, _Sums]:
+    joined: dict[str, _Sums] = {}
+    for sums in each:
+        for name, more in sums.items():
+            joined.setdefault(name, _Sums()).add_all(more)
+    return joined
+
+
+def _units(value: float) -> int:
+    """A finite float as a whole number of 2**-1074."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator << (_SMALLEST - denominator.bit_length() + 1)

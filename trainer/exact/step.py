@@ -1,0 +1,188 @@
+"""Exact mode: the bits of a training do not depend on the number of ranks.
+
+Each global batch is cut into the same *parts* everywhere, whole logical shards or equal pieces of them, and a part is
+one micro-batch. Its random numbers are keyed by (seed, step, part), its gradient is computed alone, and the gradients
+of all parts are added up in the order of one tree (gradient_tree.py); sums of metrics are exact (exact_means.py). What
+remains is the arithmetic of one micro-batch, which is pinned (determinism.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..checkpoints.rng import seed_for
+from ..data.protocols import CutsByShard, GlobalBatch, parts_of_ranks
+from ..errors import StepError
+from ..metrics.means import MeanMetrics
+from ..step.optimizer_step import Update, Weight
+from .determinism import apart, pinned
+from .gradient_tree import GradientTree, cover
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class ExactUpdate(Update):
+    """Makes one update whose result is the same, bit by bit, at every number of ranks.
+
+    Args:
+        trainer: set up, with models that no wrapper synchronises.
+        metrics: exact ones.
+        logged: exact ones, for what a step logs by itself.
+        data: cut by logical shards.
+    """
+
+    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, logged: MeanMetrics, data: CutsByShard) -> None:
+        super().__init__(trainer, metrics)
+        self.logged = logged
+        self._turns = None
+        self._num_shards = data.num_shards
+        self._in_part = False
+        self._combining_s = 0.0
+        self._num_combined = 0
+
+    def describe(self) -> str:
+        """Says what exact mode costs: what a rank sends in an update, where DDP would send twice the gradient."""
+        world, shards = self._world, self._num_shards
+        numbers = sum(p.numel() * max(p.element_size(), 4) for p in _learning(self._optimizers))
+        own = shards * (world.rank + 1) // world.size - shards * world.rank // world.size
+        most = max(len(cover(run, shards)) for run in parts_of_ranks(shards, world.size, num_own=own, rank=world.rank))
+        share = (world.size - 1) / world.size
+        return (
+            f"exact: {shards} logical shards in an update, each a gradient of its own; a rank sends up to "
+            f"{(most + 1) * share * numbers / 1e6:.3g} MB per update (DDP: {2 * share * numbers / 1e6:.3g} MB)"
+        )
+
+    def measure(self, record: Mapping[str, float]) -> dict[str, float]:
+        """Returns how long the gradients took to meet, per update, on the slowest rank; a meter of the log."""
+        longest_s = max(self._world.gather(self._combining_s / max(self._num_combined, 1)))
+        self._combining_s, self._num_combined = 0.0, 0
+        return {"exact_s": longest_s}
+
+    def __call__(self, batch: GlobalBatch) -> str | None:
+        """Makes the update, and leaves all ranks with the same random numbers for what comes between two updates."""
+        self._in_part = False
+        with pinned(self._trainer.device):
+            refusal = super().__call__(batch)
+        seed_for(self._config.seed, "between updates", self._trainer.progress.step, self._tries())
+        return refusal
+
+    def step(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Refuses: the gradients of other parts are not here yet.
+
+        Raises:
+            StepError: always.
+        """
+        raise StepError(
+            "training_step called self.step(optimizer), and with exact=True an optimizer can only step when the "
+            "gradients of all parts have been added up, after the last step: return the loss, or leave exact out"
+        )
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether what is logged now counts: inside a part on its rank, else on the main one, so once."""
+        return self._in_part or self._world.is_main
+
+    def _tries(self) -> int:
+        return self._guard.skipped + self._guard.retried
+
+    def _attempt(
+        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[Weight]
+    ) -> list[Mapping[str, Any]]:
+        trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
+        self._stepped.clear()
+        self._batch, self._losses, self._refusal, self._is_applied = batch, [], None, False
+        runs = self._runs_of(batch)
+        num_parts, first, before = runs[-1].stop, progress.micro_batches, self._versions()
+        may_miss = self._config.parallel.find_unused_parameters
+        gradients = GradientTree(_learning(self._optimizers), num_parts, may_miss=may_miss)
+        taken: list[Mapping[str, Any]] = []
+        for i, part in enumerate(runs[self._world.rank]):
+            if not batch.num_samples[i]:
+                gradients.take_nothing(part)
+                taken.append({})
+                continue
+            seed_for(self._config.seed, "part", progress.step, self._tries(), part)
+            micro_batch, batch_idx = apart(micro_batches[i]), first + part
+            self._activity.begin_batch("forward")
+            if self._prepares:
+                micro_batch = trainer.prepare_batch(micro_batch)
+            self.weight = self._weights_in_hand[i]
+            callbacks.on_batch_start(trainer, micro_batch, batch_idx)
+            self.is_last_micro_batch = part == num_parts - 1
+            self._scale, self._micro_batch = scales[i], i
+            self._in_part = True
+            outputs = self._forward_backward(micro_batch, batch_idx)
+            self._in_part = False
+            gradients.take(part)
+            taken.append(outputs)
+            callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
+            self.weight = 1.0
+        progress.micro_batches, self.is_last_micro_batch = first + num_parts, True
+        self._check_unchanged(before)
+        self._activity.enter("optimizer")
+        began_s = time.perf_counter()
+        gradients.combine(self._world, runs)
+        self._combining_s += time.perf_counter() - began_s
+        self._num_combined += 1
+        self._step(self._optimizers)
+        return taken
+
+    def _scales(self, batch: GlobalBatch, weights: Sequence[Weight]) -> Sequence[Weight]:
+        if not self._weighs_itself:
+            assert batch.global_num_samples is not None
+            return [weight / batch.global_num_samples for weight in weights]
+        runs = self._runs_of(batch)
+        device, own = self._trainer.device, runs[self._world.rank]
+        # Weights may be fractions, so these are added up in one order too: to a zero no sum is rounded.
+        weight_P = torch.zeros(runs[-1].stop, dtype=torch.float64, device=device)
+        weight_P[own.start : own.stop] = torch.stack(
+            [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for weight in weights]
+        )
+        factor = (1 / self._world.sum(weight_P).sum().clamp(min=1e-12)).float()
+        return [weight * factor for weight in weights]
+
+    def _runs_of(self, batch: GlobalBatch) -> list[range]:
+        """The parts of each rank: as many of every logical shard."""
+        world = self._world
+        return parts_of_ranks(self._num_shards, world.size, num_own=len(batch.micro_batches), rank=world.rank)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Tells whether a parameter or buffer has been replaced, or changed in place."""
+        models = self._models.values()
+        return [
+            (id(tensor), tensor._version)
+            for model in models
+            for each in (model.parameters(), model.buffers())
+            for tensor in each
+        ]
+
+    def _check_unchanged(self, before: list[tuple[int, int]]) -> None:
+        """Refuses a step that changes what another rank would not know of.
+
+        Raises:
+            StepError: with the names.
+        """
+        if (now := self._versions()) == before:
+            return
+        names = {
+            id(tensor): f"{model}.{name}"
+            for model, module in self._models.items()
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
+        changed = [names[of] for of, version in now if (of, version) not in before]
+        raise StepError(
+            f"training_step changed {', '.join(changed[:8]) or 'the tensors of a model'}, and exact=True cannot keep "
+            "that: each rank would change its own copy, in the order of its own parts. Change it in on_step_end, from "
+            "what is equal on every rank, or leave exact out"
+        )
+
+
+def _learning(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    each = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list(dict.fromkeys(p for p in each if p.requires_grad))

@@ -1,0 +1,214 @@
+"""The metrics of an evaluation that are no means: objects with update, compute and reset, and functions of all rows.
+
+Exact over ranks, in one of two ways. A torchmetrics object whose states add up, join or compare keeps its states, which
+meet when it is computed. Of everything else the arguments of `update` are kept, meet the other ranks' when it is
+computed, and are put together in the order in which one rank would have seen them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..data.tree import map_tensors
+from ..distributed.world import World
+from ..errors import ConfigError, StepError
+
+_MERGED_EXACTLY = frozenset({"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"})
+_ABSENT = object()
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class EvaluationMetrics(Mapping[str, "EvaluationMetric"]):
+    """What `Trainer.metrics` is: the metrics of `configure_metrics` by name. The evaluation resets and computes them.
+
+    Args:
+        metrics: torchmetrics objects, others with `update`, `compute` and `reset`, or functions, by name.
+        world: the ranks over which they are computed, and the device that they live on.
+
+    Attributes:
+        counts: whether what `update` gets counts: not in training, nor for rows that only keep ranks in step.
+
+    Raises:
+        ConfigError: one is neither.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], world: World) -> None:
+        self._world = world
+        self._by_name = {name: EvaluationMetric(name, metric, world, self) for name, metric in metrics.items()}
+        self.counts = False
+
+    def __getitem__(self, name: str) -> EvaluationMetric:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Lets updates count while an evaluation runs."""
+        self.counts = True
+        try:
+            yield
+        finally:
+            self.counts = False
+
+    def reset(self) -> None:
+        """Begins anew."""
+        for metric in self._by_name.values():
+            metric.reset()
+
+    def compute(self) -> dict[str, float]:
+        """Returns the metrics that got an update on any rank, equal on every rank. Every rank must call this.
+
+        Raises:
+            StepError: one computes something else than a number, or a dict of numbers.
+        """
+        if not self._by_name:
+            return {}
+        counts = self._world.sum_of(*(metric.num_updates for metric in self._by_name.values()))
+        found: dict[str, float] = {}
+        for metric, count in zip(self._by_name.values(), counts, strict=True):
+            if count:
+                found |= _numbers(metric.name, metric.compute())
+        # A function that draws random numbers would differ between ranks, and callbacks decide by what they see.
+        return self._world.broadcast(found)
+
+
+class EvaluationMetric:
+    """One metric: call `update` in `validation_step`, with whatever the metric takes.
+
+    Outside of evaluations `update` does nothing, so that a training step serves as a validation step.
+
+    Args:
+        name: in the log, after `validation/`.
+        metric: an object with `update`, `compute` and `reset`; or a function, which is called with what `update` got,
+            each argument joined over all batches and ranks (tensors and arrays along their first dimension).
+        world: the ranks that compute it together.
+        owner: knows whether an update counts.
+    """
+
+    def __init__(self, name: str, metric: Any, world: World, owner: EvaluationMetrics) -> None:
+        lacks = [each for each in ("update", "compute", "reset") if not callable(getattr(metric, each, None))]
+        if isinstance(metric, type) or (lacks and not callable(metric)):
+            raise ConfigError(
+                f"metric {name!r} is {metric!r:.60}; needed is an object with update, compute and reset, as those of "
+                "torchmetrics, or a function of all that update gets"
+            )
+        self.name = name
+        self._world, self._owner = world, owner
+        self._function: Callable[..., Any] | None = metric if lacks else None
+        self._object: Any = None if lacks else metric.to(world.device) if hasattr(metric, "to") else metric
+        self._parts = [] if lacks else _parts(self._object)
+        self._meets_by_state = world.size > 1 and bool(self._parts) and all(map(_merges_exactly, self._parts))
+        for part in self._parts:
+            # torchmetrics' own way hangs where a rank had no rows.
+            part.dist_sync_fn, part.distributed_available_fn = self._gathered, lambda: self._meets_by_state
+        self._keeps = bool(lacks) or (world.size > 1 and not self._meets_by_state)
+        self._calls: list[Call] = []
+        self.num_updates = 0
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Takes in a batch of this rank."""
+        if not self._owner.counts:
+            return
+        self.num_updates += 1
+        if self._keeps:
+            self._calls.append((map_tensors(torch.Tensor.detach, args), map_tensors(torch.Tensor.detach, kwargs)))
+        else:
+            self._object.update(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self._calls, self.num_updates = [], 0
+        if self._object is not None:
+            self._object.reset()
+
+    def compute(self) -> Any:
+        """Returns its value over all ranks. Every rank must call this, if any rank has an update."""
+        if not self._keeps:
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "The ``compute`` method"
+                )  # was called without updates: others had some
+                return self._object.compute()
+        calls = self._all_calls()
+        if self._function is not None:
+            return self._function(*_joined(args for args, _ in calls), **_joined_by_name(kwargs for _, kwargs in calls))
+        self._object.reset()
+        for args, kwargs in calls:
+            self._object.update(*args, **kwargs)
+        return self._object.compute()
+
+    def _gathered(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        states = [each.to(self._world.device) for each in self._world.gather(state.cpu())]
+        # A list that is still empty on some rank comes as a tensor without rows, and perhaps of another shape.
+        return [each for each in states if each.numel()] or states[:1]
+
+    def _all_calls(self) -> list[Call]:
+        if self._world.size == 1:
+            return self._calls
+        own = map_tensors(torch.Tensor.cpu, self._calls)
+        in_turn = zip_longest(*self._world.gather(own), fillvalue=_ABSENT)
+        calls = [call for calls in in_turn for call in calls if call is not _ABSENT]
+        return map_tensors(lambda tensor: tensor.to(self._world.device), calls)  # type: ignore[no-any-return]
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The torchmetrics objects in a metric: itself, or those of a collection; none where it is none of theirs."""
+    if hasattr(metric, "sync") and hasattr(metric, "_reductions"):
+        return [metric]
+    if not hasattr(metric, "_enable_compute_groups"):
+        return []
+    # The metrics of a collection share their states until one of them is looked at: not while states are joined.
+    metric._enable_compute_groups = False
+    return [part for each in metric.values() for part in _parts(each)]
+
+
+def _merges_exactly(part: Any) -> bool:
+    """Whether the states of ranks join into what one rank would have. A mean of means does not; nor do wrappers."""
+    names = {getattr(reduction, "__name__", None) for reduction in part._reductions.values()}
+    return bool(names) and names <= _MERGED_EXACTLY and len(list(part.modules())) == 1
+
+
+def _joined(calls: Iterator[tuple[Any, ...]]) -> list[Any]:
+    return [_join(list(values)) for values in zip(*calls, strict=True)]
+
+
+def _joined_by_name(calls: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    each = list(calls)
+    return {name: _join([kwargs[name] for kwargs in each]) for name in each[0]}
+
+
+def _join(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(values) if first.dim() else torch.stack(values)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values) if first.ndim else np.stack(values)
+    if isinstance(first, (list, tuple)):
+        return [item for value in values for item in value]
+    return values
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        return {key: number for part, each in value.items() for key, number in _numbers(f"{name}/{part}", each).items()}
+    try:
+        return {name: float(value)}
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+        raise StepError(
+            f"metric {name!r} computed a {type(value).__name__}{shape}; needed is a number, or a dict of numbers by "
+            "name: average it, or return a dict"
+        ) from None

@@ -1,0 +1,660 @@
+"""The loop: epochs, updates, and what is due between two of them. No optimizer, no device, no process group."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoints.background import Saving
+from ..checkpoints.rng import RngState, seed_for
+from ..checkpoints.store import Checkpoint
+from ..config import LossSpikeConfig
+from ..data.loaders import LoadedBatch
+from ..data.protocols import BatchStream, CutsByShard, DropsTail, GlobalBatch, is_read
+from ..distributed.parallelize import check_unbroken
+from ..errors import CheckpointError, ConfigError, DataError, LossSpikeError
+from ..exact.means import ExactMeans
+from ..exact.step import ExactUpdate
+from ..metrics.means import MeanMetrics
+from ..metrics.reductions import Reduce
+from ..metrics.train_log import Recorder
+from ..result import FitResult
+from ..step.auto_microbatch import HalvingUpdate
+from ..step.lr_stepping import follow_evaluation, schedulers_at
+from ..step.optimizer_step import Update, Weight
+from ..step.precision import autocast
+from .control import Requests, StopStatus
+from .evaluation import Evaluation, evaluating
+from .loss_spikes import SpikeDetector
+from .progress import Schedule
+from .run_state import RunState
+from .timing import Phase
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+_PATIENCE_S = 10.0
+
+
+class Loop:
+    """Runs what `Trainer` draws in its docstring, from a trainer that is set up. Every rank must call every method.
+
+    Args:
+        trainer: with its models, optimizers and schedulers.
+        requests: what is asked of the run while it trains.
+        data: the training data, open.
+        validation: the sets of validation data, open, by name; an only one may be called "".
+
+    Attributes:
+        save_took_s: from the beginning of the last checkpoint to its commit; None before there was one.
+        in_doubt: whether an error in the midst of training has left the models who knows where; the next run then goes
+            back to a checkpoint.
+    """
+
+    def __init__(
+        self, trainer: Trainer[Any], requests: Requests, data: BatchStream, validation: Mapping[str, BatchStream]
+    ) -> None:
+        config = trainer.config
+        self._trainer, self._config, self._requests = trainer, config, requests
+        self._progress, self._world = trainer.progress, trainer.world
+        self._data, self._validation = data, validation
+        self.metrics: MeanMetrics
+        self.update: Update
+        if config.exact:
+            assert isinstance(data, CutsByShard)
+            self.metrics = ExactMeans()
+            self.update = ExactUpdate(trainer, self.metrics, ExactMeans(), data)
+        else:
+            self.metrics = MeanMetrics()
+            self.update = (HalvingUpdate if config.halve_on_out_of_memory else Update)(trainer, self.metrics)
+        self.recorder = Recorder(trainer, self.metrics, self.update)
+        self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
+        self._state = RunState(trainer, self.recorder, self.metrics, self.update, self._spikes, data)
+        self._logs = Schedule(config.log_every)
+        self._evaluations = Schedule(config.evaluate_every)
+        self._checkpoints = Schedule(config.checkpoint.every)
+        self._has_clocks = any(
+            each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
+        )
+        self._activity = trainer.activity
+        self.save_took_s: float | None = None
+        self._save_began_s = 0.0
+        self.in_doubt = False
+        self._step_timeout = config.parallel.step_timeout
+        self._is_running = False
+        self._stopped: StopStatus | None = None
+        self._evaluation: Evaluation | None = None
+        self._best_is_unsaved = False
+        self._ragged_samples = 0
+        self._has_warned = False
+        self._saving: Saving | None = None
+        if config.loss_spike is not None and trainer.run_dir is None:
+            raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
+
+    def run(self, resume: str, restore: Collection[str], *, accept_changes: bool, began_s: float) -> FitResult:
+        """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended.
+
+        `began_s` is when `fit` was called, by `time.perf_counter`: setting up is a part of the time that a run takes.
+        """
+        if resume == "never" and self._progress.step:
+            raise ConfigError(
+                f'resume="never" begins anew, and this trainer has made {self._progress.step} updates: make another '
+                "trainer, or go on with this one"
+            )
+        if self._saving is not None:
+            # Of a run that has failed: it must not meet who cleans up and saves now.
+            self._saving.wait(None)
+            self._saving = self._state.last_saved_step = None
+        # Equal on every rank, or some would go on while others restore.
+        broken, half_restored = self._world.sum_of(self.in_doubt, self._state.is_half_restored)
+        in_doubt = bool(broken or half_restored)
+        if broken:
+            for model in self._trainer.models.values():
+                check_unbroken(model)
+        goes_on = resume == "auto" and self._progress.step > 0 and not in_doubt
+        with self._trainer.setup_times.phase("restore"):
+            resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
+        if in_doubt and resumed_from is None:
+            raise ConfigError(
+                "an error has ended the training before, nobody knows where it has left the models, and there is no "
+                "checkpoint to go back to: make a new trainer"
+            )
+        self.in_doubt = False
+        reason = self._reached_limit()
+        has_work = reason is None or self._progress.is_closing
+        if has_work:
+            self._state.check_storage()
+            self._warn_of_no_end()
+        self.recorder.start(resumed=goes_on or resumed_from is not None, began_s=began_s)
+        for schedule in (self._evaluations, self._checkpoints):
+            schedule.done(self.recorder.elapsed_s())
+        self._activity.enter("between updates")
+        if has_work:
+            if self._config.sanity_batches and self._progress.step == 0:
+                self._rehearse()
+            self._trainer.callbacks.on_fit_start(self._trainer)
+            if self._config.evaluate_at_start and self._progress.step == 0:
+                self._evaluate()
+            elif self._progress.step and self._evaluations.due(self._progress, ended="steps"):
+                # The attempt before was told to stop just when it was due.
+                self._evaluate()
+            if self._progress.is_closing:
+                self._close_epoch()
+            self._heed()
+            reason = self.why_it_ends()
+        if reason is None:
+            self._is_running = self.in_doubt = True
+            try:
+                self._trainer.loop()
+            finally:
+                self._is_running = False
+            # Before anybody goes on with these weights, saved or not.
+            self.update.settle()
+            self.in_doubt = False
+            reason = self.why_it_ends() or "loop() has returned"
+            self._finish()
+            # What a loop of one's own has left, saved before as in `train_epoch`.
+            self._flush()
+        else:
+            self._finish()
+        self._requests.close()
+        # Asked again: a stop may have cut the last evaluation short.
+        return self._state.result(self._stopped or "completed", self.why_it_ends() or reason, resumed_from)
+
+    def train_epoch(self) -> dict[str, float]:
+        """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
+        progress, epoch = self._progress, self._progress.epoch
+        if progress.is_closing:
+            return self._close_epoch()
+        # Who trains on beyond a limit gets whole epochs.
+        had_enough = self._has_enough()
+        self._trainer.callbacks.on_epoch_start(self._trainer)
+        with closing(self._global_batches(epoch)) as batches:
+            for batch in batches:
+                self._do_what_is_due(applied=self._advance(batch))
+                if self._stopped or (self._has_enough() and not had_enough) or self._is_cut_here():
+                    break
+            else:
+                if progress.step_in_epoch == 0:
+                    raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty, or has run out")
+                return self._end_epoch()
+        # A stop leaves even a whole epoch open: the resumed run closes it, with the evaluation that belongs to it.
+        if not self._stopped and self._state.is_epoch_whole():
+            return self._end_epoch()
+        # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
+        self._finish()
+        self._flush()
+        metrics = self._trainer.history.so_far()
+        self._trainer.callbacks.on_epoch_end(self._trainer, metrics)
+        return metrics
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Makes one update of a batch that is none of the epoch's, and returns its metrics.
+
+        Inside `run` it does what is due as well, and returns metrics only where these are due.
+        """
+        if self._config.exact:
+            raise ConfigError(
+                "exact=True learns from the batches of configure_dataloaders, which are cut in the same way for any "
+                "number of ranks, and train_step was given another: call train_epoch, or leave exact out"
+            )
+        if batch.global_num_samples is None:
+            total = self._world.sum_of(sum(batch.num_samples))[0]
+            batch = LoadedBatch(batch.micro_batches, batch.num_samples, total)
+        applied = self._advance(batch, of_epoch=False)
+        if not self._is_running:
+            return self._flush()
+        return self._do_what_is_due(applied=applied)
+
+    def initialise(self) -> None:
+        """Takes the weights that the config begins with, for what is called without `run`."""
+        self._state.initialise()
+
+    def begin_alone(self) -> None:
+        """Does the same for what trains or saves, and refuses where it would do so over another run."""
+        self._state.begin_alone()
+
+    def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
+        """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
+        self.let_weights_change()
+        with self._state.weights_of(checkpoint):
+            return self.evaluate(sets)
+
+    def evaluate(self, sets: Mapping[str, BatchStream], *, may_repeat: bool = False) -> dict[str, float] | None:
+        """Evaluates on these sets; None if a request cuts it short, one to save only where that may be repeated."""
+        config, requests = self._config, self._requests
+        self.update.settle()
+        return self._run_evaluation(
+            Evaluation(self._trainer, sets, requests, max_batches=config.evaluate_batches, may_repeat=may_repeat)
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the models as they are in an evaluation, and the time left out."""
+        self.let_weights_change()
+        with (
+            self._in_phase("around an evaluation"),
+            self.recorder.paused(),
+            evaluating(self._trainer),
+            autocast(self._config.precision, self._trainer.device),
+        ):
+            yield
+
+    def log(self, name: str, value: float | torch.Tensor, weight: Weight | None, reduce: Reduce) -> None:
+        """Takes in a number that a step logs by itself."""
+        if weight is None:
+            in_hand = self.update.weight if self._evaluation is None else self._evaluation.weight
+            weight = in_hand if reduce == "mean" else 1.0
+        if self._evaluation is not None:
+            self._evaluation.log(name, value, weight, reduce)
+        elif not self.update.is_padding and (not isinstance(self.update, ExactUpdate) or self.update.counts_here):
+            metrics = self.update.logged if self.recorder.in_update else self.metrics
+            metrics.log(f"{'train' if self._trainer.training else 'validation'}/{name}", value, weight, reduce)
+
+    def save(self) -> Checkpoint:
+        """Saves the whole state, between two updates, and waits until that is done."""
+        self._finish_saving()
+        self.update.settle()
+        self._save_began_s = time.perf_counter()
+        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+            self._trainer.callbacks.on_checkpoint_start(self._trainer)
+            checkpoint = self._state.save()
+        self.save_took_s = time.perf_counter() - self._save_began_s
+        self._checkpoints.done(self._progress.elapsed_s)
+        self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
+        return checkpoint
+
+    def rejoin(self) -> None:
+        """Goes on in another process group. Every rank must call this."""
+        self._state.rejoin()
+        # Its first update may have to find its peers again.
+        self._step_timeout = self._config.parallel.step_timeout
+
+    def end(self) -> None:
+        """Lets go of a stop that was heeded, whatever happened; where the run has failed, other ranks may be gone.
+
+        A save that is under way gets the time to end well; one that takes longer is waited for by the next `run`.
+        """
+        self._stopped = None
+        if self._saving is not None:
+            self._saving.wait(None if self._world.size == 1 else _PATIENCE_S)
+            self._requests.watch(None)
+
+    def _begin_to_save(self) -> None:
+        """Saves the whole state while training goes on."""
+        self._finish_saving()
+        self.update.settle()
+        self._save_began_s = time.perf_counter()
+        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+            self._trainer.callbacks.on_checkpoint_start(self._trainer)
+            self._saving = self._state.begin_save()
+        self.update.hold = self._saving.hold
+        self._requests.watch(self._saving)
+        self._checkpoints.done(self._progress.elapsed_s)
+
+    def _finish_saving(self) -> None:
+        """Waits for the save that is under way, if there is one, and tells of it. Every rank calls it at one update."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        self._requests.watch(None)
+        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+            checkpoint = saving.result()
+        self.save_took_s = time.perf_counter() - self._save_began_s
+        self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
+
+    @contextmanager
+    def _telling_of_failure(self) -> Iterator[None]:
+        """Lets the hooks hear of a save that has failed; what one of them raises does not hide why."""
+        try:
+            yield
+        except CheckpointError as error:
+            try:
+                self._trainer.callbacks.on_checkpoint_failed(self._trainer, error)
+            except Exception as failure:
+                error.add_note(f"besides, {type(failure).__name__}: {failure}")
+            raise
+
+    def let_weights_change(self) -> None:
+        """Waits for what a save in the background has yet to copy: averages may take the place of the weights."""
+        if self._saving is not None:
+            self._saving.hold()
+
+    def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
+        self._evaluation = evaluation
+        self.let_weights_change()
+        try:
+            with self._in_phase("around an evaluation"), self.recorder.paused():
+                return evaluation()
+        finally:
+            self._evaluation = None
+            if self._config.exact:
+                seed_for(self._config.seed, "after an evaluation", self._progress.step)
+
+    @contextmanager
+    def _in_phase(self, phase: Phase) -> Iterator[None]:
+        # An error leaves the phase as it is: that is where it came from.
+        self._activity.enter(phase)
+        yield
+        self._activity.enter("between updates")
+
+    def _warn_of_no_end(self) -> None:
+        """Says before the first epoch what may never come, where nobody can tell whether the data has an end."""
+        config, data, progress = self._config, self._data, self._progress
+        if config.steps_per_epoch or data.guarantee == "exact" or data.steps_in_epoch(0) or progress.epoch:
+            return
+        every = {
+            "evaluate_every": config.evaluate_every if self._validation else None,
+            "checkpoint.every": config.checkpoint.every if self._trainer.run_dir is not None else None,
+        }
+        waits = " and ".join(f'{name}="{each}"' for name, each in every.items() if each and each.unit == "epochs")
+        if waits and self._world.is_main:
+            again = ", by which each epoch begins the data again" if data.guarantee == "epoch" else ""
+            warnings.warn(
+                f"what is due at the end of an epoch ({waits}) may never come: nobody can tell whether this training "
+                f"data has an end. Say it in steps or minutes, or set steps_per_epoch{again}",
+                stacklevel=2,
+            )
+
+    def _rehearse(self) -> None:
+        """Finds out before the first step whether an evaluation works. Draws no random number of the run's."""
+        generators = RngState()
+        before = generators.state_dict()
+        rehearsal = Evaluation(
+            self._trainer, self._validation, self._requests, max_batches=self._config.sanity_batches, is_rehearsal=True
+        )
+        # A stop that cuts it short stays asked for, and is heeded when the hooks have heard that the run has begun.
+        if metrics := self._run_evaluation(rehearsal):
+            # Hours before the first evaluation may be due.
+            self._state.has_monitor(metrics)
+        generators.load_state_dict(before)
+
+    def _advance(self, batch: GlobalBatch, *, of_epoch: bool = True) -> bool:
+        """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
+        progress = self._progress
+        self.recorder.in_update = True
+        try:
+            refusal = self.update(batch)
+        finally:
+            self.recorder.in_update = False
+        self._activity.end_update()
+        if self._step_timeout is not None:
+            self._world.set_timeout(self._step_timeout.amount)
+            self._step_timeout = None
+        samples = batch.global_num_samples
+        if samples is None:
+            samples = self._world.sum_of(sum(batch.num_samples))[0]
+        if of_epoch:
+            progress.step_in_epoch += 1
+            progress.offset += samples
+        if refusal is not None:
+            # What was saved at this step stands before the batch that was skipped.
+            self._state.last_saved_step = None
+            self._trainer.callbacks.on_step_skipped(self._trainer, refusal)
+            return False
+        progress.step += 1
+        progress.samples += samples
+        self.recorder.count(batch)
+        self._trainer.callbacks.on_step_end(self._trainer)
+        return True
+
+    def _do_what_is_due(self, *, applied: bool) -> dict[str, float]:
+        """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update. Returns what it logs.
+
+        What comes every so many updates has been done already where the last one was not applied.
+        """
+        progress, agreed = self._progress, self._requests.agree()
+        if agreed.saved:
+            self._finish_saving()
+        record = self._flush() if applied and self._logs.due(progress, ended="steps") else {}
+        if record and self._goes_back(record):
+            applied = False
+        if agreed.stop:
+            self._stop(agreed.stop)
+            return record
+        if agreed.evaluate or (applied and self._evaluations.due(progress, ended="steps")):
+            self._evaluate()
+            self._heed()
+        self._save_if_best()
+        if agreed.save or (applied and self._checkpoints.due(progress, ended="steps")):
+            self._save_unless_saved()
+        if self._has_clocks and self._world.is_main:
+            # Clocks differ between ranks: the main one's decides, and the others hear of it like of any request.
+            elapsed_s = self.recorder.elapsed_s()
+            if self._evaluations.due_by_clock(elapsed_s):
+                self._evaluations.done(elapsed_s)
+                self._requests.evaluate()
+            if self._checkpoints.due_by_clock(elapsed_s):
+                self._checkpoints.done(elapsed_s)
+                self._requests.save()
+        return record
+
+    def _flush(self) -> dict[str, float]:
+        """Logs the interval since the last time, and warns once of a loss that poisons nothing but the log."""
+        record = self.recorder.flush()
+        if math.isfinite(loss := record.get("train/loss", 0.0)):
+            return record
+        # The gradient may not be finite either, and nobody have looked yet.
+        self.update.settle()
+        if not self._has_warned and self._world.is_main:
+            self._has_warned = True
+            warnings.warn(
+                f"train/loss is {loss} at step {self._progress.step}, and the gradient is finite: training goes on, "
+                "and the means over the epoch leave it out. Does the step return the loss that it learns from?",
+                stacklevel=2,
+            )
+        return record
+
+    def _goes_back(self, record: Mapping[str, float]) -> bool:
+        """Judges the loss of an interval; if it has jumped away, goes back to a checkpoint from before, and says so.
+
+        Raises:
+            ConfigError: there is no such loss.
+            LossSpikeError: the run has gone back often enough.
+        """
+        config, spikes, progress = self._config.loss_spike, self._spikes, self._progress
+        if config is None or not record:
+            return False
+        if config.metric not in record:
+            raise ConfigError(f"loss_spike.metric is {config.metric!r}, but the log has {', '.join(record)}")
+        loss, samples = record[config.metric], self.recorder.samples
+        limit = spikes.limit(samples=samples)
+        if not spikes.is_spike(loss, samples=samples, step=progress.step):
+            return False
+        what = f"{config.metric} is {loss:.6g} at step {progress.step}, where up to {limit:.6g} is usual"
+        if spikes.rollbacks >= config.max_rollbacks:
+            raise LossSpikeError(
+                f"{what}, and the run has gone back {spikes.rollbacks} times already (max_rollbacks): lower the "
+                "learning rate, clip the gradient, or look at the data"
+            )
+        self._finish_saving()
+        self.update.settle()
+        with self.recorder.paused():
+            checkpoint = self._state.go_back(up_to=spikes.good_step)
+        if checkpoint is None:
+            self._trainer.print(f"{what}; there is no checkpoint from before to go back to, so training goes on")
+            return False
+        spikes.went_back(progress.step)
+        self.recorder.trackers.rewind(progress.step)
+        self._trainer.history.rewind(progress.step)
+        self.recorder.note({"rollbacks": float(spikes.rollbacks)})
+        self._trainer.print(
+            f"{what}; went back to the weights of step {progress.step} ({checkpoint.path}), and on behind the data "
+            f"that did it ({spikes.rollbacks} of at most {config.max_rollbacks} times)"
+        )
+        # A killed run must go on from here, and not from a checkpoint of the weights that were given up.
+        self.save()
+        return True
+
+    def _end_epoch(self) -> dict[str, float]:
+        progress, trainer = self._progress, self._trainer
+        trainer.history.dropped_samples = self._ragged_samples
+        place = {"epoch": progress.epoch, "offset": progress.offset}
+        if isinstance(self._data, DropsTail) and is_read(self._data, steps=progress.step_in_epoch, **place):
+            trainer.history.dropped_samples = self._data.dropped_in_epoch(**place)
+        self._ragged_samples = 0
+        progress.epoch += 1
+        progress.step_in_epoch = progress.offset = 0
+        # What is saved from here on goes on with the closing.
+        progress.is_closing = True
+        for scheduler in schedulers_at(trainer, "epoch"):
+            scheduler.step()
+        self._goes_back(self._flush())
+        return self._close_epoch()
+
+    def _close_epoch(self) -> dict[str, float]:
+        """Evaluates if that is due, and closes the epoch; one whose evaluation a stop cuts short, the resume closes."""
+        progress, trainer = self._progress, self._trainer
+        if self._evaluations.due(progress, ended="epochs") and not self._evaluate():
+            return trainer.history.so_far()
+        progress.is_closing = False
+        metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
+        self.recorder.epoch(metrics)
+        trainer.callbacks.on_epoch_end(trainer, metrics)
+        # What was saved of this update before does not know that the epoch has ended.
+        self._state.last_saved_step = None
+        self._save_if_best()
+        if self._checkpoints.due(progress, ended="epochs"):
+            self._save_unless_saved()
+        self._heed()
+        if not self._is_running:
+            self._finish_saving()
+        return metrics
+
+    def _heed(self) -> None:
+        """Does at once what was asked for during an evaluation or at the end of an epoch, unless the run ends here."""
+        agreed = self._requests.agree_now()
+        if agreed.saved:
+            self._finish_saving()
+        if agreed.evaluate:
+            self._evaluate()
+        self._save_if_best()
+        if agreed.save:
+            self._save_unless_saved()
+        if agreed.stop and self._stopped is None and self._reached_limit() is None:
+            self._stop(agreed.stop)
+
+    def _evaluate(self) -> bool:
+        """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one.
+
+        Returns:
+            Whether the weights as they are have been evaluated, so far as there is data; not if a stop cuts it short.
+        """
+        if not self._validation or self._progress.evaluated_step == self._progress.step:
+            return True
+        generators = RngState()
+        before = generators.state_dict()
+        while (metrics := self.evaluate(self._validation, may_repeat=True)) is None:
+            # Whoever evaluates again, this run or the resumed one, draws what was drawn here.
+            generators.load_state_dict(before)
+            agreed = self._requests.agree_now()
+            if agreed.stop:
+                self._stop(agreed.stop)
+                return False
+            self._save_unless_saved()
+        self._progress.evaluated_step = self._progress.step
+        self._progress.evaluations += 1
+        self._evaluations.done(self.recorder.elapsed_s())
+        # What was saved of this update before does not know of it.
+        self._state.last_saved_step = None
+        if metrics:
+            self.recorder.evaluation(metrics)
+            self._best_is_unsaved = self._state.judge(metrics) and self._config.checkpoint.save_best
+            follow_evaluation(self._trainer, metrics)
+        return True
+
+    def _save_unless_saved(self) -> None:
+        if self._trainer.run_dir is None or self._state.last_saved_step == self._progress.step:
+            return
+        # What ends the run is saved at once: there is nothing left to do meanwhile.
+        if self._config.checkpoint.background and self.why_it_ends() is None:
+            self._begin_to_save()
+        else:
+            self.save()
+
+    def _save_if_best(self) -> None:
+        """Saves the state of the evaluation that has just been, if it is the best and that is asked for."""
+        best, self._best_is_unsaved = self._best_is_unsaved, False
+        if best:
+            self._save_unless_saved()
+
+    def _stop(self, status: StopStatus) -> None:
+        self._stopped = status
+        reasons = self._world.gather(self._requests.stop_reason)
+        self._requests.stop_reason = next(reason for reason in reasons if reason)
+        self._trainer.callbacks.on_stop_requested(self._trainer, self._requests.stop_reason)
+
+    def _finish(self) -> None:
+        """Evaluates and saves the last state, unless that has been done; one that was told to stop only saves."""
+        if self._stopped is None:
+            self._evaluate()
+        self._save_if_best()
+        if self._config.checkpoint.at_end:
+            self._save_unless_saved()
+        self._finish_saving()
+
+    def why_it_ends(self) -> str | None:
+        """Returns why the run is to end here, or None if it is to go on; equal on every rank."""
+        return self._requests.stop_reason if self._stopped else self._reached_limit()
+
+    def _reached_limit(self) -> str | None:
+        progress, config = self._progress, self._config
+        if config.max_steps is not None and progress.step >= config.max_steps:
+            return f"max_steps={config.max_steps} reached"
+        if config.max_samples is not None and progress.samples >= config.max_samples:
+            return f"max_samples={config.max_samples} reached"
+        if config.max_tokens is not None and progress.tokens >= config.max_tokens:
+            return f"max_tokens={config.max_tokens} reached"
+        if config.max_epochs is not None and progress.epoch >= config.max_epochs:
+            return f"max_epochs={config.max_epochs} reached"
+        return None
+
+    def _has_enough(self) -> bool:
+        """Whether the run ends inside the epoch in progress."""
+        progress, config = self._progress, self._config
+        return (
+            (config.max_steps is not None and progress.step >= config.max_steps)
+            or (config.max_samples is not None and progress.samples >= config.max_samples)
+            or (config.max_tokens is not None and progress.tokens >= config.max_tokens)
+        )
+
+    def _is_cut_here(self) -> bool:
+        cut_at: int | None = self._config.steps_per_epoch
+        return cut_at is not None and self._progress.step_in_epoch >= cut_at
+
+    def _global_batches(self, epoch: int) -> Generator[GlobalBatch, None, None]:
+        """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""
+        if self._progress.step_in_epoch and self._state.is_epoch_whole():
+            # What was saved was saved at the last update of the epoch, which is closed now.
+            return
+        must_agree = self._world.size > 1 and self._data.guarantee != "exact"
+        iterator = self._data.epoch(epoch, offset=self._progress.offset)
+        try:
+            while True:
+                self._activity.enter("reading data")
+                began_s = self._activity.since_s
+                batch = next(iterator, None)
+                # Here it may wait for the data of other ranks, so it must be ahead of who reads them.
+                self._activity.enter("forward")
+                self.recorder.waited_s += self._activity.since_s - began_s
+                if must_agree:
+                    own = batch.num_samples if batch is not None else ()
+                    count, squares, samples = self._world.sum_of(len(own), len(own) ** 2, sum(own))
+                    # Equal only if every rank has as many micro-batches; the epoch ends where the shortest one does.
+                    if batch is None or count**2 != self._world.size * squares:
+                        # What other ranks have not read yet nobody can count.
+                        self._ragged_samples = samples
+                        return
+                    batch = LoadedBatch(batch.micro_batches, batch.num_samples, samples)
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            if (close := getattr(iterator, "close", None)) is not None:
+                close()

@@ -1,0 +1,485 @@
+"""The state of a run as one dict of parts, used alike to save it and to restore it."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..checkpoints.background import Saving
+from ..checkpoints.model_state import Models, ModelState, OptimizerState, moved_by_steps
+from ..checkpoints.resume_check import Certifier
+from ..checkpoints.retention import Best
+from ..checkpoints.rng import RngState, seed_everything
+from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
+from ..config import CheckpointConfig
+from ..data.protocols import BatchStream, ExplainsChange, Stateful, is_read
+from ..distributed.world import World
+from ..errors import ConfigError, DataError
+from ..metrics.means import MeanMetrics
+from ..metrics.train_log import Recorder, as_plain
+from ..result import FitResult, Status, Table
+from ..setup.init_from import BorrowedWeights, InitialWeights
+from ..step.lr_stepping import schedulers_at
+from ..step.optimizer_step import Update
+from .loss_spikes import SpikeDetector
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+COMPONENTS = ("models", "optimizers", "schedulers", "progress", "data", "callbacks", "rng")
+"""What of a checkpoint can be restored or left: "progress" is counters, history and records; "data" its position."""
+
+
+class RunState:
+    """Saves and restores all that influences the next step of a trainer that is set up.
+
+    Args:
+        trainer: whose state it is.
+        recorder: its trackers' state belongs to it.
+        metrics: what has been added since the last flush belongs to it.
+        update: its loss scale and counts belong to it.
+        spikes: what it takes for a usual loss belongs to it.
+        data: the position is in the trainer's progress; what the data is must not change under it.
+
+    Attributes:
+        last_saved_step: the update after which the newest checkpoint of this run was saved, if there is one.
+        is_half_restored: whether a restore has begun to load, and then failed.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer[Any],
+        recorder: Recorder,
+        metrics: MeanMetrics,
+        update: Update,
+        spikes: SpikeDetector,
+        data: BatchStream,
+    ) -> None:
+        self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
+        self._update, self._spikes = update, spikes
+        self._certifier = Certifier(trainer, data)
+        self._store: CheckpointStore | None = None
+        config = trainer.config.checkpoint
+        if trainer.run_dir is not None:
+            self._store = CheckpointStore(
+                f"{trainer.run_dir.rstrip('/')}/checkpoints",
+                # Its thread's collectives must not get between those of the training.
+                world=self._apart(),
+                keep_last=config.keep_last,
+                monitor=config.monitor,
+                mode=config.mode,
+                keep_best=config.keep_best,
+                keep_every=config.keep_every,
+                keep_every_time=config.keep_every_time,
+                retries=config.retries,
+                retry_after_s=config.retry_after.amount,
+            )
+        self._best = Best(config.mode)
+        self._misses_monitor = False
+        self._is_initialised = self._has_begun = False
+        self.last_saved_step: int | None = None
+        self.is_half_restored = False
+
+    def save(self) -> Checkpoint:
+        """Writes a checkpoint. Every rank must call this.
+
+        Raises:
+            ConfigError: the trainer has no run directory.
+            CheckpointError: it could not be written; what was there before is untouched.
+        """
+        models = Models(self._trainer.models)
+        checkpoint = self._require_store().save(
+            self._parts(models),
+            rank_parts=self._rank_parts(),
+            **self._description(),
+            is_steady=moved_by_steps(models, self._trainer.optimizers),
+        )
+        self.last_saved_step = checkpoint.step
+        return checkpoint
+
+    def rejoin(self) -> None:
+        """Lets the ranks' saving threads meet in another process group. Every rank must call this."""
+        if self._store is not None:
+            self._store.world = self._apart()
+
+    def _apart(self) -> World:
+        return self._trainer.world.apart(timeout_s=self._trainer.config.parallel.timeout.amount)
+
+    def begin_save(self) -> Saving:
+        """Begins to write a checkpoint in the background. Every rank must call this, and ask for the result later.
+
+        Raises:
+            ConfigError: the trainer has no run directory.
+        """
+        models = Models(self._trainer.models)
+        saving = self._require_store().begin_save(
+            self._parts(models),
+            rank_parts=self._rank_parts(),
+            **self._description(),
+            is_steady=moved_by_steps(models, self._trainer.optimizers),
+        )
+        self.last_saved_step = self._trainer.progress.step
+        return saving
+
+    def _require_store(self) -> CheckpointStore:
+        if self._store is None:
+            raise ConfigError("there is nowhere to save to: give the trainer a run_dir")
+        return self._store
+
+    def _description(self) -> dict[str, Any]:
+        """What a checkpoint of this moment says of itself."""
+        trainer, certificate = self._trainer, self._certifier.certify()
+        meta = {
+            "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
+            "data": self._trainer.data_identity,
+            "total_steps": trainer.total_steps,
+            "began_after": self._require_store().began_after,
+            "versions": versions(),
+        }
+
+        def complete(digests: Digests) -> dict[str, Any]:
+            # A config cannot change meanwhile.
+            return {"config": as_plain(trainer.config), **meta, "certificate": certificate(digests)}
+
+        return {
+            "step": trainer.progress.step,
+            "epoch": trainer.progress.epoch,
+            "metrics": self._metrics_of_this_state(),
+            "meta": complete,
+        }
+
+    def judge(self, metrics: Mapping[str, float]) -> bool:
+        """Takes note of an evaluation, and returns whether it is the best of the run so far.
+
+        A metric that is not there makes no evaluation the best; it costs a warning, where somebody asked for it.
+        """
+        if self.has_monitor(metrics):
+            return self._best.offer(metrics[self._trainer.config.checkpoint.monitor], step=self._trainer.progress.step)
+        return False
+
+    def has_monitor(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation, or a rehearsal of one, gives the metric; warns once of one that was asked for."""
+        config = self._trainer.config.checkpoint
+        if config.monitor in metrics:
+            return True
+        asked = config.save_best or config.monitor != CheckpointConfig.monitor
+        if asked and not self._misses_monitor and self._trainer.world.is_main:
+            when = f"evaluation after step {self._trainer.progress.step}"
+            warnings.warn(
+                f"checkpoint.monitor is {config.monitor!r}, but the {when} gave "
+                f"{', '.join(metrics) or 'nothing'}: checkpoints are saved all the same, and none of them is the best",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        self._misses_monitor = True
+        return False
+
+    def check_storage(self) -> None:
+        """Finds out before the first step whether a checkpoint can be written. Every rank must call this.
+
+        Raises:
+            CheckpointError: it cannot, and why.
+        """
+        if self._store is not None:
+            self._store.check()
+
+    def restore(
+        self, resume: str, components: Collection[str] = COMPONENTS, *, accept_changes: bool = False
+    ) -> Checkpoint | None:
+        """Loads what `Trainer.fit(resume=..., restore=...)` asks for, and returns it. Every rank must call this.
+
+        Where there is nothing to go on from, the run begins with the weights that `init_from` names, if it does.
+
+        Raises:
+            CheckpointError: there are checkpoints and none of them is good, or the one asked for is not.
+            ConfigError: it makes no sense.
+            DataError: the data is not what it was when the checkpoint was saved.
+            ResumeError: something else is not.
+        """
+        store, config = self._store, self._trainer.config
+        check_components(components)
+        if store is None or resume == "never":
+            if resume not in ("auto", "never"):
+                raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir to go on in")
+            if store is not None:
+                store.begin_anew()
+            self._has_begun = True
+            self.initialise()
+            return None
+        if config.init_from is not None and resume != "auto":
+            raise ConfigError(
+                f"init_from={config.init_from!r} takes weights only, and resume={resume!r} takes all: choose one"
+            )
+        store.clean()
+        checkpoint = store.newest_good() if resume == "auto" else store.read(resume)
+        if checkpoint is None:
+            self._has_begun = True
+            self.initialise()
+            return None
+        # A run that began with other weights goes on with its own; it must be the run that began with them.
+        began_from = checkpoint.meta.get("config", {}).get("init_from")
+        if config.init_from not in (None, began_from):
+            raise ConfigError(
+                f"init_from={config.init_from!r} begins a new run, and this one has a checkpoint already, "
+                f"{checkpoint.path}, of a run that began "
+                f"{f'from {began_from}' if began_from else 'without'}: leave it out to go on, or begin another run"
+            )
+        is_other_data = self._check_data(checkpoint, components)
+        self._certifier.check_request(checkpoint, components, accept_changes=accept_changes)
+        parts = {name: part for name, part in self._parts().items() if _component(name) in components}
+        rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
+        self.is_half_restored = True
+        store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        if resume == "auto" or store.holds(checkpoint):
+            store.began_after = checkpoint.meta.get("began_after", 0)
+        if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
+            self._give_numbers_to_new_ranks(checkpoint)
+        self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
+        keeps_place = self._find_place(begin_epoch_again="data" not in components or is_other_data)
+        self._certifier.check_restored(
+            checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
+        )
+        self._tell_of_another_length(checkpoint)
+        self._has_begun = True
+        self._trainer.callbacks.on_restored(self._trainer)
+        self.is_half_restored = False
+        return checkpoint
+
+    def go_back(self, *, up_to: int) -> Checkpoint | None:
+        """Takes what learns back to the newest good checkpoint of at most so many updates. Every rank must call this.
+
+        Models, optimizers, schedulers, callbacks and random numbers are as they were then, and so is the count of
+        updates; the position in the data, and what the run remembers of itself, stay as they are.
+
+        Returns:
+            The checkpoint; None if there is none, and nothing has changed.
+
+        Raises:
+            CheckpointError: none of those that are there is good.
+        """
+        assert self._store is not None
+        checkpoint, trainer, then = self._store.newest_good(up_to=up_to), self._trainer, Progress()
+        if checkpoint is None:
+            return None
+        learns = ("models", "optimizers", "schedulers", "callbacks")
+        parts = {name: part for name, part in self._parts().items() if name.split("/")[0] in learns}
+        self._store.load({**parts, "progress": then}, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
+        trainer.progress.step, trainer.progress.evaluated_step = then.step, then.evaluated_step
+        # An evaluation of the weights that were given up says nothing of these.
+        trainer.history.latest.update(checkpoint.metrics)
+        # Epochs do not come back: the data goes on.
+        for scheduler in schedulers_at(trainer, "epoch"):
+            for _ in range(then.epoch, trainer.progress.epoch):
+                scheduler.step()
+        self.last_saved_step = None
+        trainer.callbacks.on_restored(trainer)
+        return checkpoint
+
+    def begin_alone(self) -> None:
+        """Begins a run of what is called without `restore`. Every rank must call this.
+
+        Raises:
+            CheckpointError: nobody can tell what lies in the run directory, or `init_from` is no checkpoint.
+            ConfigError: there are checkpoints of another run, which this one would delete for its own.
+        """
+        if not self._has_begun:
+            if self._store is not None and not self._store.is_empty():
+                raise ConfigError(
+                    f"there are checkpoints of a run in {self._trainer.run_dir}, and without fit() they are not gone "
+                    "on from: call fit(), which goes on from the newest, or take another run_dir"
+                )
+            self._has_begun = True
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Takes the weights that `init_from` names, once, before the first update. Every rank must call this.
+
+        Raises:
+            CheckpointError: they are not there, or not those of these models.
+        """
+        trainer = self._trainer
+        config = trainer.config
+        if config.init_from is None or self._is_initialised or trainer.progress.step:
+            return
+        weights = InitialWeights(trainer.models, config.init_keys)
+        checkpoint = self._load_alone(config.init_from, {"models": weights})
+        self._is_initialised = True
+        trainer.print(f"began with the weights of {checkpoint.path}: {weights.report()}")
+
+    @contextmanager
+    def weights_of(self, checkpoint: str) -> Iterator[None]:
+        """Lends the models the weights of a checkpoint, and averages of them to the callbacks that evaluate these.
+
+        Nothing else is restored, and at the end all is as it was. Every rank must call this.
+
+        Raises:
+            CheckpointError: it is not there, or not of these models.
+        """
+        borrowed = BorrowedWeights(self._trainer.models, self._trainer.callbacks)
+        with borrowed.given_back():
+            self._load_alone(checkpoint, borrowed.parts)
+            with borrowed.alone():
+                yield
+
+    def _give_numbers_to_new_ranks(self, checkpoint: Checkpoint) -> None:
+        """Seeds the ranks that join a run; in exact mode they draw what all others draw. Every rank must call this."""
+        world, config = self._trainer.world, self._trainer.config
+        if config.exact:
+            generators = RngState()
+            generators.load_state_dict(world.broadcast(generators.state_dict()))
+        elif world.rank >= checkpoint.world_size:
+            seed_everything(config.seed, rank=world.rank, step=checkpoint.step)
+
+    def _load_alone(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
+        store = CheckpointStore(path, world=self._trainer.world)
+        checkpoint = store.read(path)
+        store.load(parts, rank_parts={}, checkpoint=checkpoint)
+        return checkpoint
+
+    def _check_data(self, checkpoint: Checkpoint, components: Collection[str]) -> bool:
+        """Returns whether the data has changed, where the config says that it may."""
+        before, now = checkpoint.meta.get("data", {}).get("fingerprint"), self._data.fingerprint
+        if before == now or "data" not in components:
+            return bool(before != now)
+        if self._trainer.config.changed_data == "reset":
+            self._trainer.print(f"the training data was {before} and is {now}: it is read from its beginning")
+            return True
+        why = self._data.explain_change(str(before)) if isinstance(self._data, ExplainsChange) else None
+        if why is not None:
+            raise DataError(
+                f"the training data is not read in the order of when {checkpoint.path} was saved: {why}, begin "
+                'another run, or go on with changed_data="reset", which reads the data from its beginning'
+            )
+        raise DataError(
+            f"the training data has changed since {checkpoint.path} was saved: its fingerprint was {before} and is "
+            f'{now}. Bring the old data back, begin another run, or go on with changed_data="reset", which reads '
+            "the data from its beginning"
+        )
+
+    def is_epoch_whole(self) -> bool:
+        """Whether the epoch in progress has all its updates, as far as the data has a length. Every rank must ask."""
+        progress, config = self._trainer.progress, self._trainer.config
+        steps = progress.step_in_epoch
+        is_cut_here = config.steps_per_epoch is not None and steps >= config.steps_per_epoch
+        has_ended = is_read(self._data, epoch=progress.epoch, steps=steps, offset=progress.offset)
+        # Iterables of unequal lengths end for all ranks where the shortest one does.
+        return self._trainer.world.any(is_cut_here or has_ended)
+
+    def _find_place(self, *, begin_epoch_again: bool) -> bool:
+        """Begins the epoch in progress again, where the data cannot go on or is not to; returns whether it goes on."""
+        progress = self._trainer.progress
+        begun = progress.step_in_epoch > 0 and not begin_epoch_again
+        if begun and self._data.guarantee != "exact" and not self.is_epoch_whole():
+            warnings.warn(
+                f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} "
+                f"begins again, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
+                stacklevel=3,
+            )
+            begin_epoch_again = True
+        if begin_epoch_again:
+            progress.step_in_epoch = progress.offset = 0
+        return not begin_epoch_again
+
+    def _tell_of_another_length(self, checkpoint: Checkpoint) -> None:
+        """Says what becomes of the learning rate where the limit of the run has been moved."""
+        before, now = checkpoint.meta.get("total_steps"), self._trainer.total_steps
+        if before != now and self._trainer.schedulers:
+            self._trainer.print(
+                f"the run was {before or 'an unknown number of'} steps long and is {now or 'an unknown number'} now: a "
+                "schedule that is a function of the step (headway.trainer.schedules, LambdaLR) is that of the new "
+                "length from here on; torch's other schedulers keep the settings that they were saved with"
+            )
+
+    def result(self, status: Status, reason: str, resumed_from: Checkpoint | None) -> FitResult:
+        """Says how the run ended, as of now."""
+        trainer = self._trainer
+        kept = self._store.own() if self._store is not None else []
+        best = self._store.best() if self._store is not None else None
+        return FitResult(
+            status=status,
+            reason=reason,
+            metrics=dict(trainer.history.latest),
+            history=Table(trainer.history.epochs),
+            steps=trainer.progress.step,
+            epochs=trainer.progress.epoch,
+            samples=trainer.progress.samples,
+            tokens=trainer.progress.tokens,
+            last_checkpoint=kept[-1].path if kept else None,
+            best_checkpoint=best.path if best else None,
+            best_metric=self._best.value,
+            best_step=self._best.step,
+            resumed_from=resumed_from.path if resumed_from else None,
+            data_guarantee=self._data.guarantee,
+        )
+
+    def _metrics_of_this_state(self) -> dict[str, float]:
+        """What was measured last, without the results of an evaluation of earlier weights: they are not these."""
+        progress, latest = self._trainer.progress, self._trainer.history.latest
+        if progress.evaluations and progress.evaluated_step == progress.step:
+            return latest
+        return {name: value for name, value in latest.items() if not name.startswith("validation/")}
+
+    def _parts(self, models: Models | None = None) -> dict[str, Stateful]:
+        trainer = self._trainer
+        models = Models(trainer.models) if models is None else models
+        return {
+            "models": ModelState(models),
+            **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in trainer.optimizers.items()},
+            **{f"schedulers/{name}": each for name, each in trainer.schedulers.items()},
+            "update": self._update,
+            "progress": trainer.progress,
+            "history": trainer.history,
+            "best": self._best,
+            "spikes": self._spikes,
+            "callbacks": trainer.callbacks,
+            "recorder": self._recorder,
+        }
+
+    def _rank_parts(self) -> dict[str, Stateful]:
+        return {"rng": RngState(), "metrics": self._metrics}
+
+
+def _component(part: str) -> str:
+    """What a part of a checkpoint belongs to; what the arithmetic of an update keeps goes with the optimizers."""
+    kind = part.split("/")[0]
+    if kind in ("history", "best", "spikes", "recorder", "metrics"):
+        return "progress"
+    return kind if kind in COMPONENTS else "optimizers"
+
+
+def check_components(components: Collection[str]) -> None:
+    """Refuses what is no part of a checkpoint, or makes no sense alone.
+
+    Raises:
+        ConfigError: and why.
+    """
+    if isinstance(components, str) or (unknown := set(components) - set(COMPONENTS)):
+        what = components if isinstance(components, str) else ", ".join(sorted(unknown))
+        raise ConfigError(f"restore takes some of {', '.join(COMPONENTS)}, not {what!r}")
+    if "data" in components and "progress" not in components:
+        raise ConfigError('a position in the data is a part of the progress: restore "progress" as well, or not "data"')
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Returns the versions of what decides how a training goes."""
+    try:
+        headway = metadata.version("headway")
+    except metadata.PackageNotFoundError:
+        headway = "from source"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "headway": headway,
+    }

@@ -1,0 +1,1 @@
+"""Means over batches, ranks and intervals, and the training record made of them."""

@@ -1,0 +1,259 @@
+"""Weighted means that stay on the device, and meet the other ranks once, when they are read."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.world import World
+from ..errors import StepError
+from .reductions import Reduce, Reductions
+
+_FOLD_AT = 1024
+"""So many values of one name are kept on a device before they become one sum: bounds the memory without waiting."""
+
+
+class MeanMetrics:
+    """Means of what steps return, over micro-batches and ranks, each weighted by its samples or tokens.
+
+    `add` never waits for a device: a tensor that lies on one is kept there. `read` is the one place that waits, for the
+    device and for the other ranks. A mean is `sum(weight * value) / sum(weight)`, summed in float64 (float32 on devices
+    that have no float64), and never outside of its values: that of a constant is the constant. A name may be missing on
+    some ranks or in some micro-batches: its mean is over the others.
+
+    Attributes:
+        reduced: what is logged and is no mean; `read` returns it besides.
+        weights: how much each mean of the last read counts, by name: the sum of its weights over all ranks.
+
+    Example:
+        >>> metrics = MeanMetrics()
+        >>> metrics.add({"loss": torch.tensor(2.0)}, weight=3)
+        >>> metrics.add({"loss": 6.0}, weight=1)
+        >>> metrics.read(World.alone("cpu"))
+        {'loss': 3.0}
+    """
+
+    def __init__(self) -> None:
+        # Of weight * value and of weight; the least and the greatest value.
+        self._sums: defaultdict[str, list[float]] = defaultdict(_nothing)
+        self._on_device: defaultdict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
+        self._folded: list[tuple[str, Tensor]] = []
+        self._agreed: list[str] = []
+        self.reduced = Reductions()
+        self.weights: dict[str, float] = {}
+
+    def add(self, outputs: Mapping[str, Any], weight: Tensor | float = 1, prefix: str = "") -> None:
+        """Takes the numbers of one micro-batch of this rank; nested names become "a/b".
+
+        Args:
+            outputs: numbers and tensors of one element, in nested mappings. Tensors are detached, and may lie anywhere.
+            weight: how much they count, from 0: samples, tokens, or a tensor of one element. What has weight 0 is
+                ignored, even if it is NaN.
+            prefix: goes before every name.
+
+        Raises:
+            StepError: one of them is no single number.
+        """
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = weight.item()
+        for key, value in outputs.items():
+            name = prefix + key
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise not_a_number(name, value)
+                if not value.is_cpu:
+                    self._keep(name, value, weight)
+                    continue
+                value = value.item()
+            elif not isinstance(value, (float, int)):
+                if isinstance(value, Mapping):
+                    self.add(value, weight, f"{name}/")
+                    continue
+                if not isinstance(value, numbers.Real):  # NumPy's scalars are
+                    raise not_a_number(name, value)
+            if isinstance(weight, Tensor):
+                self._keep(name, precise(float(value), weight.device), weight)
+            elif weight:
+                value, sums = float(value), self._sums[name]
+                sums[0] += weight * value
+                sums[1] += weight
+                if value < sums[2]:
+                    sums[2] = value
+                if value > sums[3]:
+                    sums[3] = value
+
+    def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
+        """Takes one number: for its mean, by weight, or for something else.
+
+        Raises:
+            StepError: it is no single number, there is no such `reduce`, or the name has another one.
+        """
+        if reduce == "mean":
+            self.add({name: value}, weight)
+            return
+        if isinstance(weight, Tensor) or weight != 1:
+            raise StepError(f"log({name!r}) has a weight and reduce={reduce!r}: only a mean is weighted")
+        self.reduced.add(name, value, reduce)
+
+    def read(self, world: World) -> dict[str, float]:
+        """Returns the means since the last read, by sorted name, equal on every rank, and begins anew.
+
+        Every rank must call this; it waits for the device. A name whose weights sum to zero is left out.
+        """
+        sums, reduced = self._take(), self.reduced.take()
+        if world.size == 1:
+            self._agreed = sorted(sums)
+            total, others = [sums[name] for name in self._agreed], len(reduced)
+        else:
+            total, strangers, others = self._over_ranks(sums, world, others=len(reduced))
+            if strangers:
+                # Names change rarely, mostly at the first read; all ranks see the same count, so all go this way.
+                self._agreed = sorted({name for names in world.gather([*self._agreed, *sums]) for name in names})
+                total, _, _ = self._over_ranks(sums, world)
+        self.weights = {name: each[1] for name, each in zip(self._agreed, total, strict=True) if each[1]}
+        means = {
+            name: within(weighted / weight, least, greatest)
+            for name, (weighted, weight, least, greatest) in zip(self._agreed, total, strict=True)
+            if weight
+        }
+        if not others and not self.reduced.kinds:
+            return means
+        return dict(sorted((means | self.reduced.meet(world.gather(reduced) if others else [], means)).items()))
+
+    def take_over(self, other: MeanMetrics) -> None:
+        """Adds all that another one has; never waits for a device."""
+        for name, sums in other._sums.items():
+            self._sums[name] = _joined(self._sums[name], sums)
+        for name, kept in other._on_device.items():
+            self._on_device[name] += kept
+            if len(self._on_device[name]) >= _FOLD_AT:
+                self._fold(name)
+        self._folded += other._folded
+        if other.reduced.values:
+            self.reduced.take_over(other.reduced)
+
+    def forget(self) -> None:
+        """Begins anew without a read."""
+        self._sums.clear()
+        self._on_device.clear()
+        self._folded.clear()
+        self.reduced.values.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank has added since the last read."""
+        sums = self._take()
+        # They stay, as one sum: reading them later adds what comes then.
+        self._sums.update(sums)
+        return {
+            # As exact mode and earlier versions have it, so that a run may go on from either.
+            "sums": {name: list(each[:2]) for name, each in sums.items()},
+            "extremes": {name: list(each[2:]) for name, each in sums.items()},
+            "reduced": self.reduced.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Goes on from what `state_dict` returned, and from nothing that has been added since."""
+        self.forget()
+        extremes = state_dict.get("extremes", {})
+        for name, sums in state_dict["sums"].items():
+            self._sums[name] = [*sums, *extremes.get(name, (-math.inf, math.inf))]
+        if "reduced" in state_dict:
+            self.reduced.load_state_dict(state_dict["reduced"])
+
+    def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes over what another rank, which is gone, had added since the last read."""
+        together = MeanMetrics()
+        together.load_state_dict(state_dict)
+        # In this order: of what is logged as the last value, this rank's counts.
+        together.take_over(self)
+        self.load_state_dict(together.state_dict())
+
+    def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
+        """Keeps a value on its device, as it is now: only a fresh result of the graph will not change in place."""
+        kept = self._on_device[name]
+        fresh = value.grad_fn is not None and not value._is_view()
+        kept.append((value.detach() if fresh else value.detach().clone(), weight))
+        if len(kept) >= _FOLD_AT:
+            self._fold(name)
+
+    def _fold(self, name: str) -> None:
+        """Replaces the kept values of a name by their sums and extremes."""
+        kept = self._on_device.pop(name)
+        device = kept[0][0].device
+        value_N = torch.stack([precise(value, device) for value, _ in kept])
+        if any(isinstance(weight, Tensor) for _, weight in kept):
+            weight_N = torch.stack([precise(weight, device) for _, weight in kept])
+        else:
+            weight_N = torch.tensor([weight for _, weight in kept], dtype=value_N.dtype).to(device, non_blocking=True)
+        ignored_N = weight_N == 0
+        weighted_N = torch.where(ignored_N, 0, value_N * weight_N)
+        least = torch.where(ignored_N, math.inf, value_N).amin()
+        greatest = torch.where(ignored_N, -math.inf, value_N).amax()
+        self._folded.append((name, torch.stack([weighted_N.sum(), weight_N.sum(), least, greatest])))
+
+    def _take(self) -> dict[str, list[float]]:
+        """Brings all sums of this rank to the host, in one transfer, and forgets them."""
+        for name in list(self._on_device):
+            self._fold(name)
+        sums, self._sums = self._sums, defaultdict(self._sums.default_factory)
+        folded, self._folded = self._folded, []
+        if folded:
+            device = folded[0][1].device
+            rows = torch.stack([each.to(device) for _, each in folded]).tolist()
+            for (name, _), each in zip(folded, rows, strict=True):
+                sums[name] = _joined(sums[name], each)
+        return sums
+
+    def _over_ranks(
+        self, sums: Mapping[str, list[float]], world: World, *, others: int = 0
+    ) -> tuple[list[list[float]], int, int]:
+        """Joins the agreed names over all ranks by one collective; counts names that are not agreed, and others."""
+        rows = [sums.get(name) or _nothing() for name in self._agreed]
+        strangers = len(sums.keys() - set(self._agreed))
+        dtype = torch.float32 if world.device.type == "mps" else torch.float64
+        packed = torch.tensor([*rows, [strangers, others, 0, 0]], dtype=dtype, device=world.device)
+        per_rank = world.join(packed.flatten()).view(world.size, *packed.shape).tolist()
+        # In the order of the ranks, so that the result is equal on all of them.
+        *total, last = (functools.reduce(_joined, each) for each in zip(*per_rank, strict=True))
+        return total, int(last[0]), int(last[1])
+
+
+def precise(value: Tensor | float, device: torch.device) -> Tensor:
+    """Returns a number, shape [], on a device in float64, or in float32 where the device has no more; never waits."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=dtype)
+    return value.reshape(()).to(device, dtype, non_blocking=True)
+
+
+def within(mean: float, least: float, greatest: float) -> float:
+    """Returns a mean, or the nearest of its values where rounding has carried it beyond all of them; NaN stays."""
+    return min(max(mean, least), greatest)
+
+
+def _nothing() -> list[float]:
+    return [0.0, 0.0, math.inf, -math.inf]
+
+
+def _joined(one: list[float], other: list[float]) -> list[float]:
+    return [one[0] + other[0], one[1] + other[1], min(one[2], other[2]), max(one[3], other[3])]
+
+
+def not_a_number(name: str, value: Any) -> StepError:
+    """The error about something in what a step returned that has no mean."""
+    what = (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"{type(value).__name__} {value!r:.60}"
+    )
+    return StepError(
+        f"the step returned {what} as {name!r}; needed is a number or a tensor of one element: "
+        "return its mean, or keep it for a callback as an attribute"
+    )

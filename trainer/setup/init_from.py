@@ -1,0 +1,167 @@
+"""Weights of a checkpoint without the rest of its state: a run may begin with them, an evaluation may borrow them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..callbacks.base import CallbackList
+from ..checkpoints.model_state import ModelState, named_state
+from ..data.tree import map_tensors
+from ..distributed.parallelize import local
+from ..errors import CheckpointError
+
+
+class InitialWeights:
+    """The weights that some patterns choose, as a part of a checkpoint that is loaded alone.
+
+    Args:
+        models: by their names.
+        patterns: as `TrainerConfig.init_keys` has them; empty chooses all.
+
+    Attributes:
+        not_taken: what the models have and the patterns leave as it was drawn, once loaded.
+        not_used: what the checkpoint has and the patterns leave there.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
+        self._patterns = tuple(patterns)
+        self._live = {f"{name}.{key}": value for name, model in models.items() for key, value in named_state(model)}
+        self.not_taken: list[str] = []
+        self.not_used: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: this is for reading only."""
+        return {}
+
+    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Lets what is chosen be read straight into the live weights."""
+        name = f"{path[0]}.{'/'.join(path[1:])}"
+        live = self._live.get(name)
+        return live.detach() if live is not None and live.shape == size and self._chooses(name) else None
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], /) -> None:
+        """Makes sure that all that was chosen has been read.
+
+        Raises:
+            CheckpointError: something chosen is missing on either side, or of another shape, with what to write.
+        """
+        saved = {
+            f"{model}.{key}": value
+            for model, values in state.items()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        missing = sorted(name for name in self._live.keys() - saved.keys() if self._chooses(name))
+        unexpected = sorted(name for name in saved.keys() - self._live.keys() if self._chooses(name))
+        reshaped = sorted(
+            f"{name} ({list(saved[name].shape)} there, {list(self._live[name].shape)} here)"
+            for name in saved.keys() & self._live.keys()
+            if self._chooses(name) and saved[name].shape != self._live[name].shape
+        )
+        if missing or unexpected or reshaped:
+            raise CheckpointError(
+                f"its weights are not those of the models here. Missing in it: {_list(missing)}. Only in it: "
+                f"{_list(unexpected)}. Of another shape: {_list(reshaped)}. Choose what is to be taken by init_keys, "
+                'such as ("*", "!model.head.*")'
+            )
+        if not any(self._chooses(name) for name in self._live):
+            raise CheckpointError(
+                f"init_keys={list(self._patterns)} chooses none of its weights: {_list(sorted(saved))}"
+            )
+        self.not_taken = sorted(name for name in self._live if not self._chooses(name))
+        self.not_used = sorted(name for name in saved if not self._chooses(name))
+
+    def report(self) -> str:
+        """Says what was left out, in a few words."""
+        if not self.not_taken and not self.not_used:
+            return "all weights"
+        return f"all but {_list(self.not_taken)}; not used of it: {_list(self.not_used)}"
+
+    def _chooses(self, name: str) -> bool:
+        chosen = not self._patterns or self._patterns[0].startswith("!")
+        for pattern in self._patterns:
+            if fnmatchcase(name, pattern.removeprefix("!")):
+                chosen = not pattern.startswith("!")
+        return chosen
+
+
+class BorrowedWeights:
+    """The weights of the models, and the averages of those callbacks that evaluate others, for the time of a context.
+
+    Args:
+        models: by their names.
+        callbacks: of which those with an `evaluation_context` take their state from the checkpoint as well.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], callbacks: CallbackList) -> None:
+        self._models, self._callbacks = models, callbacks
+        self._averages = _EvaluationState(callbacks)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What is to be loaded of the checkpoint."""
+        parts: dict[str, Any] = {"models": ModelState(self._models)}
+        if self._callbacks.with_evaluation_context():
+            parts["callbacks"] = self._averages
+        return parts
+
+    def alone(self) -> AbstractContextManager[object]:
+        """A context for the evaluation: what the checkpoint has no averages for is evaluated as it is."""
+        return self._callbacks.without_evaluation_context(self._averages.absent)
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Puts back at the end what there is at the beginning, whatever happens. Keeps it on the CPU meanwhile."""
+        tensors = [value for model in self._models.values() for _, value in named_state(model)]
+        before = [local(value.detach()).to("cpu", copy=True) for value in tensors]
+        callbacks = _EvaluationState(self._callbacks)
+        states = map_tensors(torch.clone, callbacks.state_dict())
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for value, was in zip(tensors, before, strict=True):
+                    local(value).copy_(was)
+            callbacks.load_state_dict(states)
+            _forget_gathered(self._models)
+
+
+class _EvaluationState:
+    """The state of those callbacks that evaluate other weights than the models'.
+
+    Attributes:
+        absent: the names of those that have one and for which there was none, once loaded.
+    """
+
+    def __init__(self, callbacks: CallbackList) -> None:
+        self._callbacks = callbacks.with_evaluation_context()
+        self.absent: set[str] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {key: callback.state_dict() for key, callback in self._callbacks.items()}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        self.absent = self.state_dict().keys() - state_dict.keys()
+        for key, callback in self._callbacks.items():
+            if key in state_dict:
+                callback.load_state_dict(state_dict[key])
+
+
+def _forget_gathered(models: Mapping[str, nn.Module]) -> None:
+    """Lets the next forward pass gather sharded weights anew: the last may have left its own gathered."""
+    for model in models.values():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _list(names: Sequence[str]) -> str:
+    return (", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "none"

@@ -1,0 +1,110 @@
+"""Values for the models that were born on the meta device: the same at every number of ranks, and nothing forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..distributed.parallelize import local, named_tensors
+from ..errors import ConfigError
+
+aten = torch.ops.aten
+
+
+def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
+    """Calls `init_weights`, with the same random numbers at every number of ranks, and checks that nothing is left out.
+
+    Raises:
+        ConfigError: a parameter or a buffer that was born on the meta device still holds nothing, with its name.
+    """
+    tensors = dict(named_tensors(models))
+    for tensor in tensors.values():
+        _spoil(tensor)
+    versions = {name: tensor._version for name, tensor in tensors.items()}
+    with torch.no_grad(), _SameRandomNumbers():  # type: ignore[no-untyped-call]
+        init_weights()
+    after = dict(named_tensors(models))
+    forgotten = [
+        name
+        for name, tensor in after.items()
+        if name in tensors
+        and tensor is tensors[name]
+        and _is_spoilt(tensor, untouched=tensor._version == versions[name])
+    ]
+    if forgotten:
+        raise ConfigError(
+            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are born on "
+            "the meta device, without memory, and initialised afterwards. Give the module that owns each a "
+            "`reset_parameters()` that fills it, or override `init_weights()` in the trainer"
+        )
+
+
+def reset_parameters(model: nn.Module) -> None:
+    """Calls `reset_parameters` of every module that has one, in the order of `modules()`."""
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+class _SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws for a sharded tensor what the unsharded one would get, and keeps this rank's part.
+
+    On a CPU every rank would otherwise fill its shard from the same generator, so that the halves of a weight come out
+    equal; and a model would start differently at every number of ranks. Holds one whole tensor at a time.
+    """
+
+    _FILL = (
+        *(aten.uniform_, aten.normal_, aten.exponential_, aten.log_normal_, aten.cauchy_, aten.random_),
+        *(aten.geometric_, aten.rand_like, aten.randn_like, aten.randint_like),
+    )
+    _READ = (aten.bernoulli, aten.bernoulli_, aten.normal, aten.poisson)
+    """Those that ask a tensor for probabilities or means, of which every rank has a part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = next((each for each in (*kwargs.values(), *args) if isinstance(each, DTensor)), None)
+        if target is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        reads = func.overloadpacket in self._READ
+        if not reads and func.overloadpacket not in self._FILL:
+            raise ConfigError(
+                f"init_weights or a reset_parameters calls {func} on a sharded weight, which would draw other numbers "
+                "at every number of ranks: draw into a plain tensor of the weight's shape, and copy this rank's part "
+                "of it, by torch.distributed.tensor.distribute_tensor(..., src_data_rank=None)"
+            )
+        whole_args = [_unsharded(each, reads) for each in args]
+        full = func(*whole_args, **{name: _unsharded(each, reads) for name, each in kwargs.items()})
+        # src_data_rank=None: every rank has drawn the same numbers, none need be sent.
+        part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        if not func._schema.is_mutable:
+            return part
+        target.to_local().copy_(part.to_local())
+        return target
+
+
+def _unsharded(value: Any, has_values: bool) -> Any:
+    """Returns a whole plain tensor in the place of a sharded one, with its values where these are needed."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.full_tensor() if has_values else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """Fills a tensor so that a value that nobody sets is noticed."""
+    part = local(tensor.detach())
+    if part.is_floating_point() or part.is_complex():
+        part.fill_(float("nan"))
+
+
+def _is_spoilt(tensor: torch.Tensor, *, untouched: bool) -> bool:
+    part = local(tensor.detach())
+    if part.is_floating_point() or part.is_complex():
+        return bool(part.isnan().any())
+    # Integers and booleans have no NaN; only a buffer can be one, and buffers are not sharded.
+    return untouched

@@ -1,0 +1,1 @@
+"""One optimizer step: accumulate, synchronise, unscale, measure, guard, clip, step."""

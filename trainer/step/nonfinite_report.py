@@ -1,0 +1,127 @@
+"""Says where a gradient that is not finite came from: on which rank, in which rows and in which parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.protocols import GlobalBatch, NamesRows
+from ..data.tree import map_tensors
+from ..distributed.parallelize import local
+from ..distributed.world import World
+from .gradients import named_parameters, numbers_of
+
+_MOST_NAMES = 8
+_MOST_ROWS = 16
+
+
+@dataclass(slots=True)
+class Testimony:
+    """What one rank has to say.
+
+    Attributes:
+        losses: of each micro-batch whose loss is not finite, by its number from 0, with the loss.
+        inputs: micro-batches with a number in them that is not finite.
+        parameters: names of those whose gradient, or this rank's shard of it, is not finite; where gradients may be
+            gone, also of those that are not finite themselves.
+        rows: of the guilty micro-batches. If none is, of all, or of none where gradients may be gone; empty where the
+            data does not name its rows.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+
+
+class Suspects:
+    """What there is to know of one update if its gradient should not be finite. Making one looks at nothing.
+
+    Args:
+        world: the ranks.
+        models: whose parameters have the gradients.
+        batch: this rank's part of the update's samples.
+        losses: of which micro-batch, by its number from 0; the loss; and how much it counts.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        models: Mapping[str, nn.Module],
+        batch: GlobalBatch,
+        losses: Sequence[tuple[int, torch.Tensor, Any]],
+    ) -> None:
+        self._world, self._models, self._batch, self._losses = world, models, batch, losses
+
+    def describe(self) -> str:
+        """Says what the ranks found. Every rank must call this, while the gradients are still there."""
+        return tell(self._world.gather(self._testify(with_gradients=True)))
+
+    def describe_alone(self) -> str:
+        """Says what this rank found, of an update that may have been applied and followed by others."""
+        found = self._testify(with_gradients=False)
+        spoilt = f"; not finite by now: {_first(found.parameters, _MOST_NAMES)}" if found.parameters else ""
+        return f"on rank {self._world.rank}, {_tell_of_losses(found)}{spoilt}"
+
+    def _testify(self, *, with_gradients: bool) -> Testimony:
+        found = Testimony()
+        for number, loss, counts in self._losses:
+            # A micro-batch without a single token has NaN as its mean loss, and counts nothing.
+            if float(counts) and not math.isfinite(value := float(loss.detach())):
+                found.losses[number] = value
+        for number, micro_batch in enumerate(self._batch.micro_batches):
+            if not _is_finite(micro_batch):
+                found.inputs.append(number)
+        for name, parameter in named_parameters(self._models):
+            looked_at = [parameter.grad] if with_gradients else [parameter.grad, parameter.detach()]
+            if not all(bool(numbers_of(local(each)).isfinite().all()) for each in looked_at if each is not None):
+                found.parameters.append(name)
+        if isinstance(self._batch, NamesRows) and (rows := self._batch.row_ids()):
+            # Without a gradient to look at, nothing points to these rows rather than to what the weights were.
+            guilty = sorted({*found.losses, *found.inputs}) or (range(len(rows)) if with_gradients else ())
+            found.rows = [row for number in guilty for row in rows[number]]
+        return found
+
+
+def tell(testimonies: Sequence[Testimony]) -> str:
+    """Puts the testimonies of all ranks into one sentence: names at most 8 parameters, and 16 rows of each rank."""
+    names = list(dict.fromkeys(name for each in testimonies for name in each.parameters))
+    if not names:
+        return "the sum of finite gradients overflows"
+    guilty = {rank: each for rank, each in enumerate(testimonies) if each.losses or each.inputs}
+    if not guilty:
+        # Under DDP the gradients have met already, and every rank has the same.
+        guilty = {rank: each for rank, each in enumerate(testimonies) if each.parameters}
+    where = "; ".join(f"rank {rank}: {_tell_of_losses(each)}" for rank, each in guilty.items())
+    return f"{where}; in the gradient of {_first(names, _MOST_NAMES)}"
+
+
+def _tell_of_losses(found: Testimony) -> str:
+    what = [f"the loss of micro-batch {number + 1} is {loss}" for number, loss in found.losses.items()][:_MOST_NAMES]
+    if found.inputs:
+        what.append(f"the data of micro-batch {', '.join(str(number + 1) for number in found.inputs)} is not finite")
+    what = what or ["every loss is finite"]
+    if found.rows:
+        what.append(f"rows {_first(found.rows, _MOST_ROWS)}")
+    return ", ".join(what)
+
+
+def _first(things: Sequence[Any], most: int) -> str:
+    return ", ".join(map(str, things[:most])) + (f" and {len(things) - most} more" if len(things) > most else "")
+
+
+def _is_finite(batch: Any) -> bool:
+    finite = True
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal finite
+        finite = finite and (not tensor.is_floating_point() or bool(tensor.isfinite().all()))
+        return tensor
+
+    map_tensors(look, batch)
+    return finite

@@ -1,0 +1,119 @@
+"""One run of a tracking service over all restarts: what Weights & Biases and MLflow have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .base import RunInfo, Tracker
+from .images import pixels_HWC
+from .line_file import LocalLines, RemoteLines, open_lines
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ..metrics.histogram import Histogram
+
+
+class ServiceTracker(Tracker):
+    """Sends the records to a service that can append but take nothing back, so that every step is there once.
+
+    The id of the run, and the last step that was sent, lie in `<service>.json` in the run directory and in the
+    checkpoints. Steps that were sent before a resume or a rewind are not sent again. A run that goes on from a
+    checkpoint of a run with another name is one of its own.
+    """
+
+    service: str
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+        self._name: str | None = None
+        self._sent = self._sent_before = -1
+        self._memory: LocalLines | RemoteLines | None = None
+
+    def join(self, run: RunInfo, known: str | None) -> str:
+        """Joins the run of the service with this id, or begins one, and returns the id."""
+        raise NotImplementedError
+
+    def send_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Sends numbers."""
+        raise NotImplementedError
+
+    def send_images(self, images: Mapping[str, np.ndarray[Any, Any]], *, step: int) -> None:
+        """Sends images, uint8 of shape [height, width, channels]."""
+        raise NotImplementedError
+
+    def send_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Sends texts, where the service takes some."""
+
+    def send_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Sends histograms, where the service takes some."""
+
+    def start(self, run: RunInfo, *, step: int) -> None:
+        """Joins the run of the earlier attempts, or begins one."""
+        self._memory = open_lines(f"{run.run_dir.rstrip('/')}/{self.service}.json") if run.run_dir else None
+        if not run.resumed and run.attempt == 1:
+            self._id, self._sent = None, -1
+        elif self._memory and (lines := self._memory.read()):
+            self.load_state_dict(json.loads(lines[0]))
+        if self._name not in (None, run.name):
+            self._id, self._sent = None, -1
+        self._name = run.name
+        joined = self.join(run, self._id)
+        if joined != self._id:
+            self._id, self._sent = joined, -1
+        self._sent_before = self._sent
+        self._remember()
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Sends a record, unless its step was sent before a resume or a rewind."""
+        if self.is_new(step):
+            self.send_metrics({**metrics, "epoch": epoch}, step=step)
+
+    def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
+        """Sends images, unless their step was."""
+        if self.is_new(step):
+            self.send_images({name: pixels_HWC(image) for name, image in images.items()}, step=step)
+
+    def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
+        """Sends texts, unless their step was."""
+        if self.is_new(step):
+            self.send_text(texts, step=step)
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
+        """Sends histograms, unless their step was."""
+        if self.is_new(step):
+            self.send_histograms(histograms, step=step)
+
+    def rewind(self, step: int) -> None:
+        """Keeps what was sent; the steps that are made again are not sent again."""
+        self._sent_before = self._sent
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the id and the name of the run, and the last step that was sent."""
+        return {"id": self._id, "name": self._name, "sent": self._sent}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes over the id and the name of the run, and the last step that was sent."""
+        sent_before = self._sent if state_dict["id"] == self._id else -1
+        self._id, self._name = state_dict["id"], state_dict.get("name")
+        self._sent = max(sent_before, state_dict["sent"])
+
+    def is_new(self, step: int) -> bool:
+        """Whether what belongs to a step is to be sent; asked for, it counts as sent.
+
+        Remembered first: if a kill comes between, a step is missing, which is better than twice there.
+        """
+        if step <= self._sent_before:
+            return False
+        if step > self._sent:
+            self._sent = step
+            self._remember()
+        return True
+
+    def _remember(self) -> None:
+        if self._memory is not None:
+            self._memory.replace([json.dumps(self.state_dict())])
+            self._memory.close()

@@ -95,7 +95,7 @@ def site_packages() -> str:
 
 
 @pytest.mark.slow
-def test_wheel_imports_and_trains_by_itself_K4(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_imports_and_trains_by_itself(wheel: Path, tmp_path: Path) -> None:
     target, empty = tmp_path / "target", tmp_path / "empty"
     empty.mkdir()
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]

@@ -33,7 +33,7 @@ def outcomes(drive: Drive) -> Iterator[dict[int, Future[Outcome]]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_befalls_a_run_it_is_the_run_that_would_have_been_A1_A2_A3_A4_B1_B2_B8_B11_C1_C6(
+def test_whatever_befalls_a_run_it_is_the_run_that_would_have_been(
     seed: int, outcomes: dict[int, Future[Outcome]]
 ) -> None:
     outcome = outcomes[seed].result()
@@ -58,7 +58,7 @@ def test_a_resume_that_forgets_something_is_noticed(drive: Drive, forgets: str, 
     assert any(complaint in each for each in outcome.complaints), outcome.complaints
 
 
-def test_where_all_is_damaged_it_is_said_and_nothing_begins_anew_by_itself_B2(drive: Drive) -> None:
+def test_where_all_is_damaged_it_is_said_and_nothing_begins_anew_by_itself(drive: Drive) -> None:
     training = replace(PLAIN, keep_last=1, background=False)
     wound = Damage("flip a bit", 0.5, 0.5, 3)
     outcome = drive.run(Schedule(0, training, (replace(KILLED_AT_7, damages=(wound,)), Life(1))))
@@ -101,7 +101,7 @@ WANTED = {1: (0, [1, 2]), 2: (0, [3, 4]), 3: (1, [2, 4]), 4: (1, [1, 3])}
         ([lived(0, {1: [[1, 2]], 2: [[3, 4]], 3: [[2, 4]]})], "3 updates instead of 4"),
     ],
 )  # fmt: skip
-def test_the_ledger_finds_what_is_wrong_A3(lives: list[Lived], complaint: str | None) -> None:
+def test_the_ledger_finds_what_is_wrong(lives: list[Lived], complaint: str | None) -> None:
     found = complaints(surviving(lives), WANTED)
     if complaint is None:
         assert found == []

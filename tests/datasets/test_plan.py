@@ -86,7 +86,7 @@ def every_row(fragments: list[int]) -> list[Row]:
     fragments=FRAGMENTS, seed=SEEDS, epoch=st.integers(0, 5), shards=SHARDS, per_shard=st.integers(1, 4),
     shuffle=st.booleans(), data=st.data(),
 )  # fmt: skip
-def test_any_interruptions_and_resizes_deliver_every_row_once_A3_A4(
+def test_any_interruptions_and_resizes_deliver_every_row_once(
     fragments: list[int], seed: int, epoch: int, shards: int, per_shard: int, shuffle: bool, data: st.DataObject
 ) -> None:
     plan = EpochPlan(np.array(fragments), seed, epoch, shards=shards, shuffle=shuffle, tail="keep")
@@ -122,7 +122,7 @@ def test_the_rows_that_come_next_are_known_before_they_are_read(
 @given(
     fragments=FRAGMENTS, seed=SEEDS, shards=SHARDS, per_shard=st.integers(1, 4), tail=st.sampled_from(["drop", "keep"])
 )
-def test_a_global_batch_holds_the_same_rows_at_every_world_size_E4(
+def test_a_global_batch_holds_the_same_rows_at_every_world_size(
     fragments: list[int], seed: int, shards: int, per_shard: int, tail: str
 ) -> None:
     plan = EpochPlan(np.array(fragments), seed, 0, shards=shards, tail=tail)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_a_global_batch_holds_the_same_rows_at_every_world_size_E4(
 
 
 @given(fragments=FRAGMENTS, seed=SEEDS, shards=SHARDS, world_size=st.integers(1, 12), data=st.data())
-def test_going_on_gives_what_would_have_come_A3(
+def test_going_on_gives_what_would_have_come(
     fragments: list[int], seed: int, shards: int, world_size: int, data: st.DataObject
 ) -> None:
     world_size = min(world_size, shards)
@@ -159,7 +159,7 @@ def test_going_on_gives_what_would_have_come_A3(
 
 @settings(max_examples=30)
 @given(seed=SEEDS, epoch=st.integers(0, 100))
-def test_epochs_differ_and_repeat_E2_E4(seed: int, epoch: int) -> None:
+def test_epochs_differ_and_repeat(seed: int, epoch: int) -> None:
     fragments = np.array([30, 30, 30, 30])
     orders = [
         global_batches(EpochPlan(fragments, seed, e, shards=4, tail="keep"), world_size=1, global_batch_size=8)
@@ -170,26 +170,26 @@ def test_epochs_differ_and_repeat_E2_E4(seed: int, epoch: int) -> None:
 
 
 @pytest.mark.parametrize(("tail", "steps", "samples"), [("drop", 12, 96), ("keep", 13, 103)])
-def test_103_rows_4_ranks_batches_of_8_E1(tail: str, steps: int, samples: int) -> None:
+def test_103_rows_4_ranks_batches_of_8(tail: str, steps: int, samples: int) -> None:
     plan = EpochPlan(np.array([50, 53]), 0, 0, shards=8, tail=tail)  # type: ignore[arg-type]
     batches = global_batches(plan, world_size=4, global_batch_size=8, micro_batch_size=1)
     assert (len(batches), sum(map(len, batches))) == (plan.steps(8), plan.samples(8)) == (steps, samples)
 
 
-def test_evaluation_of_10_rows_on_4_ranks_counts_each_once_E7() -> None:
+def test_evaluation_of_10_rows_on_4_ranks_counts_each_once() -> None:
     plan = EpochPlan(np.array([10]), 0, 0, shards=32, shuffle=False, tail="keep")
     (batch,) = global_batches(plan, world_size=4, global_batch_size=32, micro_batch_size=2)
     assert sorted(batch) == every_row([10])
 
 
-def test_more_ranks_than_rows_still_take_part_in_every_step_E7() -> None:
+def test_more_ranks_than_rows_still_take_part_in_every_step() -> None:
     plan = EpochPlan(np.array([3]), 0, 0, shards=8, shuffle=False, tail="keep")
     sizes = [rank_batches(plan, rank=rank, world_size=8, global_batch_size=8)[0][1] for rank in range(8)]
     assert sum(size for (size,) in sizes) == 3
     assert sizes.count((0,)) == 5
 
 
-def test_a_place_is_found_in_the_time_of_the_fragments_not_of_the_rows_A14() -> None:
+def test_a_place_is_found_in_the_time_of_the_fragments_not_of_the_rows() -> None:
     """A trillion rows: anything that counted them one by one would not end."""
     plan = EpochPlan(np.full(1000, 10**9), 0, 0, shards=64)
     offset = plan.samples(64) * 99 // 100 // 64 * 64

@@ -45,7 +45,7 @@ def test_a_file_a_glob_and_a_list_are_the_same_data(folder: Path) -> None:
     )
 
 
-def test_a_uri_is_read_through_fsspec_B12(folder: Path) -> None:
+def test_a_uri_is_read_through_fsspec(folder: Path) -> None:
     memory = fsspec.filesystem("memory")
     root = f"/{uuid.uuid4().hex}"
     memory.put(str(folder), root, recursive=True)
@@ -71,7 +71,7 @@ def test_only_the_footers_are_read(folder: Path) -> None:
     assert read_source(folder).rows == 103
 
 
-def test_the_fingerprint_stays_when_the_data_moves_and_changes_with_it_A13(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_stays_when_the_data_moves_and_changes_with_it(folder: Path, tmp_path: Path) -> None:
     before = read_source(folder).fingerprint
     assert len(before) == 16
     assert read_source(shutil.copytree(folder, tmp_path / "moved")).fingerprint == before
@@ -82,7 +82,7 @@ def test_the_fingerprint_stays_when_the_data_moves_and_changes_with_it_A13(folde
     assert len({before, renamed, read_source(folder).fingerprint}) == 3
 
 
-def test_other_values_of_the_same_size_and_range_change_the_fingerprint_A13(tmp_path: Path) -> None:
+def test_other_values_of_the_same_size_and_range_change_the_fingerprint(tmp_path: Path) -> None:
     """Uncompressed, with equal extremes: footers are alike, the middle of the file is not."""
     prints = set()
     for seed in range(2):
@@ -118,7 +118,7 @@ def test_no_rows_at_all(tmp_path: Path) -> None:
     assert read_source(tmp_path).rows == 3
 
 
-def test_a_column_that_is_not_there_E5(folder: Path) -> None:
+def test_a_column_that_is_not_there(folder: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'tokns'; did you mean 'tokens'\? There is: id, tokens"):
         read_source(folder, columns=["tokns"])
     with pytest.raises(DataError, match="columns is a list of names"):

@@ -74,7 +74,7 @@ def test_batches_are_tensors_of_the_rows(folder: Path, engine: str) -> None:
     stream.close()
 
 
-def test_a_batch_names_its_rows_D8(folder: Path) -> None:
+def test_a_batch_names_its_rows(folder: Path) -> None:
     for rank, feed in ((0, {}), (2, {"micro_batch_size": 1}), (3, {"global_batch_size": 4})):
         stream = opened(folder, rank=rank, world_size=4, tail="keep", shards=4, feed=feed)
         for batch in stream.epoch(1, offset=20):
@@ -85,7 +85,7 @@ def test_a_batch_names_its_rows_D8(folder: Path) -> None:
         stream.close()
 
 
-def test_an_error_says_which_rows_of_which_file_D8(tmp_path: Path) -> None:
+def test_an_error_says_which_rows_of_which_file(tmp_path: Path) -> None:
     x = pa.array([float("nan") if i == 21 else 1.0 for i in range(32)])
     path = write(tmp_path / "numbers.parquet", range(32), x=x)
 
@@ -155,7 +155,7 @@ def test_who_reads_from_a_stream_that_is_opened_again_is_told(folder: Path) -> N
 
 
 @pytest.mark.parametrize(("tail", "count"), [("drop", 12), ("keep", 13)])
-def test_103_rows_4_ranks_batches_of_8_E1(folder: Path, engine: str, tail: str, count: int) -> None:
+def test_103_rows_4_ranks_batches_of_8(folder: Path, engine: str, tail: str, count: int) -> None:
     batches = steps(folder, world_size=4, engine=engine, tail=tail)
     assert [len(batch) for batch in batches] == [8] * 12 + [7] * (count - 12)
     rows = [row for batch in batches for row in batch]
@@ -164,14 +164,14 @@ def test_103_rows_4_ranks_batches_of_8_E1(folder: Path, engine: str, tail: str, 
     assert opened(folder, tail=tail).samples_in_epoch(0) == len(rows)
 
 
-def test_dropped_rows_are_reported_once_E1(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_rows_are_reported_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="headway.datasets")
     opened(folder, rank=0, world_size=2)
     opened(folder, rank=1, world_size=2)
     assert caplog.messages == ["103 rows make 12 batches of 8; 7 are left out, others each epoch"]
 
 
-def test_interrupted_twice_every_row_is_seen_once_A3(folder: Path, engine: str) -> None:
+def test_interrupted_twice_every_row_is_seen_once(folder: Path, engine: str) -> None:
     whole = steps(folder, engine=engine, tail="keep")
     seen = []
     for begin, end in ((0, 3), (3, 7), (7, None)):
@@ -185,7 +185,7 @@ def test_interrupted_twice_every_row_is_seen_once_A3(folder: Path, engine: str) 
     assert sorted(row for batch in seen for row in batch) == list(range(103))
 
 
-def test_4_ranks_then_2_then_3_see_the_rest_once_in_the_same_batches_A4(folder: Path) -> None:
+def test_4_ranks_then_2_then_3_see_the_rest_once_in_the_same_batches(folder: Path) -> None:
     whole = steps(folder, tail="keep")
     resized = [
         *steps(folder, world_size=4, tail="keep")[:5],
@@ -195,14 +195,14 @@ def test_4_ranks_then_2_then_3_see_the_rest_once_in_the_same_batches_A4(folder: 
     assert resized == whole
 
 
-def test_another_global_batch_size_in_the_middle_of_an_epoch_A4(folder: Path) -> None:
+def test_another_global_batch_size_in_the_middle_of_an_epoch(folder: Path) -> None:
     before = steps(folder, tail="keep", shards=8)[:5]
     after = steps(folder, tail="keep", shards=8, offset=40, feed={"global_batch_size": 16})
     assert sorted(row for batch in before + after for row in batch) == list(range(103))
     assert [len(batch) for batch in after] == [16, 16, 16, 15]
 
 
-def test_epochs_differ_and_repeat_on_any_world_size_E4(folder: Path) -> None:
+def test_epochs_differ_and_repeat_on_any_world_size(folder: Path) -> None:
     first, second = steps(folder), steps(folder, epoch=1)
     assert first != second
     assert steps(folder, world_size=3, epoch=1) == second
@@ -223,14 +223,14 @@ def test_auto_takes_ray_where_it_is_up(folder: Path, ray_session: None) -> None:
     stream.close()
 
 
-def test_evaluation_of_10_rows_on_4_ranks_counts_each_once_E7(tmp_path: Path, engine: str) -> None:
+def test_evaluation_of_10_rows_on_4_ranks_counts_each_once(tmp_path: Path, engine: str) -> None:
     path = write(tmp_path / "ten.parquet", range(10))
     for micro_batch_size in (None, 1, 2, 3):
         feed = {"training": False, "global_batch_size": 32, "micro_batch_size": micro_batch_size}
         assert sorted(steps(path, world_size=4, feed=feed, engine=engine)[0]) == list(range(10))
 
 
-def test_a_rank_without_rows_repeats_one_that_does_not_count_E7(tmp_path: Path) -> None:
+def test_a_rank_without_rows_repeats_one_that_does_not_count(tmp_path: Path) -> None:
     path = write(tmp_path / "three.parquet", range(3))
     for rank in range(8):
         stream = opened(path, rank=rank, world_size=8, feed={"training": False})
@@ -252,7 +252,7 @@ def test_evaluation_never_shuffles_and_can_be_repeated(folder: Path) -> None:
     )
 
 
-def test_micro_batches_cut_a_rank_s_rows_A4(folder: Path) -> None:
+def test_micro_batches_cut_a_rank_s_rows(folder: Path) -> None:
     stream = opened(folder, feed={"micro_batch_size": 3})
     batch = next(iter(stream.epoch(0)))
     assert batch.num_samples == (2, 3, 3)
@@ -275,7 +275,7 @@ def test_epochs_follow_one_another_without_a_gap(folder: Path, engine: str) -> N
     stream.close()
 
 
-def test_closing_ends_every_thread_C14(folder: Path, engine: str) -> None:
+def test_closing_ends_every_thread(folder: Path, engine: str) -> None:
     before = {thread for thread in threading.enumerate() if thread.name.startswith("headway")}
     stream = opened(folder, engine=engine)
     batches = stream.epoch(0)
@@ -303,7 +303,7 @@ def test_a_task_decodes_no_more_where_a_resumed_epoch_wants_little_of_each_row_g
 
 
 @pytest.mark.ray
-def test_closing_leaves_no_execution_in_ray_data_C14(
+def test_closing_leaves_no_execution_in_ray_data(
     folder: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And cancels none of its tasks: one that ends while it is cancelled may abort the process."""
@@ -329,7 +329,7 @@ def _executors() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("StreamingExecutor-")]
 
 
-def test_resuming_reads_nothing_of_what_was_consumed_A14(tmp_path: Path) -> None:
+def test_resuming_reads_nothing_of_what_was_consumed(tmp_path: Path) -> None:
     """At 99 % of 50,000 rows as many row groups are read before the first batch as at the start, or fewer."""
     write(tmp_path / "many.parquet", range(50_000), group=50)
     first_reads = []
@@ -369,7 +369,7 @@ def _half(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[::2] for name, column in rows.items()}
 
 
-def test_an_error_in_a_transform_comes_out_as_it_was_raised_C8(folder: Path, engine: str) -> None:
+def test_an_error_in_a_transform_comes_out_as_it_was_raised(folder: Path, engine: str) -> None:
     stream = opened(folder, engine=engine, transforms=[_broken])
     with pytest.raises(ZeroDivisionError, match="in the user's code"):
         next(iter(stream.epoch(0)))
@@ -456,7 +456,7 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
         ({}, {"world_size": 9}, "9 ranks cannot share 8 logical shards"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_row_is_read_E5(
+def test_what_does_not_fit_is_refused_before_a_row_is_read(
     folder: Path, options: dict[str, Any], feed: dict[str, Any], message: str
 ) -> None:
     stream = ParquetStream(folder, engine="threads", **options)

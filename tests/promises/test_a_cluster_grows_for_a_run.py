@@ -97,7 +97,7 @@ def wait_until(holds: Callable[[], bool], driver: subprocess.Popen[str] | None =
         time.sleep(0.1)
 
 
-def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it_I8(port: int, tmp_path: Path) -> None:
+def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int, tmp_path: Path) -> None:
     run_dir, data = tmp_path / "runs/run", write_rows(tmp_path / "data", 96)
     common = [f"storage={tmp_path}/runs", f"config.data={data}", "config.engine=threads", "config.global_batch_size=16"]
 

@@ -89,7 +89,7 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected_C13(
+def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected(
     ray_session: None, tmp_path: Path
 ) -> None:
     waits = experiment(tmp_path, hang_timeout="15s", max_failures=1, slow_s=6.0, pause_s=0.1)
@@ -114,7 +114,7 @@ def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected_C1
     assert not is_there(stopped[0]["pid"])
 
 
-def test_a_rank_whose_data_never_comes_is_named_with_its_phase_C13(ray_session: None, tmp_path: Path) -> None:
+def test_a_rank_whose_data_never_comes_is_named_with_its_phase(ray_session: None, tmp_path: Path) -> None:
     waits = experiment(tmp_path, hang_timeout="10s", max_failures=0, hang_at=7)
     with pytest.raises(TrainingFailedError, match=r"rank 1 has not moved for \d+ s, in phase 'reading data' at step 7"):
         fit(waits)

@@ -129,7 +129,7 @@ def forks() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(("size", "kills"), [(1, 20), (2, 5)])
-def test_the_newest_checkpoint_loads_after_every_kill_B1_B11(
+def test_the_newest_checkpoint_loads_after_every_kill(
     tmp_path: Path, forks: subprocess.Popen[str], size: int, kills: int
 ) -> None:
     assert forks.stdin is not None

@@ -61,7 +61,7 @@ def events(folder: Path, kind: str) -> list[Event]:
     return [event for event in read_events(Folder(str(folder))) if event["event"] == kind]
 
 
-def test_a_sweep_is_killed_and_so_is_a_trial_J3_J4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text(TARGET)
     sweep_dir = tmp_path / "runs/sweep"
     printed = tmp_path / "printed.txt"

@@ -139,7 +139,7 @@ def main(storage: str) -> None:
     cluster.shutdown()
 
 
-def test_a_notice_is_heeded_by_all_ranks_and_counts_as_no_failure_C4(tmp_path: Path) -> None:
+def test_a_notice_is_heeded_by_all_ranks_and_counts_as_no_failure(tmp_path: Path) -> None:
     program = "import sys; from tests.promises.test_a_notice_costs_nothing import main; main(sys.argv[1])"
     root = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -44,7 +44,7 @@ search = Search(space={"config.learning_rate": Choice([1e-3, 1e-2, 1e-1])}, algo
 """
 
 
-def test_the_trial_of_a_dead_machine_goes_on_elsewhere_J3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_trial_of_a_dead_machine_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(TARGET)
     sweep_dir, printed = tmp_path / "runs/sweep", tmp_path / "printed.txt"
 

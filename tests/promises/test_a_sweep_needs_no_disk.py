@@ -33,7 +33,7 @@ search = Search(space={"config.learning_rate": LogUniform(1e-6, 1e-1)}, trials=2
 """
 
 
-def test_a_population_trains_in_a_bucket_B12(
+def test_a_population_trains_in_a_bucket(
     settings: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     s3fs = pytest.importorskip("s3fs")

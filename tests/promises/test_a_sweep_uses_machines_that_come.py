@@ -42,7 +42,7 @@ search = Search(space={"config.learning_rate": Choice([1e-3, 1e-2])}, algorithm=
 """
 
 
-def test_a_sweep_waits_for_its_first_machine_and_takes_the_second_one_I8_J6(
+def test_a_sweep_waits_for_its_first_machine_and_takes_the_second_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "slow.py").write_text(TARGET)

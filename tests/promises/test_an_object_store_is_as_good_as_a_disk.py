@@ -92,7 +92,7 @@ def _config(**settings: Any) -> TinyConfig:
     return TinyConfig(max_steps=12, checkpoint=CheckpointConfig(every="2 steps", **settings))  # type: ignore[arg-type]
 
 
-def test_a_run_is_saved_there_and_goes_on_from_there_bit_by_bit_A1_B12(bucket: str) -> None:
+def test_a_run_is_saved_there_and_goes_on_from_there_bit_by_bit(bucket: str) -> None:
     undisturbed = TinyTrainer(_config(), world=ALONE)
     undisturbed.fit()
     stopped = TinyTrainer(_config(), world=ALONE, run_dir=f"{bucket}/line", callbacks=[StopAt(5)])
@@ -130,7 +130,7 @@ class _Tensor:
 @pytest.mark.parametrize(
     ("file", "how"), [("__0_0.distcp", "flip"), ("__0_0.distcp", "delete"), ("manifest.json", "truncate")]
 )
-def test_a_damaged_object_is_named_and_the_checkpoint_before_is_used_B2(bucket: str, file: str, how: str) -> None:
+def test_a_damaged_object_is_named_and_the_checkpoint_before_is_used(bucket: str, file: str, how: str) -> None:
     import s3fs
 
     store = CheckpointStore(f"{bucket}/run", world=ALONE)
@@ -152,7 +152,7 @@ def test_a_damaged_object_is_named_and_the_checkpoint_before_is_used_B2(bucket: 
     assert newest.step == 1
 
 
-def test_retention_pins_and_another_run_are_seen_there_B6(bucket: str) -> None:
+def test_retention_pins_and_another_run_are_seen_there(bucket: str) -> None:
     store = CheckpointStore(f"{bucket}/run", world=ALONE, keep_last=2)
     for step in (1, 2, 3):
         _save(store, step)
@@ -166,7 +166,7 @@ def test_retention_pins_and_another_run_are_seen_there_B6(bucket: str) -> None:
         _save(store, 6)
 
 
-def test_what_a_killed_save_has_left_is_none_and_is_removed_B1_B11(
+def test_what_a_killed_save_has_left_is_none_and_is_removed(
     bucket: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     _save(CheckpointStore(f"{bucket}/run", world=ALONE), 1)
@@ -201,7 +201,7 @@ def _on_ranks(world: World, root: str, settings: dict[str, str]) -> list[float]:
     return part.tensor.full_tensor().flatten().tolist()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_two_ranks_meet_there_and_one_process_reads_it_A4(bucket: str, settings: dict[str, str]) -> None:
+def test_two_ranks_meet_there_and_one_process_reads_it(bucket: str, settings: dict[str, str]) -> None:
     assert run_on_ranks(_on_ranks, 2, f"{bucket}/run", settings) == [[float(each) for each in range(14)]] * 2
     store, part = CheckpointStore(f"{bucket}/run", world=ALONE), _Tensor(torch.zeros(0))
     newest = store.newest_good()

@@ -33,7 +33,7 @@ def _leg(world: World, run_dir: str, drop_last: bool, stop_at: int | None) -> tu
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 13), (True, 12)])
-def test_103_rows_on_4_then_3_then_1_ranks_E1_A3_A4(tmp_path: Any, drop_last: bool, steps: int) -> None:
+def test_103_rows_on_4_then_3_then_1_ranks(tmp_path: Any, drop_last: bool, steps: int) -> None:
     """Keeping the tail makes 13 updates of an epoch, dropping it 12; no rank waits for another for ever."""
     seen: dict[int, list[int]] = {}
     validation = []

@@ -103,7 +103,7 @@ def wait_for_step(step: int, run_dir: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run_I1_I2(
+def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
     head: str, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = project.parent / "runs"
@@ -163,7 +163,7 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run_I1_
     assert {"line succeeded 0", "line failed 2", "failing failed 1"} <= rows
 
 
-def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again_I3_C12(head: str, project: Path) -> None:
+def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: str, project: Path) -> None:
     storage = project.parent / "runs"
     at = ["--address", head]
     submit = ["submit", "line.py", *SETTINGS, *LONG, f"storage={storage}", *at]

@@ -62,7 +62,7 @@ class Does(Callback):
 
 @pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt(), TypeError("None is no state")], ids=repr)
 @pytest.mark.parametrize("where", ["hook", "function", "tracker"])
-def test_no_exception_is_swallowed_and_none_ends_only_its_epoch_E1_Q1(error: BaseException, where: str) -> None:
+def test_no_exception_is_swallowed_and_none_ends_only_its_epoch(error: BaseException, where: str) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error
 
@@ -87,7 +87,7 @@ def test_no_exception_is_swallowed_and_none_ends_only_its_epoch_E1_Q1(error: Bas
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_the_signal_that_came_is_the_one_that_is_told_M10(name: str, tmp_path: Path) -> None:
+def test_the_signal_that_came_is_the_one_that_is_told(name: str, tmp_path: Path) -> None:
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     kill = Does(2, lambda: os.kill(os.getpid(), getattr(signal, name)))
     result = TinyTrainer(_config(max_epochs=3), run_dir=tmp_path, world=ALONE, callbacks=[kill]).fit()
@@ -100,7 +100,7 @@ def test_the_signal_that_came_is_the_one_that_is_told_M10(name: str, tmp_path: P
 # ---- Data, and going on --------------------------------------------------------------------------------------------
 
 
-def test_data_that_ends_before_max_steps_is_read_again_and_the_end_is_in_order_M1(tmp_path: Path) -> None:
+def test_data_that_ends_before_max_steps_is_read_again_and_the_end_is_in_order(tmp_path: Path) -> None:
     ends: list[Any] = []
 
     class Ends(Callback):
@@ -118,7 +118,7 @@ def test_data_that_ends_before_max_steps_is_read_again_and_the_end_is_in_order_M
     assert first != second
 
 
-def test_what_is_built_anew_goes_on_where_the_other_stood_M2_M3_Q3(tmp_path: Path) -> None:
+def test_what_is_built_anew_goes_on_where_the_other_stood(tmp_path: Path) -> None:
     before = TinyTrainer(_config(max_epochs=2), run_dir=tmp_path, world=ALONE, callbacks=[StopAt(3)])
     before.fit()
     after = TinyTrainer(_config(max_epochs=2), run_dir=tmp_path, world=ALONE)
@@ -129,7 +129,7 @@ def test_what_is_built_anew_goes_on_where_the_other_stood_M2_M3_Q3(tmp_path: Pat
     assert sorted(rows) == list(range(32)), "the epoch in progress is completed, not begun again"
 
 
-def test_a_run_begins_again_at_an_older_checkpoint_and_saves_over_the_later_ones_M12(tmp_path: Path) -> None:
+def test_a_run_begins_again_at_an_older_checkpoint_and_saves_over_the_later_ones(tmp_path: Path) -> None:
     config = _config(max_steps=6, checkpoint=CheckpointConfig(every=Duration(2), keep_last="all"))
     TinyTrainer(config, run_dir=tmp_path, world=ALONE).fit()
     (oldest, *_) = sorted(tmp_path.glob("checkpoints/step-*"))
@@ -154,7 +154,7 @@ def _scored(*scores: float) -> type[Scored]:
 SCORE = CheckpointConfig(monitor="validation/score", mode="max", every=Duration(1), keep_last="all")
 
 
-def test_a_metric_to_maximise_has_a_best_and_does_not_stop_early_Q2(tmp_path: Path) -> None:
+def test_a_metric_to_maximise_has_a_best_and_does_not_stop_early(tmp_path: Path) -> None:
     stopping = EarlyStopping("validation/score", mode="max", patience=2)
     config = _config(max_steps=5, evaluate_every=1, checkpoint=SCORE)
     trainer = _scored(0.1, 0.2, 0.5, 0.3, 0.6)(config, run_dir=tmp_path, world=ALONE, callbacks=[stopping])
@@ -162,7 +162,7 @@ def test_a_metric_to_maximise_has_a_best_and_does_not_stop_early_Q2(tmp_path: Pa
     assert (result.status, result.best_metric, result.best_step) == ("completed", pytest.approx(0.6), 5)
 
 
-def test_a_resume_goes_on_from_the_newest_and_remembers_best_and_patience_D8_Q3(tmp_path: Path) -> None:
+def test_a_resume_goes_on_from_the_newest_and_remembers_best_and_patience(tmp_path: Path) -> None:
     config = _config(max_steps=8, evaluate_every=1, checkpoint=SCORE)
     scores = _scored(0.1, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
@@ -180,7 +180,7 @@ def test_a_resume_goes_on_from_the_newest_and_remembers_best_and_patience_D8_Q3(
 
 
 @pytest.mark.parametrize("order", ["average first", "average last"])
-def test_the_place_of_an_average_among_the_callbacks_does_not_matter_M4(order: str, tmp_path: Path) -> None:
+def test_the_place_of_an_average_among_the_callbacks_does_not_matter(order: str, tmp_path: Path) -> None:
     def train(run_dir: Path | None, *more: Callback) -> dict[str, torch.Tensor]:
         average = Ema(decay=0.5)
         each = [average, *more] if order == "average first" else [*more, average]
@@ -192,7 +192,7 @@ def test_the_place_of_an_average_among_the_callbacks_does_not_matter_M4(order: s
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
-def test_an_average_moves_once_for_all_micro_batches_of_an_update_D14() -> None:
+def test_an_average_moves_once_for_all_micro_batches_of_an_update() -> None:
     average, seen = Ema(decay=0.75), []
 
     class Note(Callback):
@@ -224,7 +224,7 @@ def _supervised(
     )
 
 
-def test_training_after_a_load_changes_the_model_that_was_given_Q8(tmp_path: Path) -> None:
+def test_training_after_a_load_changes_the_model_that_was_given(tmp_path: Path) -> None:
     rows = DataLoader(TensorDataset(torch.randn(16, 2), torch.randn(16, 1)), batch_size=4)
     _supervised(tmp_path, nn.Linear(2, 1), rows).fit()
     model, restored = nn.Linear(2, 1), []
@@ -242,7 +242,7 @@ def test_training_after_a_load_changes_the_model_that_was_given_Q8(tmp_path: Pat
 # ---- What goes in, and what comes out ------------------------------------------------------------------------------
 
 
-def test_batches_are_not_changed_and_nothing_in_them_is_dropped_Q11(tmp_path: Path) -> None:
+def test_batches_are_not_changed_and_nothing_in_them_is_dropped(tmp_path: Path) -> None:
     class Counts(SupervisedTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             lengths.append(len(batch))
@@ -265,7 +265,7 @@ def test_batches_are_not_changed_and_nothing_in_them_is_dropped_Q11(tmp_path: Pa
             SupervisedTrainer(train=[batch], **options).fit()
 
 
-def test_what_a_hook_logs_after_an_update_is_in_the_record_of_that_update_E8() -> None:
+def test_what_a_hook_logs_after_an_update_is_in_the_record_of_that_update() -> None:
     class Adds(Callback):
         def on_step_end(self, trainer: Trainer[Any]) -> None:
             trainer.log("mine", float(trainer.global_step))
@@ -276,17 +276,17 @@ def test_what_a_hook_logs_after_an_update_is_in_the_record_of_that_update_E8() -
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("1d", 86400), ("2h30m", 9000), ("90m", 5400)])
-def test_durations_are_what_they_say_E7(text: str, seconds: float) -> None:
+def test_durations_are_what_they_say(text: str, seconds: float) -> None:
     assert Duration.parse(text) == Duration(seconds, "seconds")
 
 
-def test_a_duration_that_is_none_is_refused_before_anything_runs_E7() -> None:
+def test_a_duration_that_is_none_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="2 months"):
         callbacks.TimeLimit("2 months")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.0])
-def test_any_value_of_a_metric_gives_a_checkpoint_that_is_found_again_D5_D6(value: float, tmp_path: Path) -> None:
+def test_any_value_of_a_metric_gives_a_checkpoint_that_is_found_again(value: float, tmp_path: Path) -> None:
     config = _config(max_steps=2, evaluate_every=1, checkpoint=SCORE)
     _scored(value, value)(config, run_dir=tmp_path, world=ALONE).fit()
     result = _scored(value, value)(config, run_dir=tmp_path, world=ALONE).fit()
@@ -311,12 +311,12 @@ PUBLIC = [getattr(module, name) for module in (callbacks, trackers) for name in 
 
 
 @pytest.mark.parametrize("made", [each for each in PUBLIC if _makes_itself(each)], ids=lambda made: made.__name__)
-def test_what_needs_no_argument_can_be_made_without_one_D23_M16(made: Callable[[], Any]) -> None:
+def test_what_needs_no_argument_can_be_made_without_one(made: Callable[[], Any]) -> None:
     made()
 
 
 @pytest.mark.parametrize("config", [TrainerConfig, ParallelConfig, CheckpointConfig])
-def test_no_field_of_a_config_is_without_effect_D22(config: type) -> None:
+def test_no_field_of_a_config_is_without_effect(config: type) -> None:
     """Each is read somewhere."""
     folder = Path(inspect.getfile(TrainerConfig)).parent
     code = "\n".join(file.read_text() for file in folder.rglob("*.py") if file.name != "config.py")

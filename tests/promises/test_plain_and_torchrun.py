@@ -51,7 +51,7 @@ def _losses(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: {name: record[name] for name in names if name in record} for record in records}
 
 
-def test_alone_and_on_two_ranks_the_losses_are_equal_I1_K5(folder: Path) -> None:
+def test_alone_and_on_two_ranks_the_losses_are_equal(folder: Path) -> None:
     shim = _python(folder, "-c", "import ray")
     assert "Ray is not installed" in shim.stderr
 
@@ -126,7 +126,7 @@ else:
         ("fsdp", "", "Give the trainer a world that outlives fit"),
     ],
 )
-def test_a_trainer_is_of_use_after_fit_C14(folder: Path, strategy: str, outlives: str, says: str) -> None:
+def test_a_trainer_is_of_use_after_fit(folder: Path, strategy: str, outlives: str, says: str) -> None:
     """`fit` ends the process group that the trainer began, and whoever goes on joins another."""
     (folder / "after.py").write_text(AFTER_FIT)
     done = _python(folder, *TORCHRUN, "after.py", strategy, outlives)

@@ -83,7 +83,7 @@ def reference() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("micro_batch_size", [3, 4, 8])
-def test_micro_batches_D1_D2(reference: dict[str, Any], micro_batch_size: int) -> None:
+def test_micro_batches(reference: dict[str, Any], micro_batch_size: int) -> None:
     """103 rows in batches of 16 end in one of 7: unequal micro-batches, and an unequal last update."""
     _assert_same([_fit(World.alone("cpu"), None, _config(micro_batch_size=micro_batch_size))], reference)
 
@@ -92,9 +92,7 @@ def test_micro_batches_D1_D2(reference: dict[str, Any], micro_batch_size: int) -
     ("strategy", "world_size", "micro_batch_size"),
     [("ddp", 2, 4), ("ddp", 3, 8), ("fsdp", 2, 8), ("fsdp", 3, 4), ("hsdp", 4, 8)],
 )
-def test_ranks_and_strategies_D2_E1(
-    reference: dict[str, Any], strategy: str, world_size: int, micro_batch_size: int
-) -> None:
+def test_ranks_and_strategies(reference: dict[str, Any], strategy: str, world_size: int, micro_batch_size: int) -> None:
     """Neither 16 nor the last batch of 7 divides by 3 ranks: they carry different weights, and the result stays."""
     ranks = run_on_ranks(_fit_on_ranks, world_size, None, _config(strategy, micro_batch_size=micro_batch_size))
     _assert_same(ranks, reference)
@@ -140,7 +138,7 @@ def test_a_model_that_its_author_has_sharded_is_left_as_it_is(reference: dict[st
     _assert_same(run_on_ranks(_fit_sharded_by_itself, 2, _config("ddp", micro_batch_size=4)), reference)
 
 
-def test_bf16_computes_forward_only_D4(reference: dict[str, Any]) -> None:
+def test_bf16_computes_forward_only(reference: dict[str, Any]) -> None:
     result = _fit(World.alone("cpu"), None, _config(precision="bf16"))
     assert {value.dtype for value in result["weights"].values()} == {torch.float32}
     exact = list(reference["curves"]["train/loss"].values())
@@ -154,7 +152,7 @@ def test_bf16_computes_forward_only_D4(reference: dict[str, Any]) -> None:
     [(("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 3)), (("fsdp", 3), ("ddp", 1)), (("ddp", 1), ("fsdp", 3))],
     ids=str,
 )
-def test_resuming_at_other_ranks_and_strategies_A4_A5_A6(
+def test_resuming_at_other_ranks_and_strategies(
     reference: dict[str, Any], tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
 ) -> None:
     """Interrupted in the middle of an epoch and gone on with elsewhere: the remaining rows once, the same losses."""

@@ -143,5 +143,5 @@ def _assert_equal(trainer: TinyTrainer, reference: TinyTrainer, phase: str) -> N
         assert torch.equal(value, expected[name]), (phase, name)
 
 
-def test_in_any_phase_a_request_is_served_by_all_and_costs_nothing_C2(tmp_path: Path) -> None:
+def test_in_any_phase_a_request_is_served_by_all_and_costs_nothing(tmp_path: Path) -> None:
     run_on_ranks(_everywhere, 2, str(tmp_path))

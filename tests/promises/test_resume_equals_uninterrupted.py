@@ -67,7 +67,7 @@ def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stops", [[7], [8], [3, 5], [6], [1, 2, 17]], ids=str)
-def test_one_process_A1_A3(tmp_path: Path, stops: list[int]) -> None:
+def test_one_process(tmp_path: Path, stops: list[int]) -> None:
     world = World.alone("cpu")
     reference = _train(world, str(tmp_path / "reference"), [])
     interrupted = _train(world, str(tmp_path / "interrupted"), stops)
@@ -87,7 +87,7 @@ def _two_ranks(world: World, folder: str, strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_each_with_its_own_random_numbers_A2(tmp_path: Path, strategy: str) -> None:
+def test_two_ranks_each_with_its_own_random_numbers(tmp_path: Path, strategy: str) -> None:
     ranks = run_on_ranks(_two_ranks, 2, str(tmp_path), strategy)
     for name, value in ranks[0]["weights"].items():
         assert torch.equal(value, ranks[1]["weights"][name])
@@ -110,7 +110,7 @@ def test_worker_processes_augment_by_the_row(tmp_path: Path) -> None:
         assert torch.equal(value, results["interrupted"][name]), name
 
 
-def test_limits_are_totals_A10_A11_A12(tmp_path: Path) -> None:
+def test_limits_are_totals(tmp_path: Path) -> None:
     world = World.alone("cpu")
 
     def fit(max_epochs: int) -> TinyTrainer:
@@ -127,7 +127,7 @@ def test_limits_are_totals_A10_A11_A12(tmp_path: Path) -> None:
     assert {step for step, _ in fit(3).seen} == set(range(6, 18))
 
 
-def test_changed_data_is_refused_A13(tmp_path: Path) -> None:
+def test_changed_data_is_refused(tmp_path: Path) -> None:
     world = World.alone("cpu")
     TinyTrainer(TinyConfig(**{**vars(CONFIG), "max_epochs": 1}), run_dir=tmp_path, world=world).fit()
     other = TinyTrainer(TinyConfig(**{**vars(CONFIG), "num_rows": 104}), run_dir=tmp_path, world=world)
@@ -179,5 +179,5 @@ def _running_statistics(world: World, folder: str) -> None:
                 assert torch.equal(value, saved[name]), name
 
 
-def test_what_ranks_change_by_themselves_is_saved_as_the_main_rank_has_it_A2(tmp_path: Path) -> None:
+def test_what_ranks_change_by_themselves_is_saved_as_the_main_rank_has_it(tmp_path: Path) -> None:
     run_on_ranks(_running_statistics, 2, str(tmp_path))

@@ -337,7 +337,7 @@ def _goes_on(world: World, folder: str) -> list[str]:
     return ends
 
 
-def test_any_number_of_ranks_and_any_strategy_goes_on_A4_A5(tmp_path: Path) -> None:
+def test_any_number_of_ranks_and_any_strategy_goes_on(tmp_path: Path) -> None:
     run_on_ranks(_saves, 2, str(tmp_path / "two"), "fsdp")
     _interrupted(tmp_path / "one")
     assert run_on_ranks(_goes_on, 2, str(tmp_path / "one")) == [["12", "12"]] * 2
@@ -375,7 +375,7 @@ def _saves_own_batches(world: World, folder: str) -> None:
         _trainer(f"{folder}-{of.__name__}", StopAt(4), of=of, world=world, global_batch_size=None, max_epochs=1).fit()
 
 
-def test_another_number_of_ranks_does_not_change_the_batch_in_silence_A4(tmp_path: Path) -> None:
+def test_another_number_of_ranks_does_not_change_the_batch_in_silence(tmp_path: Path) -> None:
     run_on_ranks(_saves_own_batches, 2, str(tmp_path / "run"))
     own: dict[str, Any] = {"global_batch_size": None, "max_epochs": 1}
     read, brought = (tmp_path / f"run-{name}" for name in ("TinyTrainer", "OwnBatches"))

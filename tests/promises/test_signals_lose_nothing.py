@@ -102,7 +102,7 @@ def reference() -> Patient:
         ("saving", 6, ["SIGTERM", "SIGTERM"]),
     ],
 )
-def test_nothing_is_lost_C1_C2(tmp_path: Path, reference: Patient, signals: list[str], doing: str, step: int) -> None:
+def test_nothing_is_lost(tmp_path: Path, reference: Patient, signals: list[str], doing: str, step: int) -> None:
     """Also where a terminal and `torchrun` both send one: the second within a second changes nothing."""
     here, there = PROCESSES.Pipe()
     process = PROCESSES.Process(target=_run, args=(str(tmp_path), there, 1 if doing == "saving" else None))
@@ -194,7 +194,7 @@ print(result.status, result.reason, result.steps, flush=True)
 """
 
 
-def test_a_program_of_its_own_ends_in_order_C1(tmp_path: Path) -> None:
+def test_a_program_of_its_own_ends_in_order(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     program = subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format(run_dir=str(tmp_path))],

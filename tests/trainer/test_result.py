@@ -62,7 +62,7 @@ def test_a_constant_is_that_constant_in_every_record(tmp_path: Path, exact: bool
         assert result.history.columns()[name] == [0.9, 0.9]
 
 
-def test_history_in_the_files_is_that_of_all_attempts_F6(tmp_path: Path) -> None:
+def test_history_in_the_files_is_that_of_all_attempts(tmp_path: Path) -> None:
     stopped = trainer(tmp_path, StopAt(7)).fit()
     assert (stopped.status, stopped.reason, stopped.steps, stopped.epochs) == ("interrupted", "step 7", 7, 1)
     assert read_history(tmp_path / "metrics.jsonl") == stopped.history
@@ -103,7 +103,7 @@ def log_images(world: World, folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_images_of_the_main_rank_are_stored_up_to_the_limit_and_no_step_is_twice_in_any_tracker_F5_F6_F9(
+def test_images_of_the_main_rank_are_stored_up_to_the_limit_and_no_step_is_twice_in_any_tracker(
     tmp_path: Path,
 ) -> None:
     assert run_on_ranks(log_images, 2, str(tmp_path)) == [3, 0], "one warning in each of three lives, on the main rank"

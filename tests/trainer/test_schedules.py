@@ -124,18 +124,18 @@ def test_the_logged_rate_is_the_one_that_made_the_update(tmp_path: Path) -> None
     assert rates_of(tmp_path, 10) == pytest.approx({step: by_hand(step, 10) for step in range(1, 11)})
 
 
-def test_an_extended_run_goes_on_along_the_curve_over_all_its_steps_A12(tmp_path: Path) -> None:
+def test_an_extended_run_goes_on_along_the_curve_over_all_its_steps(tmp_path: Path) -> None:
     rates_of(tmp_path, 10)
     with pytest.warns(UserWarning, match=r"over 10 steps and now is over 20.*total_steps=10 to keep the old one"):
         rates = rates_of(tmp_path, 20)
     assert rates == pytest.approx({step: by_hand(step, 20) for step in range(11, 21)})
 
 
-def test_a_fixed_length_keeps_the_old_curve_when_the_run_is_extended_A12(tmp_path: Path) -> None:
+def test_a_fixed_length_keeps_the_old_curve_when_the_run_is_extended(tmp_path: Path) -> None:
     rates_of(tmp_path, 10)
     assert rates_of(tmp_path, 12, over=10) == pytest.approx({11: 0.0, 12: 0.0}, abs=1e-12)
 
 
-def test_a_resumed_run_follows_the_same_curve_without_a_word_A1(tmp_path: Path) -> None:
+def test_a_resumed_run_follows_the_same_curve_without_a_word(tmp_path: Path) -> None:
     before = rates_of(tmp_path, 10, stop=4)
     assert {**before, **rates_of(tmp_path, 10)} == pytest.approx({step: by_hand(step, 10) for step in range(1, 11)})

@@ -86,7 +86,7 @@ def test_equal_weights_have_equal_digests_and_others_do_not(
     assert run(capsys, "digest", "two", *place)[1] == f"step-00000006  {newest}\n"
 
 
-def test_damaged_files_are_named_and_the_exit_code_tells_B2(capsys: pytest.CaptureFixture[str], storage: Path) -> None:
+def test_damaged_files_are_named_and_the_exit_code_tells(capsys: pytest.CaptureFixture[str], storage: Path) -> None:
     place = ("--storage", str(storage))
     code, out, _ = run(capsys, "verify", "one", *place)
     assert (code, out) == (0, "".join(f"step-{step:08d}  whole\n" for step in range(1, 7)))
@@ -99,7 +99,7 @@ def test_damaged_files_are_named_and_the_exit_code_tells_B2(capsys: pytest.Captu
     assert run(capsys, "verify", "one", "step-00000003", *place)[0] == 1
 
 
-def test_prune_keeps_what_is_good_pinned_or_wanted_B6(capsys: pytest.CaptureFixture[str], storage: Path) -> None:
+def test_prune_keeps_what_is_good_pinned_or_wanted(capsys: pytest.CaptureFixture[str], storage: Path) -> None:
     place = ("--storage", str(storage))
     losses = CheckpointStore(storage / "one/checkpoints", world=ALONE, monitor="validation/loss")
     best = losses.best()
@@ -124,7 +124,7 @@ def test_prune_keeps_what_is_good_pinned_or_wanted_B6(capsys: pytest.CaptureFixt
     assert there(storage) == sorted({5, best.step} - {2, 6})
 
 
-def test_what_was_saved_before_a_run_began_anew_is_neither_its_best_nor_pruned_B6(
+def test_what_was_saved_before_a_run_began_anew_is_neither_its_best_nor_pruned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path / "one/checkpoints", world=ALONE, keep_last="all")

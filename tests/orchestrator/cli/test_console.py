@@ -81,7 +81,7 @@ def test_a_terminal_gets_a_bar_below_the_lines() -> None:
         (True, 3, "elsewhere/step-00000010", [{"event": "restored", "step": 0, "epoch": 0}], False),
     ],
 )
-def test_a_run_that_goes_on_from_nothing_says_so_B3(
+def test_a_run_that_goes_on_from_nothing_says_so(
     goes_on: bool, attempt: int, resume: str | None, events: list[Event], says: bool
 ) -> None:
     file = io.StringIO()
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_from_nothing_says_so_B3(
     assert "going on" not in text or not says
 
 
-def test_the_display_knows_whether_the_run_had_begun_B3(tmp_path: Path) -> None:
+def test_the_display_knows_whether_the_run_had_begun(tmp_path: Path) -> None:
     asked, display = experiment(tmp_path), Display(Console(file=io.StringIO()))
     opened = open_run(asked)
     _greet(opened, asked, display)

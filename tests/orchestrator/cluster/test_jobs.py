@@ -195,7 +195,7 @@ def test_a_reader_that_has_gone_is_not_a_cluster_that_is_lost() -> None:
         (["jobs", "ls"], "no cluster answers at http://127.0.0.1:"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2_I5(
+def test_what_is_wrong_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     # What the environment says of another cluster does not count.

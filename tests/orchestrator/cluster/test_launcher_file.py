@@ -135,7 +135,7 @@ def test_a_file_that_is_none_is_wrong_input(tmp_path: Path, text: str | None) ->
         ({"workers": 1, "wait": None}, "set how long, as in scaling.wait=30m"),
     ],
 )
-def test_workers_that_never_fit_are_told_I5(scaling: dict[str, Any], fault: str | None) -> None:
+def test_workers_that_never_fit_are_told(scaling: dict[str, Any], fault: str | None) -> None:
     found = faults(load_cluster(str(ROOT / "cluster.yaml")), **scaling)
     assert (found == []) if fault is None else (len(found) == 1 and fault in found[0]), found
 

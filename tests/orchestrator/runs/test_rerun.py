@@ -94,7 +94,7 @@ def again(home: Path, *overrides: str, **options: object) -> tuple[str, str]:
 
 
 @pytest.mark.ray
-def test_the_record_of_a_run_suffices_for_the_same_weights_K3(
+def test_the_record_of_a_run_suffices_for_the_same_weights(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From another folder than the first time, which is gone, as that of a job is."""

@@ -71,14 +71,14 @@ def test_an_unfinished_run_goes_on_with_its_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed", "time_limit", "completed", "stopped"])
-def test_another_config_is_refused_with_the_difference_C12(tmp_path: Path, status: Any) -> None:
+def test_another_config_is_refused_with_the_difference(tmp_path: Path, status: Any) -> None:
     open_run(experiment(tmp_path)).run.update(status=status)
     with pytest.raises(RunConflictError, match=r"config.learning_rate: 0.01 -> 0.5\n"):
         open_run(experiment(tmp_path, learning_rate=0.5))
     assert Run(str(tmp_path / "tiny")).status == status
 
 
-def test_another_config_can_be_accepted_C12(tmp_path: Path) -> None:
+def test_another_config_can_be_accepted(tmp_path: Path) -> None:
     open_run(experiment(tmp_path)).run.update(status="interrupted")
     opened = open_run(experiment(tmp_path, learning_rate=0.5), accept_changes=True)
     assert [str(change) for change in opened.changes] == ["config.learning_rate: '0.01' -> '0.5'"]
@@ -126,7 +126,7 @@ def test_a_finished_run_is_finished_until_its_limit_is_raised(
     assert ((tmp_path / "tiny/run.json").read_text() == before) == (verdict == "finished")
 
 
-def test_a_run_whose_driver_died_is_interrupted_and_goes_on_C12(tmp_path: Path) -> None:
+def test_a_run_whose_driver_died_is_interrupted_and_goes_on(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     left_by_a_dead_driver(run)
     found = find_run("tiny", str(tmp_path))

@@ -246,9 +246,7 @@ def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: p
 
 
 @pytest.mark.parametrize(("number", "aborts"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_a_second_sigterm_leaves_a_slow_save_its_time_C1_C2(
-    tmp_path: Path, number: signal.Signals, aborts: bool
-) -> None:
+def test_a_second_sigterm_leaves_a_slow_save_its_time(tmp_path: Path, number: signal.Signals, aborts: bool) -> None:
     """A scheduler may repeat it; a person who presses Ctrl-C again means it."""
     asked = experiment(tmp_path)
     run = open_run(asked).run
@@ -315,9 +313,7 @@ def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("left_s", "waits"), [(-11.0, True), (60.0, False), (None, False)])
-def test_a_group_is_gone_after_the_deadline_of_its_machine_C4(
-    tmp_path: Path, left_s: float | None, waits: bool
-) -> None:
+def test_a_group_is_gone_after_the_deadline_of_its_machine(tmp_path: Path, left_s: float | None, waits: bool) -> None:
     """Ray ends it then without an error: who is to wait for it, or to call it silent, must know that it is gone."""
     asked = experiment(tmp_path)
     run = open_run(asked).run

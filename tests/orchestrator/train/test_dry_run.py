@@ -155,7 +155,7 @@ def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> N
         ({"trainer": Unvalidated, "evaluate_at_start": True}, "evaluate_at_start needs an evaluation"),
     ],
 )
-def test_what_fit_refuses_a_plan_refuses_I5(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_what_fit_refuses_a_plan_refuses(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(experiment(tmp_path, **change))
 

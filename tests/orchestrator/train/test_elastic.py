@@ -55,7 +55,7 @@ def test_one_number_is_no_range() -> None:
 
 @settings(deadline=None)
 @given(st.tuples(st.integers(1, 64), st.integers(1, 64)).map(sorted), st.floats(0.5, 1e6))
-def test_a_range_comes_back_from_a_file_K3(ends: list[int], seconds: float) -> None:
+def test_a_range_comes_back_from_a_file(ends: list[int], seconds: float) -> None:
     config = TinyConfig(global_batch_size=64, max_steps=1)
     scaling = Scaling(workers=(ends[0], ends[1]), grow_after=f"{seconds}s")  # type: ignore[arg-type]
     found = Experiment(name="tiny", trainer=TinyTrainer, config=config, scaling=scaling)

@@ -60,7 +60,7 @@ DIED = failure(kind="")
         pytest.param(failure("StorageError"), [failure(step=5)] * 9, False, id="neither is a storage that was away"),
     ],
 )
-def test_errors_of_the_code_and_of_machines_have_budgets_of_their_own_C7(
+def test_errors_of_the_code_and_of_machines_have_budgets_of_their_own(
     now: Failure, before: list[Failure], over: bool
 ) -> None:
     assert is_over_budget(now, before, max_failures=2, max_errors=1) is over
@@ -121,14 +121,14 @@ class Raises(TinyTrainer):
         ("loop", "between two steps"),
     ],
 )
-def test_an_error_says_what_its_rank_was_doing_C7_C8(where: str, phase: str) -> None:
+def test_an_error_says_what_its_rank_was_doing(where: str, phase: str) -> None:
     trainer = type("Raising", (Raises,), {"where": where})(TinyConfig(max_steps=1), world=World.alone("cpu"))
     with pytest.raises(ValueError, match=where) as raised:
         trainer.fit()
     assert phase_of(raised.value) == phase
 
 
-def test_a_failure_is_told_with_rank_step_and_phase_C7() -> None:
+def test_a_failure_is_told_with_rank_step_and_phase() -> None:
     told = str(Failure(attempt=2, rank=1, step=7, kind="ValueError", phase="evaluation", message="no rows"))
     assert told == "the worker of rank 1 raised ValueError at step 7 (evaluation): no rows"
 
@@ -256,7 +256,7 @@ class Controller:
         return [event for event in read_events(self.folder) if event["event"] == "group_failed"]
 
 
-def test_groups_that_die_before_they_say_that_they_are_there_are_told_and_counted_C7(tmp_path: Path) -> None:
+def test_groups_that_die_before_they_say_that_they_are_there_are_told_and_counted(tmp_path: Path) -> None:
     controller = Controller(tmp_path, max_failures=2)
     assert controller.tells(named(RuntimeError("the device is busy"))), "none of the user's code has run"
     controller.announces(1)
@@ -272,7 +272,7 @@ def test_groups_that_die_before_they_say_that_they_are_there_are_told_and_counte
     assert endings(read_events(controller.folder)) == (0, 3)
 
 
-def test_who_has_lost_the_run_is_not_tried_again_although_its_group_says_nothing_C7_C12(tmp_path: Path) -> None:
+def test_who_has_lost_the_run_is_not_tried_again_although_its_group_says_nothing(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
     controller.announces(1)
     controller.log.add("attempt_ended", attempt=1, status="resizing")
@@ -282,7 +282,7 @@ def test_who_has_lost_the_run_is_not_tried_again_although_its_group_says_nothing
     assert "raised RunConflictError (starting): another driver has it" in controller.told()[0]["text"]
 
 
-def test_an_error_without_a_name_is_counted_once_in_each_attempt_C7(tmp_path: Path) -> None:
+def test_an_error_without_a_name_is_counted_once_in_each_attempt(tmp_path: Path) -> None:
     controller = Controller(tmp_path, max_errors=1)
     for attempt, step in [(1, 3), (2, 6)]:
         controller.announces(attempt)
@@ -293,7 +293,7 @@ def test_an_error_without_a_name_is_counted_once_in_each_attempt_C7(tmp_path: Pa
     assert [event["step"] for event in controller.told()] == [3, 6]
 
 
-def test_machines_that_are_taken_away_have_the_one_budget_C4(tmp_path: Path) -> None:
+def test_machines_that_are_taken_away_have_the_one_budget(tmp_path: Path) -> None:
     """Also those of which Ray does not know that they were: a rank missed its peer first."""
     controller = Controller(tmp_path, max_failures=0, max_preemptions=2)
     for attempt in (1, 2, 3):

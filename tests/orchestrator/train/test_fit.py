@@ -162,7 +162,7 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
 
 
 @pytest.mark.ray
-def test_a_step_that_exits_is_a_failed_run_C8(ray_session: None, tmp_path: Path, data: str) -> None:
+def test_a_step_that_exits_is_a_failed_run(ray_session: None, tmp_path: Path, data: str) -> None:
     """Whatever code it exits with: nobody is to take a run for finished that is not."""
     found = experiment(tmp_path, data, workers=2, exit_at=3)
     with pytest.raises(TrainingFailedError, match=r"SystemExit at step 3 \(training step\)"):
@@ -260,7 +260,7 @@ def test_bad_data_is_a_mistake_in_what_was_asked_for(tmp_path: Path) -> None:
     assert isinstance(raised.value.__cause__, DataError)
 
 
-def test_a_wrong_config_is_refused_before_a_cluster_is_asked_for_anything_I5(
+def test_a_wrong_config_is_refused_before_a_cluster_is_asked_for_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the data is there, only its machines can tell."""

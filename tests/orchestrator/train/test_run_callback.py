@@ -94,7 +94,7 @@ def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
     assert "up to 8 samples in a forward pass: the update begins again with up to 4" in told["reason"]
 
 
-def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without_I3(tmp_path: Path) -> None:
+def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     with training(run) as program:
         ask_to_stop(run.folder, Stop(reason="enough"))
@@ -108,7 +108,7 @@ def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without_I3(tmp_path: Pat
     assert checkpoints(other) == []
 
 
-def test_who_has_lost_the_run_to_another_driver_ends_at_once_C12(tmp_path: Path) -> None:
+def test_who_has_lost_the_run_to_another_driver_ends_at_once(tmp_path: Path) -> None:
     """Two attempts must not write to one run, even where nobody else has ended the first."""
     run = open_run(experiment(tmp_path)).run
     with training(run) as program:
@@ -162,9 +162,7 @@ def noticed(
     return [*read_events(run.folder), {"event": "said", "lines": said}]
 
 
-def test_a_notice_is_heeded_by_one_checkpoint_for_each_machine_C4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_is_heeded_by_one_checkpoint_for_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(experiment(tmp_path)).run
     events = noticed(run, monkeypatch, left_s=60.0, save_took_s=1.0)
     notices = [event for event in events if event["event"] == "preemption_notice"]
@@ -179,7 +177,7 @@ def test_a_notice_is_heeded_by_one_checkpoint_for_each_machine_C4(
     assert "the machine of rank 1 will be taken away in" in events[-1]["lines"][0]
 
 
-def test_a_checkpoint_that_would_come_too_late_is_not_begun_C5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_would_come_too_late_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(experiment(tmp_path)).run
     events = noticed(run, monkeypatch, left_s=10.0, save_took_s=20.0)
     assert [event["saves"] for event in events if event["event"] == "preemption_notice"] == [False, False]
@@ -187,7 +185,7 @@ def test_a_checkpoint_that_would_come_too_late_is_not_begun_C5(tmp_path: Path, m
     assert "no time for a checkpoint (one takes about 20 s): none is begun" in events[-1]["lines"][0]
 
 
-def test_after_a_notice_that_came_too_late_the_next_one_is_heard_C5(
+def test_after_a_notice_that_came_too_late_the_next_one_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = open_run(experiment(tmp_path)).run
@@ -199,9 +197,7 @@ def test_after_a_notice_that_came_too_late_the_next_one_is_heard_C5(
     assert "saving a checkpoint, and going on" in second
 
 
-def test_a_notice_is_heeded_although_nobody_can_be_told_of_it_C4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_is_heeded_although_nobody_can_be_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage of the run may be away for a moment: the save is asked for all the same, and the ears stay open."""
     run = open_run(experiment(tmp_path)).run
     add = EventLog.add
@@ -222,7 +218,7 @@ def test_a_notice_is_heeded_although_nobody_can_be_told_of_it_C4(
     ("left_s", "save_s", "leaves"),
     [(None, 100.0, True), (30.0, None, True), (30.0, 10.0, True), (30.0, 25.0, False), (-1.0, None, False)],
 )
-def test_there_is_the_time_for_a_checkpoint_or_not_C5(left_s: float | None, save_s: float | None, leaves: bool) -> None:
+def test_there_is_the_time_for_a_checkpoint_or_not(left_s: float | None, save_s: float | None, leaves: bool) -> None:
     assert leaves_time(left_s, save_s) is leaves
 
 
@@ -250,7 +246,7 @@ def notice(attempt: int) -> Event:
         pytest.param([started(1), failed(1, preempted=False), started(2), notice(2), started(3)], (1, 1), id="both"),
     ],
 )
-def test_preemptions_and_failures_are_counted_apart_C4(events: list[Event], counted: tuple[int, int]) -> None:
+def test_preemptions_and_failures_are_counted_apart(events: list[Event], counted: tuple[int, int]) -> None:
     assert endings(events) == counted
 
 
@@ -264,5 +260,5 @@ def test_preemptions_and_failures_are_counted_apart_C4(events: list[Event], coun
         (Failure(attempt=2, rank=0), False),
     ],
 )
-def test_after_a_notice_a_lost_rank_is_no_failure_C4(failure: Failure, expected: bool) -> None:
+def test_after_a_notice_a_lost_rank_is_no_failure(failure: Failure, expected: bool) -> None:
     assert was_preempted(failure, [started(1), notice(1)], {}) is expected

@@ -71,7 +71,7 @@ def ranks(tmp_path: Path) -> Ranks:
     return found
 
 
-def test_a_rank_that_falls_silent_is_named_then_ended_and_is_a_failure_of_the_machine_C13(ranks: Ranks) -> None:
+def test_a_rank_that_falls_silent_is_named_then_ended_and_is_a_failure_of_the_machine(ranks: Ranks) -> None:
     ranks.pass_s(5, 0)
     (late,) = ranks.told()
     assert (late["event"], late["ranks"], late["phase"], late["step"]) == ("rank_late", [1], "backward", 7)

@@ -116,14 +116,14 @@ def at(rank: int, phase: Any, for_s: float, **known: Any) -> Rank:
         pytest.param([at(0, "ended", 900, silent_s=900)], AUTO, None, False, id="all have ended"),
     ],
 )  # fmt: skip
-def test_who_keeps_the_others_waiting_C13(
+def test_who_keeps_the_others_waiting(
     ranks: list[Rank], patience: Patience, blamed: tuple[int, ...] | None, over: bool
 ) -> None:
     late = who_is_late(ranks, patience)
     assert (late.ranks if late else None, bool(late and late.is_over)) == (blamed, over)
 
 
-def test_it_is_told_with_rank_phase_and_time_C13() -> None:
+def test_it_is_told_with_rank_phase_and_time() -> None:
     stopped, waits = at(1, "forward", 31, silent_s=31.4), at(0, "backward", 31)
     assert str(who_is_late([waits, stopped], AUTO)) == (
         "rank 1 has said nothing for 31 s, last heard in phase 'forward' at step 12"
@@ -133,7 +133,7 @@ def test_it_is_told_with_rank_phase_and_time_C13() -> None:
     )
 
 
-def test_a_phase_of_unknown_length_ends_before_the_ranks_that_wait_give_up_C13(tmp_path: Path) -> None:
+def test_a_phase_of_unknown_length_ends_before_the_ranks_that_wait_give_up(tmp_path: Path) -> None:
     """Their collectives would time out, and what is raised there knows neither the rank nor its phase."""
     asked = experiment(tmp_path)
     patience = patience_of(asked, 0.5)

@@ -26,7 +26,7 @@ def _fit(values: list[float], callback: EarlyStopping, **options: Any) -> FitRes
     return Scripted(_config(), values=values, callbacks=[callback], **options).fit()
 
 
-def test_patience_of_two_stops_right_after_the_fourth_evaluation_H1_H3() -> None:
+def test_patience_of_two_stops_right_after_the_fourth_evaluation() -> None:
     stopping = EarlyStopping("validation/loss", mode="min", patience=2)
     result = _fit([1.0, 0.9, 0.9, 0.95, 0.8], stopping)
     assert (result.status, result.steps) == ("stopped", 8)
@@ -57,7 +57,7 @@ GOING_ON = [0.0] * 20
         ({"divergence": 0.0, "mode": "max"}, [1.0, -0.5], 4, "diverged: it is -0.5"),
     ],
 )
-def test_when_and_why_it_stops_H1_H3_D10(options: Any, values: list[float], steps: int, reason: str) -> None:
+def test_when_and_why_it_stops(options: Any, values: list[float], steps: int, reason: str) -> None:
     result = _fit(values + GOING_ON, EarlyStopping(**options))
     assert (result.status, result.steps) == ("stopped", steps)
     assert reason in result.reason
@@ -153,7 +153,7 @@ class Order(Callback):
         self.notes.append("end")
 
 
-def test_a_stop_saves_ends_the_epoch_and_the_run_in_this_order_G1_G5(tmp_path: Path) -> None:
+def test_a_stop_saves_ends_the_epoch_and_the_run_in_this_order(tmp_path: Path) -> None:
     order = Order()
     result = Scripted(
         _config(), values=[1.0, 2.0], callbacks=[order, EarlyStopping(patience=1)], run_dir=tmp_path
@@ -169,7 +169,7 @@ def _on_ranks(world: World) -> tuple[str, str, int, int]:
     return result.status, result.reason, result.steps, len(epochs)
 
 
-def test_all_ranks_stop_at_the_same_evaluation_and_end_their_epoch_G5_G6() -> None:
+def test_all_ranks_stop_at_the_same_evaluation_and_end_their_epoch() -> None:
     first, second = run_on_ranks(_on_ranks, 2)
     assert first == second
     assert (first[0], first[2:]) == ("stopped", (4, 1))

@@ -97,7 +97,7 @@ class SometimesBad(TinyTrainer):
         return outputs
 
 
-def test_it_leaves_out_updates_that_were_skipped_D6() -> None:
+def test_it_leaves_out_updates_that_were_skipped() -> None:
     ema, watch = Ema(0.7), Watch()
     trainer = SometimesBad(_config(num_rows=96, non_finite="skip"), world=ALONE, callbacks=[watch, ema])
     trainer.fit()
@@ -122,7 +122,7 @@ class Inside(Callback):
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
-def test_evaluations_see_the_averages_and_training_does_not_F3(evaluate: bool) -> None:
+def test_evaluations_see_the_averages_and_training_does_not(evaluate: bool) -> None:
     """Two averages side by side, one of them evaluated; training goes on as if there were none."""
     ema, other, watch, spy = Ema(0.7, evaluate=evaluate), Ema(0.2, evaluate=False), Watch(), Inside()
     config = _config(evaluate_every="3 steps")
@@ -137,7 +137,7 @@ def test_evaluations_see_the_averages_and_training_does_not_F3(evaluate: bool) -
     assert _equal(_flat(other), _wanted(watch.seen, 0.2))
 
 
-def test_the_weights_are_back_after_an_error_in_an_evaluation_F3() -> None:
+def test_the_weights_are_back_after_an_error_in_an_evaluation() -> None:
     class Fails(TinyTrainer):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             raise LookupError("in the step")
@@ -154,7 +154,7 @@ def test_the_weights_are_back_after_an_error_in_an_evaluation_F3() -> None:
 
 
 @pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["first", "last"])
-def test_a_resumed_average_is_the_uninterrupted_one_A9_B14(tmp_path: Path, order: slice) -> None:
+def test_a_resumed_average_is_the_uninterrupted_one(tmp_path: Path, order: slice) -> None:
     """Two averages, whatever callback stands before or after them, stopped at an odd place, twice."""
 
     def callbacks(*stops: Callback) -> list[Callback]:
@@ -288,7 +288,7 @@ def _on_ranks(world: World, folder: str) -> dict[str, Any]:
     return {"whole": results, "resumed": {name: half["average"] for name, half in halves.items()}}
 
 
-def test_averages_are_the_same_under_every_strategy_and_resume_under_another_A5_A9(tmp_path: Path) -> None:
+def test_averages_are_the_same_under_every_strategy_and_resume_under_another(tmp_path: Path) -> None:
     for results in run_on_ranks(_on_ranks, 2, str(tmp_path)):
         whole = results["whole"]
         for name, each in whole.items():

@@ -76,7 +76,7 @@ def on_ranks(world: World) -> list[dict[int, dict[str, float]]]:
     return [records(world, GradientNorms(every=2, top=3), strategy=strategy) for strategy in ("ddp", "fsdp")]
 
 
-def test_they_are_those_of_the_whole_gradient_on_every_rank_C7() -> None:
+def test_they_are_those_of_the_whole_gradient_on_every_rank() -> None:
     alone = records(World.alone("cpu"), GradientNorms(every=2, top=3))
     for rank in run_on_ranks(on_ranks, 2):
         for each in rank:

@@ -71,14 +71,14 @@ def test_every_hook_of_every_callback_is_called_in_order_with_all_arguments() ->
     assert callbacks.overridden == set(HOOKS)
 
 
-def test_misspelt_hook_is_an_error_when_the_class_is_made_G2() -> None:
+def test_misspelt_hook_is_an_error_when_the_class_is_made() -> None:
     with pytest.raises(TypeError, match="defines on_step_ended, which nothing calls; did you mean on_step_end"):
 
         class Ema(Callback):
             def on_step_ended(self, trainer: Any) -> None: ...
 
 
-def test_misspelt_hook_of_a_mixin_is_an_error_too_G2() -> None:
+def test_misspelt_hook_of_a_mixin_is_an_error_too() -> None:
     class Mixin:
         def on_epoch_ends(self, trainer: Any) -> None: ...
 
@@ -103,13 +103,13 @@ def test_hooks_may_take_any_arguments_and_further_defaults() -> None:
     assert CallbackList([Spy()]).overridden == {"on_epoch_end", "on_step_end"}
 
 
-def test_two_instances_of_one_class_both_run_G3() -> None:
+def test_two_instances_of_one_class_both_run() -> None:
     log: list[Any] = []
     CallbackList([Recorder("a", log), Recorder("b", log)]).on_step_end("trainer")  # type: ignore[arg-type]
     assert log == [("a", "trainer"), ("b", "trainer")]
 
 
-def test_function_object_and_trainer_method_work_together_G7() -> None:
+def test_function_object_and_trainer_method_work_together() -> None:
     seen: list[Any] = []
 
     class Fake:
@@ -131,7 +131,7 @@ def test_function_object_and_trainer_method_work_together_G7() -> None:
     assert seen == [("method", {"loss": 1.0}), ("function", 4, {"loss": 1.0}), ("object", {"loss": 1.0})]
 
 
-def test_hooks_of_a_trainer_class_are_guarded_as_well_G2() -> None:
+def test_hooks_of_a_trainer_class_are_guarded_as_well() -> None:
     class Misspelt:
         def on_step_ended(self) -> None: ...
 
@@ -144,13 +144,13 @@ def test_hooks_of_a_trainer_class_are_guarded_as_well_G2() -> None:
         check_hooks(WithTrainer, leading=("self",))
 
 
-def test_error_of_a_hook_names_callback_and_hook_C10() -> None:
+def test_error_of_a_hook_names_callback_and_hook() -> None:
     with pytest.raises(TypeError, match="bad operand") as caught:
         CallbackList([Recorder(), Broken()]).on_step_end(None)  # type: ignore[arg-type]
     assert caught.value.__notes__ == ["raised by Broken.on_step_end"]
 
 
-def test_error_of_a_function_names_the_function_C10() -> None:
+def test_error_of_a_function_names_the_function() -> None:
     def report(trainer: Any, epoch: int, metrics: Any) -> None:
         raise ValueError("no network")
 
@@ -163,7 +163,7 @@ def test_error_of_a_function_names_the_function_C10() -> None:
     assert "report.on_epoch_end" in caught.value.__notes__[0]
 
 
-def test_fit_end_reaches_all_and_the_first_error_wins_G5() -> None:
+def test_fit_end_reaches_all_and_the_first_error_wins() -> None:
     last = Recorder("last")
     with pytest.raises(OSError, match="disk full") as caught:
         CallbackList([Broken(), Broken(), last]).on_fit_end(None, None)  # type: ignore[arg-type]
@@ -174,14 +174,14 @@ def test_fit_end_reaches_all_and_the_first_error_wins_G5() -> None:
     ]
 
 
-def test_fit_end_never_masks_the_error_of_the_run_C8() -> None:
+def test_fit_end_never_masks_the_error_of_the_run() -> None:
     last, error = Recorder("last"), ValueError("loss is bad")
     CallbackList([Broken(), last]).on_fit_end(None, error)  # type: ignore[arg-type]
     assert last.log == [("last", error)]
     assert error.__notes__ == ["besides, Broken.on_fit_end raised OSError: disk full"]
 
 
-def test_states_find_their_callback_by_class_and_place_B14() -> None:
+def test_states_find_their_callback_by_class_and_place() -> None:
     states = CallbackList([Recorder("a"), Broken(), Recorder("b"), Recorder()]).state_dict()
     assert states == {"Recorder/0": {"name": "a"}, "Recorder/1": {"name": "b"}}
     restored = [Recorder(), Recorder(), Recorder("fresh")]

@@ -49,7 +49,7 @@ def fit(stream: io.StringIO, *, live: bool | None = None, world: World | None = 
     Tiny(Config(), callbacks=[bar], printer=bar.print, world=world or World.alone("cpu")).fit()
 
 
-def test_without_a_terminal_there_is_one_line_per_record_F7() -> None:
+def test_without_a_terminal_there_is_one_line_per_record() -> None:
     stream = io.StringIO()
     fit(stream)
     written = stream.getvalue()
@@ -65,7 +65,7 @@ def test_without_a_terminal_there_is_one_line_per_record_F7() -> None:
     assert len(lines) == 7
 
 
-def test_on_a_terminal_a_bar_is_redrawn_and_lines_stand_above_it_F7() -> None:
+def test_on_a_terminal_a_bar_is_redrawn_and_lines_stand_above_it() -> None:
     stream = io.StringIO()
     fit(stream, live=True)
     screen: list[str] = [""]
@@ -93,7 +93,7 @@ class OfTwoSets(Tiny):
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_named_evaluation_sets_each_have_their_numbers_in_the_line_F7(live: bool) -> None:
+def test_named_evaluation_sets_each_have_their_numbers_in_the_line(live: bool) -> None:
     stream = io.StringIO()
     OfTwoSets(Config(), callbacks=[ProgressBar(stream, live=live)], world=World.alone("cpu")).fit()
     lines = re.split(r"\n|\r\x1b\[2K", stream.getvalue())
@@ -110,7 +110,7 @@ def lines_of_rank(world: World) -> str:
     return stream.getvalue()
 
 
-def test_only_the_main_rank_prints_F7() -> None:
+def test_only_the_main_rank_prints() -> None:
     main, other = run_on_ranks(lines_of_rank, 2)
     assert "step 12/12" in main or "step 6/6" in main
     assert other == ""

@@ -61,7 +61,7 @@ def test_texts_and_images_reach_the_person_and_the_trackers() -> None:
     assert printed[0].startswith("poem after step 3: best class ")
 
 
-def test_training_is_the_same_with_and_without_them_F3() -> None:
+def test_training_is_the_same_with_and_without_them() -> None:
     """In evaluation mode, with the averages, without gradients; and all random numbers are those of before."""
     seen: list[Any] = []
     ema = Ema(0.5)
@@ -100,7 +100,7 @@ def test_a_failure_is_one_warning_and_training_goes_on(made: Any) -> None:
     assert trainer.training
 
 
-def test_ctrl_c_while_sampling_is_no_failure_C9() -> None:
+def test_ctrl_c_while_sampling_is_no_failure() -> None:
     def interrupted(trainer: Any) -> None:
         raise KeyboardInterrupt
 

@@ -51,12 +51,12 @@ def records_of(trainer_class: type[TinyTrainer], config: TinyConfig, *callbacks:
     return losses.records
 
 
-def test_padding_is_no_token_F8() -> None:
+def test_padding_is_no_token() -> None:
     for record in records_of(Padded, config_of()).values():
         assert record["tokens_per_s"] / record["samples_per_s"] == pytest.approx(3)
 
 
-def test_the_tokens_of_a_run_are_counted_over_a_resume_and_limit_it_F8_H3(tmp_path: Path) -> None:
+def test_the_tokens_of_a_run_are_counted_over_a_resume_and_limit_it(tmp_path: Path) -> None:
     """Stopped inside an interval of three updates, of 24 tokens each; the limit is looked at when they are counted."""
     config = config_of(max_steps=None, max_tokens=96, log_every=Duration(3, "steps"))
     first = Padded(config, run_dir=tmp_path, world=ALONE, callbacks=[StopAt(2)]).fit()
@@ -83,7 +83,7 @@ def tokens_per_sample(world: World) -> tuple[list[float], float]:
     return ratios, max(record["tokens"] for record in records.values())
 
 
-def test_rows_that_only_keep_ranks_in_step_count_nowhere_F8() -> None:
+def test_rows_that_only_keep_ranks_in_step_count_nowhere() -> None:
     for ratios, tokens in run_on_ranks(tokens_per_sample, 2):
         assert tokens == 20 * 3
         assert ratios
@@ -226,7 +226,7 @@ class OnGpu(TinyTrainer):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_between_two_records_nothing_waits_for_the_gpu_D12() -> None:
+def test_between_two_records_nothing_waits_for_the_gpu() -> None:
     watch = NoWaiting(log_every=10)
     usual = [
         ProgressBar(io.StringIO(), live=True),
@@ -270,7 +270,7 @@ def on_two_ranks(world: World) -> tuple[dict[str, float], str, list[str]]:
     raise AssertionError("nothing failed")
 
 
-def test_peaks_of_all_ranks_and_help_where_one_runs_out_of_memory_C15() -> None:
+def test_peaks_of_all_ranks_and_help_where_one_runs_out_of_memory() -> None:
     (record, failed, notes), (other_record, out_of_memory, help_) = run_on_ranks(on_two_ranks, 2)
     assert record["peak_memory_rank"] == 1
     assert record["peak_memory_bytes/1"] - record["peak_memory_bytes/0"] > 250e6
@@ -288,7 +288,7 @@ def test_peaks_of_all_ranks_and_help_where_one_runs_out_of_memory_C15() -> None:
     assert "peak memory in the last record: rank 0: " in text
 
 
-def test_a_real_failure_to_allocate_on_a_cpu_is_known_and_others_are_not_C15() -> None:
+def test_a_real_failure_to_allocate_on_a_cpu_is_known_and_others_are_not() -> None:
     class Greedy(TinyTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return torch.empty(2**55, dtype=torch.uint8)

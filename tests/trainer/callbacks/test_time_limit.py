@@ -59,17 +59,17 @@ def _config(**changes: Any) -> TinyConfig:
         (Duration(60, "seconds"), 60),
     ],
 )  # fmt: skip
-def test_times_are_parsed_C11(limit: Any, seconds: float) -> None:
+def test_times_are_parsed(limit: Any, seconds: float) -> None:
     assert TimeLimit(limit).limit_s == seconds
 
 
 @pytest.mark.parametrize("limit", ["2 months", "500 steps", "2 epochs", "500", 0, -1, "soon", True, None])
-def test_what_is_no_time_is_refused_when_it_is_made_C11(limit: Any) -> None:
+def test_what_is_no_time_is_refused_when_it_is_made(limit: Any) -> None:
     with pytest.raises(ConfigError):
         TimeLimit(limit)
 
 
-def test_the_limit_counts_over_attempts_saves_and_is_told_C11_H3(tmp_path: Path, clock: Clock) -> None:
+def test_the_limit_counts_over_attempts_saves_and_is_told(tmp_path: Path, clock: Clock) -> None:
     """Three attempts of a fraction of the limit each, ended by a stop; a fourth has next to nothing left."""
 
     def fit(limit_s: float) -> Any:
@@ -95,7 +95,7 @@ def test_a_checkpoint_knows_the_time_up_to_it_though_nothing_was_logged(tmp_path
     assert 1000 <= resumed.progress.elapsed_s < 1200
 
 
-def test_setting_up_counts_and_hastens_nothing_else_C11(tmp_path: Path, clock: Clock) -> None:
+def test_setting_up_counts_and_hastens_nothing_else(tmp_path: Path, clock: Clock) -> None:
     class Compiles(TinyTrainer):
         def configure_models(self) -> None:
             super().configure_models()
@@ -110,7 +110,7 @@ def test_setting_up_counts_and_hastens_nothing_else_C11(tmp_path: Path, clock: C
     assert (result.status, result.steps) == ("time_limit", 0)
 
 
-def test_an_evaluation_is_cut_short_C11(clock: Clock) -> None:
+def test_an_evaluation_is_cut_short(clock: Clock) -> None:
     trainer = TinyTrainer(
         _config(evaluate_every="1 steps"), world=ALONE, callbacks=[Slow(clock, batch_s=200.0), TimeLimit(300)]
     )
@@ -129,7 +129,7 @@ def _on_ranks(world: World) -> tuple[str, int]:
     return result.status, result.steps
 
 
-def test_the_clock_of_the_main_rank_decides_for_all_C11() -> None:
+def test_the_clock_of_the_main_rank_decides_for_all() -> None:
     first, second = run_on_ranks(_on_ranks, 2)
     assert first == second
     assert first[0] == "time_limit"

@@ -213,7 +213,7 @@ def _run_and_resume(world: World, folder: str, strategy: str) -> list[list[int]]
     return [saved.steps, saved.told_at]
 
 
-def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained_B10(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained(tmp_path: Path) -> None:
     _run_and_resume(ALONE, str(tmp_path), "none")
 
 
@@ -224,7 +224,7 @@ def test_ranks_hear_of_a_checkpoint_at_the_same_update(tmp_path: Path, strategy:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_save_is_tried_again_as_often_as_that_is_asked_for_B8(
+def test_a_save_is_tried_again_as_often_as_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     from headway.trainer.checkpoints import storage
@@ -279,14 +279,14 @@ def _fails_at_first(world: World, folder: str) -> list[str]:
     return [str(each.message) for each in warned if "trying again" in str(each.message)]
 
 
-def test_all_ranks_try_again_when_one_has_failed_B8(tmp_path: Path) -> None:
+def test_all_ranks_try_again_when_one_has_failed(tmp_path: Path) -> None:
     first, second = run_on_ranks(_fails_at_first, 2, str(tmp_path))
     assert len(first) == 1
     assert "rank 1: OSError: [Errno 5] Input/output error" in first[0]
     assert second == []  # one warns for all
 
 
-def test_a_failure_surfaces_and_what_was_saved_before_stays_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_surfaces_and_what_was_saved_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.trainer.checkpoints import storage
 
     commit = storage._Local.commit
@@ -352,7 +352,7 @@ def test_averages_that_a_hook_applies_wait_for_the_save(tmp_path: Path, monkeypa
     assert looks.is_set()
 
 
-def test_training_goes_on_while_a_save_is_under_way_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.trainer.checkpoints import storage
 
     commit, has_gone_on = storage._Local.commit, threading.Event()
@@ -372,7 +372,7 @@ def test_training_goes_on_while_a_save_is_under_way_B9(tmp_path: Path, monkeypat
     assert saved.steps[0] == 3
 
 
-def test_a_save_waits_for_the_one_that_is_under_way_B9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_the_one_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.trainer.checkpoints import storage
 
     commit, under_way, most = storage._Local.commit, [0], [0]

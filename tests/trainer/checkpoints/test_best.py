@@ -69,7 +69,7 @@ def _on_disk(run_dir: Path) -> list[int]:
         ("min", [0.9000000000000001, 0.9], [0.9000000000000001]),
     ],
 )
-def test_best_is_finite_earliest_and_of_its_mode_D10_H1(mode: Any, values: list[float], taken: list[float]) -> None:
+def test_best_is_finite_earliest_and_of_its_mode(mode: Any, values: list[float], taken: list[float]) -> None:
     best = Best(mode)
     assert [value for step, value in enumerate(values) if best.offer(value, step=step)] == taken
     assert (best.value, best.step) == (taken[-1], values.index(taken[-1]))
@@ -78,7 +78,7 @@ def test_best_is_finite_earliest_and_of_its_mode_D10_H1(mode: Any, values: list[
     assert again == best
 
 
-def test_a_gain_must_beat_min_delta_H1() -> None:
+def test_a_gain_must_beat_min_delta() -> None:
     best = Best("min", min_delta=0.1)
     assert [best.offer(value, step=0) for value in (1.0, 0.95, 0.9, 0.89, 0.8)] == [True, False, False, True, False]
     best = Best("max", min_delta=0.1)
@@ -128,7 +128,7 @@ def _checkpoints(*losses: float | None) -> list[Checkpoint]:
         ),
     ],
 )
-def test_what_is_kept_is_a_pure_function_B6(
+def test_what_is_kept_is_a_pure_function(
     retention: Retention, losses: list[float | None], best: int | None, deleted: list[int]
 ) -> None:
     there = _checkpoints(*losses)
@@ -136,7 +136,7 @@ def test_what_is_kept_is_a_pure_function_B6(
     assert [each.step for each in retention.superseded(there)] == deleted
 
 
-def test_the_best_evaluation_is_saved_and_stays_B6(tmp_path: Path) -> None:
+def test_the_best_evaluation_is_saved_and_stays(tmp_path: Path) -> None:
     config = _config(steps=8, checkpoint={"save_best": True, "every": "1 steps", "keep_last": 2})
     values = [3.0, NAN, 1.0, 2.0, 1.0, 4.0, 5.0, 6.0]
     result = Scripted(config, values=values, run_dir=tmp_path).fit()
@@ -147,7 +147,7 @@ def test_the_best_evaluation_is_saved_and_stays_B6(tmp_path: Path) -> None:
     assert read_checkpoint(result.last_checkpoint).step == 8
 
 
-def test_the_last_the_best_and_every_nth_stay_B6(tmp_path: Path) -> None:
+def test_the_last_the_best_and_every_nth_stay(tmp_path: Path) -> None:
     checkpoint = {"every": "1 steps", "keep_last": 2, "keep_every": "5 steps", "save_best": True}
     Scripted(_config(steps=12, checkpoint=checkpoint), values=[3.0, 2.0, 1.0, *[4.0] * 9], run_dir=tmp_path).fit()
     assert _on_disk(tmp_path) == [3, 5, 10, 11, 12]
@@ -198,14 +198,14 @@ def test_the_last_checkpoint_knows_of_the_last_evaluation(tmp_path: Path) -> Non
     assert (again.status, again.best_metric, again.best_step) == ("completed", 1.0, 4)
 
 
-def test_never_a_finite_value_is_no_best_D10(tmp_path: Path) -> None:
+def test_never_a_finite_value_is_no_best(tmp_path: Path) -> None:
     config = _config(steps=3, checkpoint={"save_best": True, "every": "1 steps"})
     result = Scripted(config, values=[NAN, INF, NAN], run_dir=tmp_path).fit()
     assert (result.best_checkpoint, result.best_metric, result.best_step) == (None, None, None)
     assert _on_disk(tmp_path) == [2, 3]
 
 
-def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved_B5(tmp_path: Path) -> None:
+def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved(tmp_path: Path) -> None:
     config = _config(steps=4, checkpoint={"monitor": "validation/f1", "every": "1 steps", "save_best": True})
     trainer = Scripted(config, values=[1.0] * 4, run_dir=tmp_path)
     with pytest.warns(CheckpointWarning, match=r"monitor is 'validation/f1', but .* gave validation/loss: ") as caught:
@@ -215,7 +215,7 @@ def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved_B5(tmp_p
     assert (result.status, result.best_checkpoint, result.best_metric) == ("completed", None, None)
 
 
-def test_a_rehearsal_finds_out_that_the_monitor_is_not_there_B5(tmp_path: Path) -> None:
+def test_a_rehearsal_finds_out_that_the_monitor_is_not_there(tmp_path: Path) -> None:
     """Before the first update, where the first evaluation is far away; and it makes no state the best."""
     checkpoint = {"monitor": "validation/f1", "save_best": True}
     config = replace(_config(steps=3, checkpoint=checkpoint, every=100), sanity_batches=1)
@@ -267,7 +267,7 @@ def test_the_best_of_an_epoch_is_saved_with_its_history(tmp_path: Path) -> None:
     assert (resumed.best_metric, resumed.best_step) == (result.best_metric, result.best_step) == (1.0, 8)
 
 
-def test_state_that_does_not_pickle_names_callback_and_key_B13(tmp_path: Path) -> None:
+def test_state_that_does_not_pickle_names_callback_and_key(tmp_path: Path) -> None:
     class Holds(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"seen": 3, "guards": [threading.Lock()]}

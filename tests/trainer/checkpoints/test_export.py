@@ -203,7 +203,7 @@ def test_averages_that_have_not_begun_are_not_exported(tmp_path: Path) -> None:
         load_weights(tmp_path / "checkpoints" / "step-00000003", ema=True)
 
 
-def test_a_checkpoint_that_is_damaged_or_none_is_not_exported_E2(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_damaged_or_none_is_not_exported(tmp_path: Path) -> None:
     train(TinyTrainer, World.alone("cpu"), str(tmp_path), "none")
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
     (shard,) = checkpoint.glob("*.distcp")
@@ -236,5 +236,5 @@ def wrap(world: World) -> None:
     assert unwrap(torch.compile(checkpoint_wrapper(model))) is model  # type: ignore[arg-type]
 
 
-def test_unwrap_finds_the_same_module_in_any_nesting_G10() -> None:
+def test_unwrap_finds_the_same_module_in_any_nesting() -> None:
     run_on_ranks(wrap, 1)

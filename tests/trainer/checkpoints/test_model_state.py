@@ -152,7 +152,7 @@ def test_the_next_step_is_bit_equal_for_every_optimizer(tmp_path: Path, name: st
         ]
 
 
-def test_moments_keep_their_own_dtype_A7(tmp_path: Path) -> None:
+def test_moments_keep_their_own_dtype(tmp_path: Path) -> None:
     model = build().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for parameter in model.parameters():
@@ -272,7 +272,7 @@ def resume_all(world: World, saved: dict[Any, Checkpoint], strategies: tuple[str
     }
 
 
-def test_saved_under_one_strategy_and_number_of_ranks_resumed_under_all_others_A4_A5_A6() -> None:
+def test_saved_under_one_strategy_and_number_of_ranks_resumed_under_all_others() -> None:
     with tempfile.TemporaryDirectory() as root:
         ran: dict[tuple[int, str, str], list[Any]] = {}
         for size, strategies in ((1, ("plain",)), (2, ("ddp", "fsdp+wrapped"))):

@@ -64,7 +64,7 @@ class OtherHead(TinyTrainer):
         self.model.last = nn.Linear(self.config.width, 5)
 
 
-def test_a_run_may_begin_with_the_weights_of_another_A15(tmp_path: Path) -> None:
+def test_a_run_may_begin_with_the_weights_of_another(tmp_path: Path) -> None:
     first, trained = _fit(tmp_path / "first")
     said: list[str] = []
     begins = Frugal()
@@ -86,7 +86,7 @@ def test_a_run_may_begin_with_the_weights_of_another_A15(tmp_path: Path) -> None
     assert (again.steps, again.resumed_from) == (8, second.last_checkpoint)
 
 
-def test_a_run_that_exists_cannot_begin_with_other_weights_A15(tmp_path: Path) -> None:
+def test_a_run_that_exists_cannot_begin_with_other_weights(tmp_path: Path) -> None:
     first, _ = _fit(tmp_path / "first")
     _fit(tmp_path / "second", StopAt(3))
     with pytest.raises(ConfigError, match="begins a new run, and this one has a checkpoint already.*began without"):
@@ -96,7 +96,7 @@ def test_a_run_that_exists_cannot_begin_with_other_weights_A15(tmp_path: Path) -
         trainer.fit(resume=first.last_checkpoint)
 
 
-def test_weights_that_differ_are_listed_and_may_be_left_out_A15(tmp_path: Path) -> None:
+def test_weights_that_differ_are_listed_and_may_be_left_out(tmp_path: Path) -> None:
     first, trained = _fit(tmp_path / "first")
     with pytest.raises(
         CheckpointError,
@@ -135,7 +135,7 @@ def test_weights_that_differ_are_listed_and_may_be_left_out_A15(tmp_path: Path) 
         TinyTrainer(_config(init_from=str(tmp_path / "no-such")), world=ALONE).fit()
 
 
-def test_pieces_of_the_loop_begin_with_the_same_weights_A15(tmp_path: Path) -> None:
+def test_pieces_of_the_loop_begin_with_the_same_weights(tmp_path: Path) -> None:
     first, trained = _fit(tmp_path / "first")
     wanted = trained.evaluate()
     trainer = TinyTrainer(_config(init_from=first.last_checkpoint, seed=5), world=ALONE, printer=lambda text: None)
@@ -279,7 +279,7 @@ def test_parts_of_a_checkpoint_may_be_left(tmp_path: Path) -> None:
             resumed(*wrong)
 
 
-def test_other_data_is_read_from_its_beginning_where_that_is_allowed_A13(tmp_path: Path) -> None:
+def test_other_data_is_read_from_its_beginning_where_that_is_allowed(tmp_path: Path) -> None:
     _fit(tmp_path, StopAt(6))
     with pytest.raises(DataError, match=r'was Rows\[32\] and is Rows\[48\].*changed_data="reset"'):
         _fit(tmp_path, num_rows=48)
@@ -301,7 +301,7 @@ def test_other_data_is_read_from_its_beginning_where_that_is_allowed_A13(tmp_pat
     assert trainer.seen[0] == (8, list(range(16, 24)))
 
 
-def test_a_longer_run_says_what_becomes_of_its_learning_rate_A12(tmp_path: Path) -> None:
+def test_a_longer_run_says_what_becomes_of_its_learning_rate(tmp_path: Path) -> None:
     """A function of the step is that of the new length; torch's own keep the settings that they were saved with."""
 
     class Linear(TinyTrainer):
@@ -329,7 +329,7 @@ def test_a_longer_run_says_what_becomes_of_its_learning_rate_A12(tmp_path: Path)
             assert trainer.scheduler.T_max == 8
 
 
-def test_the_result_and_the_warning_say_what_the_data_guarantees_A17(
+def test_the_result_and_the_warning_say_what_the_data_guarantees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _fit(tmp_path / "exact")[0].data_guarantee == "exact"
@@ -385,7 +385,7 @@ def test_what_has_trained_cannot_begin_anew_and_its_records_stay(tmp_path: Path)
 
 
 @pytest.mark.parametrize("piece", ["train_epoch", "save_checkpoint", "train_step"])
-def test_a_piece_alone_does_not_begin_over_a_run_that_is_there_G9(tmp_path: Path, piece: str) -> None:
+def test_a_piece_alone_does_not_begin_over_a_run_that_is_there(tmp_path: Path, piece: str) -> None:
     result, _ = _fit(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     trainer = TinyTrainer(_config(), run_dir=tmp_path, world=ALONE)
@@ -585,7 +585,7 @@ def _on_ranks(world: World, folder: str, checkpoint: str) -> dict[str, Any]:
     return found
 
 
-def test_two_ranks_borrow_and_begin_with_the_same_weights_A15(tmp_path: Path) -> None:
+def test_two_ranks_borrow_and_begin_with_the_same_weights(tmp_path: Path) -> None:
     first, trained = _fit(tmp_path / "first", StopAt(5))
     wanted = trained.evaluate()
     for rank in run_on_ranks(_on_ranks, 2, str(tmp_path), first.last_checkpoint):

@@ -24,7 +24,7 @@ def draw() -> tuple[Any, ...]:
     )
 
 
-def test_a_restored_state_goes_on_where_it_was_A2() -> None:
+def test_a_restored_state_goes_on_where_it_was() -> None:
     seed_everything(3, rank=0)
     draw()  # leaves half a pair of Gaussian numbers in Python's and NumPy's generators
     state = pickle.loads(pickle.dumps(RngState().state_dict()))
@@ -74,7 +74,7 @@ def test_every_rank_and_seed_has_a_stream_of_its_own_and_zero_is_a_seed() -> Non
     assert streams == [stream(seed, rank) for seed in (0, 1, 2**63 - 1) for rank in ranks]
 
 
-def test_a_missing_generator_is_one_warning_and_the_others_are_restored_A16() -> None:
+def test_a_missing_generator_is_one_warning_and_the_others_are_restored() -> None:
     seed_everything(5, rank=0)
     state = RngState().state_dict()
     expected = draw()

@@ -194,7 +194,7 @@ def test_any_float_is_a_metric_and_the_manifest_is_json(tmp_path: Path) -> None:
         assert again.meta == {"limits": [math.inf, {"a": None}]}
 
 
-def test_no_checkpoint_at_all_is_none_not_an_error_B3(tmp_path: Path) -> None:
+def test_no_checkpoint_at_all_is_none_not_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "not" / "there"), world=ALONE)
     store.clean()
     assert store.newest_good() is None
@@ -203,14 +203,14 @@ def test_no_checkpoint_at_all_is_none_not_an_error_B3(tmp_path: Path) -> None:
     assert store.newest_good() is None
 
 
-def test_an_explicit_checkpoint_that_is_missing_is_an_error_B4(tmp_path: Path) -> None:
+def test_an_explicit_checkpoint_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing is not a checkpoint.*manifest\.json"):
         read_checkpoint(str(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "delete"])
 @pytest.mark.parametrize("file", ["*.distcp", "parts.pkl", ".metadata", "rank-00000.pt", "manifest.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_B2(tmp_path: Path, file: str, how: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, file: str, how: str) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)
     bad = save(store, 2)
@@ -267,7 +267,7 @@ def test_a_checkpoint_of_the_first_format_is_read_and_verified(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("file", ["*.distcp", "manifest.json"])
-def test_when_none_is_good_it_is_an_error_never_a_fresh_start_B2(tmp_path: Path, file: str) -> None:
+def test_when_none_is_good_it_is_an_error_never_a_fresh_start(tmp_path: Path, file: str) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     damage(save(store, 1), file, "truncate")
     damage(save(store, 2), file, "delete")
@@ -275,7 +275,7 @@ def test_when_none_is_good_it_is_an_error_never_a_fresh_start_B2(tmp_path: Path,
         CheckpointStore(str(tmp_path), world=ALONE).newest_good()
 
 
-def test_what_retention_cannot_look_at_is_a_warning_and_the_checkpoint_is_saved_B7(
+def test_what_retention_cannot_look_at_is_a_warning_and_the_checkpoint_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Raised on the main rank alone, it would leave the other ranks with a save that has succeeded."""
@@ -328,7 +328,7 @@ def test_the_newest_is_the_one_saved_last_even_when_a_run_went_back(tmp_path: Pa
     assert steps(store) == [10, 20, 12]
 
 
-def test_the_last_k_are_kept_and_the_one_resumed_from_B6(tmp_path: Path) -> None:
+def test_the_last_k_are_kept_and_the_one_resumed_from(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE, keep_last=2)
     for step in range(1, 13):
         save(store, step)
@@ -346,7 +346,7 @@ def test_the_last_k_are_kept_and_the_one_resumed_from_B6(tmp_path: Path) -> None
     assert all(each.name.startswith("step-") for each in tmp_path.iterdir())
 
 
-def test_what_a_person_pins_stays_while_the_run_goes_on_B6(tmp_path: Path) -> None:
+def test_what_a_person_pins_stays_while_the_run_goes_on(tmp_path: Path) -> None:
     for root in (str(tmp_path), f"memory://{uuid.uuid4().hex}/checkpoints"):
         store, storage = CheckpointStore(root, world=ALONE, keep_last=1), open_storage(root)
         for step in (1, 2):
@@ -420,7 +420,7 @@ def test_keep_last_is_checked(tmp_path: Path, keep_last: Any) -> None:
         CheckpointStore(str(tmp_path), world=ALONE, keep_last=keep_last)
 
 
-def test_a_run_that_begins_anew_keeps_its_own_best_and_leaves_those_of_the_run_before_B6(tmp_path: Path) -> None:
+def test_a_run_that_begins_anew_keeps_its_own_best_and_leaves_those_of_the_run_before(tmp_path: Path) -> None:
     options: dict[str, Any] = {"world": ALONE, "keep_last": 1, "monitor": "loss"}
     save(CheckpointStore(str(tmp_path), **options), 30, {"loss": 0.1})
     (tmp_path / ".partial-step-00000031-ab12").mkdir()
@@ -440,7 +440,7 @@ def test_a_run_that_begins_anew_keeps_its_own_best_and_leaves_those_of_the_run_b
     assert store.newest_good(up_to=2) is None
 
 
-def test_leftovers_are_removed_and_never_mistaken_B11(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_never_mistaken(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)
     for leftover in (".partial-step-00000002-ab12", ".deleted-step-00000000-cd34"):
@@ -452,7 +452,7 @@ def test_leftovers_are_removed_and_never_mistaken_B11(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "step-00000001"]
 
 
-def test_a_file_that_cannot_be_read_now_is_no_damage_and_nobody_goes_on_from_an_older_one_B2(
+def test_a_file_that_cannot_be_read_now_is_no_damage_and_nobody_goes_on_from_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
@@ -476,7 +476,7 @@ def test_a_file_that_cannot_be_read_now_is_no_damage_and_nobody_goes_on_from_an_
 
 
 @pytest.mark.parametrize("what", ["file", "manifest"])
-def test_what_a_disk_of_this_machine_has_lost_is_damaged_and_what_a_network_cannot_give_is_not_B2(
+def test_what_a_disk_of_this_machine_has_lost_is_damaged_and_what_a_network_cannot_give_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
@@ -549,7 +549,7 @@ def _lost_on_rank_1(world: World, root: str) -> tuple[Checkpoint | None, list[st
         return store.newest_good(), store.passed_over
 
 
-def test_what_one_rank_cannot_read_from_its_disk_all_pass_over_B2(tmp_path: Path) -> None:
+def test_what_one_rank_cannot_read_from_its_disk_all_pass_over(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good, _ = save(store, 1), save(store, 2)
     first, second = run_on_ranks(_lost_on_rank_1, 2, str(tmp_path))
@@ -579,7 +579,7 @@ def _client_fails_on_rank_1(world: World, root: str) -> list[str]:
     return [*told, str(newest.step)]
 
 
-def test_what_a_client_of_one_rank_raises_is_an_error_on_all_B8(tmp_path: Path) -> None:
+def test_what_a_client_of_one_rank_raises_is_an_error_on_all(tmp_path: Path) -> None:
     save(CheckpointStore(str(tmp_path), world=ALONE), 1)
     first, second = run_on_ranks(_client_fails_on_rank_1, 2, str(tmp_path), timeout_s=30.0)
     assert first == second
@@ -588,7 +588,7 @@ def test_what_a_client_of_one_rank_raises_is_an_error_on_all_B8(tmp_path: Path) 
     assert first[2] == "1"
 
 
-def test_what_does_not_pickle_is_named_with_its_part_and_key_B13(tmp_path: Path) -> None:
+def test_what_does_not_pickle_is_named_with_its_part_and_key(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)
     state = {"MyCallback": {"seen": [1, 2], "guard": [torch.ones(1), threading.Lock()]}}
@@ -623,7 +623,7 @@ def test_a_part_that_refuses_its_state_is_named(tmp_path: Path) -> None:
         store.load({"part": Refuses()}, rank_parts={}, checkpoint=saved)
 
 
-def test_random_state_that_is_missing_is_one_warning_A16(tmp_path: Path) -> None:
+def test_random_state_that_is_missing_is_one_warning(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     saved = save(store, 1)
     with pytest.warns(CheckpointWarning, match="no rng state") as caught:
@@ -631,7 +631,7 @@ def test_random_state_that_is_missing_is_one_warning_A16(tmp_path: Path) -> None
     assert len(caught) == 1
 
 
-def test_a_remote_store_works_like_a_local_one_B12() -> None:
+def test_a_remote_store_works_like_a_local_one() -> None:
     root = f"memory://run-{uuid.uuid4().hex}/checkpoints"
     store = CheckpointStore(root, world=ALONE, keep_last=2)
     assert store.newest_good() is None
@@ -672,7 +672,7 @@ def test_a_remote_store_works_like_a_local_one_B12() -> None:
     assert newest.step == 3
 
 
-def test_a_full_disk_is_an_error_and_the_previous_checkpoint_is_intact_B8(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_the_previous_checkpoint_is_intact(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)
     told = _in_child(_save_with_little_room, str(tmp_path))
@@ -693,12 +693,14 @@ def _save_with_little_room(root: str) -> str:
     return "saved"
 
 
-def test_a_disk_that_is_really_full_leaves_the_previous_one_and_says_so_B8(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full_leaves_the_previous_one_and_says_so(tmp_path: Path) -> None:
     """A file system of 3 MB, in a mount namespace that ends with the process."""
     alone = ["unshare", "--user", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("this machine allows no user namespaces")
-    program = f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -m tests.trainer.checkpoints.test_store"
+    program = (
+        f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -m tests.trainer.checkpoints.test_store"
+    )
     done = subprocess.run([*alone, "sh", "-c", f"{program} {tmp_path}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told, left, after = json.loads(done.stdout.splitlines()[-1])
@@ -721,7 +723,7 @@ def _fill_the_disk(root: str) -> list[Any]:
     return [told, left, steps(store)]
 
 
-def test_a_deletion_that_fails_is_a_warning_B7() -> None:
+def test_a_deletion_that_fails_is_a_warning() -> None:
     root = Path(tempfile.mkdtemp(prefix="headway-test-"))
     try:
         root.chmod(0o777)
@@ -794,7 +796,7 @@ def stream_of(seed: int, rank: int) -> float:
     return random.random()
 
 
-def test_saved_by_two_ranks_loaded_by_two_three_and_one_plain_process_A4(tmp_path: Path) -> None:
+def test_saved_by_two_ranks_loaded_by_two_three_and_one_plain_process(tmp_path: Path) -> None:
     saved, other = run_on_ranks(save_on_ranks, 2, str(tmp_path))
     assert saved == other
     assert {each.name for each in Path(saved.path).iterdir()} >= {"__0_0.distcp", "__1_0.distcp", "rank-00001.pt"}
@@ -848,7 +850,7 @@ def fail_on_one_rank(world: World, root: str) -> list[str]:
     return told
 
 
-def test_what_fails_on_one_rank_is_an_error_on_all_and_nobody_waits_B8(tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_is_an_error_on_all_and_nobody_waits(tmp_path: Path) -> None:
     first, second = run_on_ranks(fail_on_one_rank, 2, str(tmp_path))
     assert first == second
     unpicklable, full, taken, newest, refused = first
@@ -869,7 +871,7 @@ def damaged_on_ranks(world: World, root: str) -> tuple[Checkpoint | None, list[s
     return store.newest_good(), store.passed_over
 
 
-def test_all_ranks_choose_the_same_good_checkpoint_B2(tmp_path: Path) -> None:
+def test_all_ranks_choose_the_same_good_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)
     damage(save(store, 2), "*.distcp", "flip")

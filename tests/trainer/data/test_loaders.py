@@ -96,7 +96,7 @@ def _shuffled(drop_last: bool = False) -> DataLoader[Any]:
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16])
-def test_the_same_global_batches_at_every_number_of_ranks_E1_E4(world_size: int, micro_batch_size: int | None) -> None:
+def test_the_same_global_batches_at_every_number_of_ranks(world_size: int, micro_batch_size: int | None) -> None:
     settings = {"global_batch_size": 8, "micro_batch_size": micro_batch_size}
     for drop_last, steps in ((False, 13), (True, 12)):
         batches = _epoch(lambda: _shuffled(drop_last), world_size, **settings)  # noqa: B023
@@ -122,7 +122,7 @@ def test_a_loader_that_says_nothing_brings_its_own_batch_size() -> None:
     assert (first.global_num_samples, stream.steps_in_epoch(0), stream.samples_in_epoch(0)) == (24, 5, 103)
 
 
-def test_orders_are_those_of_seed_and_epoch_E4() -> None:
+def test_orders_are_those_of_seed_and_epoch() -> None:
     orders = {
         (seed, epoch): tuple(itertools.chain(*_epoch(_shuffled, 1, epoch, seed=seed)))
         for seed in (0, 1)
@@ -134,7 +134,7 @@ def test_orders_are_those_of_seed_and_epoch_E4() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 8, 96, 103])
-def test_any_place_in_an_epoch_is_found_without_reading_what_was_before_A14(offset: int) -> None:
+def test_any_place_in_an_epoch_is_found_without_reading_what_was_before(offset: int) -> None:
     whole = _epoch(_shuffled, 2, 1, global_batch_size=8)
     assert _epoch(_shuffled, 3, 1, offset, global_batch_size=8) == whole[offset // 8 + bool(offset % 8) :]
     data = Numbers(103)
@@ -447,7 +447,7 @@ def test_iterables_say_what_they_guarantee() -> None:
         assert as_stream(stream) is stream
 
 
-def test_a_dataset_that_knows_its_rows_tells_other_ones_of_the_same_length_A13() -> None:
+def test_a_dataset_that_knows_its_rows_tells_other_ones_of_the_same_length() -> None:
     dataset: Any = Numbers(8)
     # As Hugging Face's: a random one, where it cannot know.
     dataset._fingerprint = "deadbeef"
@@ -482,7 +482,7 @@ class Streamed(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_an_iterable_dataset_is_told_its_epoch_E2(options: dict[str, Any]) -> None:
+def test_an_iterable_dataset_is_told_its_epoch(options: dict[str, Any]) -> None:
     stream = _open(DataLoader(Streamed(), batch_size=16, **options))
     orders = [[batch.micro_batches[0].tolist() for batch in stream.epoch(epoch)] for epoch in (0, 1, 1, 2)]
     stream.close()
@@ -491,7 +491,7 @@ def test_an_iterable_dataset_is_told_its_epoch_E2(options: dict[str, Any]) -> No
     ]
 
 
-def test_a_sampler_inside_a_batch_sampler_is_told_its_epoch_E2() -> None:
+def test_a_sampler_inside_a_batch_sampler_is_told_its_epoch() -> None:
     sampler = DistributedSampler(Numbers(8), num_replicas=1, rank=0, seed=3)
     stream = _open(DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 8, drop_last=False)))
     first, second = ([batch.micro_batches for batch in stream.epoch(epoch)] for epoch in (0, 1))
@@ -545,9 +545,7 @@ class Uneven:
         (lambda: DataLoader(Rows(20), batch_size=8), {"max_steps": 7}, 7, 2),
     ],
 )
-def test_steps_and_epochs_of_what_people_bring_E2_E3(
-    data: Any, config: dict[str, Any], steps: int, epochs: int
-) -> None:
+def test_steps_and_epochs_of_what_people_bring(data: Any, config: dict[str, Any], steps: int, epochs: int) -> None:
     trainer = Brings(data(), _config(**config))
     result = trainer.fit()
     assert (result.status, result.steps, result.epochs) == ("completed", steps, epochs)
@@ -566,7 +564,7 @@ def test_an_iterable_begins_again_in_every_epoch_that_is_cut_as_a_resumed_one_wo
     assert [row for _, rows in trainer.seen for row in rows] == [*range(12), *range(12)]
 
 
-def test_a_new_epoch_has_a_new_order_E2() -> None:
+def test_a_new_epoch_has_a_new_order() -> None:
     trainer = Brings(DataLoader(Rows(16), batch_size=8, shuffle=True), _config(max_steps=4))
     trainer.fit()
     orders = [[row for step, rows in trainer.seen if step // 2 == epoch for row in rows] for epoch in (0, 1)]
@@ -574,13 +572,13 @@ def test_a_new_epoch_has_a_new_order_E2() -> None:
     assert orders[0] != orders[1]
 
 
-def test_an_iterator_without_an_end_needs_one_E3() -> None:
+def test_an_iterator_without_an_end_needs_one() -> None:
     with pytest.raises(ConfigError, match=r"max_epochs=2 counts epochs.*set steps_per_epoch, or max_steps"):
         Brings(itertools.cycle(_batches(2)), _config(max_epochs=2)).fit()
 
 
 @pytest.mark.parametrize("data", [lambda: _collated(Endless()), lambda: lambda: itertools.cycle(_batches(2))])
-def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of_E3(tmp_path: Path, data: Any) -> None:
+def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of(tmp_path: Path, data: Any) -> None:
     def fit(data: Any, name: str, **changes: Any) -> None:
         config = TinyConfig(**{"max_steps": 3, **changes})
         Brings((data, DataLoader(Rows(4))), config, run_dir=tmp_path / name).fit()
@@ -612,7 +610,7 @@ def test_an_iterator_that_runs_out_is_an_error() -> None:
         (DataLoader(Rows(5), batch_size=8, drop_last=True), "has 5 rows, less than one global batch of 8"),
     ],
 )
-def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero_E5(data: Any, message: str) -> None:
+def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero(data: Any, message: str) -> None:
     trainer = Brings(data, _config(max_epochs=1))
     with pytest.raises(DataError, match=message):
         trainer.fit()
@@ -635,7 +633,7 @@ def test_an_iterable_cannot_be_cut_to_size() -> None:
     assert trainer.fit().metrics["validation/loss"] > 0
 
 
-def test_a_resume_begins_the_epoch_of_an_iterable_again_and_says_so_A17(tmp_path: Path) -> None:
+def test_a_resume_begins_the_epoch_of_an_iterable_again_and_says_so(tmp_path: Path) -> None:
     loader = DataLoader(Rows(20), batch_size=5, sampler=Backwards(20))
     config = _config(max_epochs=2)
     Brings(loader, config, run_dir=tmp_path, callbacks=[StopAt(6)]).fit()
@@ -662,7 +660,7 @@ class Dies(Callback):
     [(lambda: _batches(4), {}), (lambda: lambda: iter(_batches(9)), {"steps_per_epoch": 4})],
     ids=["list", "cut"],
 )
-def test_a_resume_closes_an_epoch_of_an_iterable_that_was_whole_A17(
+def test_a_resume_closes_an_epoch_of_an_iterable_that_was_whole(
     tmp_path: Path, data: Any, changes: dict[str, Any]
 ) -> None:
     config = _config(max_epochs=3, checkpoint=CheckpointConfig(every="4 steps", background=False), **changes)  # type: ignore[arg-type]
@@ -740,7 +738,7 @@ def _slow_on_ranks(world: World) -> dict[str, Any]:
     }
 
 
-def test_the_rank_that_waits_for_data_is_named_E6() -> None:
+def test_the_rank_that_waits_for_data_is_named() -> None:
     one, two = run_on_ranks(_slow_on_ranks, 2)
     assert one["rank"] == two["rank"] == 1
     assert one["wait"] == two["wait"] > 0.5

@@ -37,7 +37,7 @@ class Alternates(TinyTrainer):
                     self.returned.append(self.train_step(batch))
 
 
-def test_a_loop_of_ones_own_has_all_services_G9(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_has_all_services(tmp_path: Path) -> None:
     losses = Losses()
     config = _config(
         max_steps=11, log_every="5 steps", evaluate_every="3 steps", checkpoint=CheckpointConfig(every="4 steps")
@@ -104,7 +104,7 @@ class Several(TinyTrainer):
         self.d = ReduceLROnPlateau(self.optimizer, mode="max")
 
 
-def test_each_scheduler_moves_at_its_own_time_H2() -> None:
+def test_each_scheduler_moves_at_its_own_time() -> None:
     trainer = Several(_config(max_steps=12, evaluate_every="2 steps"), world=ALONE)
     trainer.fit()
     assert [each.last_epoch for each in (trainer.a, trainer.b, trainer.c, trainer.d)] == [12, 3, 6, 6]
@@ -127,7 +127,7 @@ def test_a_time_that_never_comes_is_refused(attribute: str, value: Any, message:
         trainer.fit()
 
 
-def test_before_it_is_set_up_a_trainer_says_so_G9() -> None:
+def test_before_it_is_set_up_a_trainer_says_so() -> None:
     trainer = TinyTrainer(TinyConfig(max_epochs=2), world=World.alone("cpu"))
     with pytest.raises(ConfigError, match="is not set up yet"):
         trainer.log("a", 1.0)
@@ -148,7 +148,7 @@ class LooksInside(TinyTrainer):
         return super().validation_step(batch, batch_idx)
 
 
-def test_an_evaluation_inside_an_evaluation_ends_neither_F3() -> None:
+def test_an_evaluation_inside_an_evaluation_ends_neither() -> None:
     trainer = LooksInside(TinyConfig(max_steps=1), world=World.alone("cpu"))
     trainer.fit()
     assert (trainer.training, trainer.model.training) == (True, True)

@@ -47,7 +47,7 @@ def _collate(rows: range | list[int]) -> Any:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 10, 64])
-def test_metrics_do_not_depend_on_the_batch_size_F2(batch_size: int) -> None:
+def test_metrics_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     trainer = Evaluates(_config())
     metrics = trainer.evaluate(DataLoader(Rows(10), batch_size=batch_size))
     batch = _collate(range(10))
@@ -82,7 +82,7 @@ class Frozen(Evaluates):
         return {name: module.training for name, module in (*self.model.named_modules(), ("t", self.teacher[1]))}
 
 
-def test_modes_and_gradients_are_as_before_F3() -> None:
+def test_modes_and_gradients_are_as_before() -> None:
     inside: list[Any] = []
 
     class Looks(Callback):
@@ -133,7 +133,7 @@ class Around(Callback):
         self.notes.append("end")
 
 
-def test_contexts_of_callbacks_are_entered_around_every_evaluation_F3() -> None:
+def test_contexts_of_callbacks_are_entered_around_every_evaluation() -> None:
     notes: list[str] = []
     trainer = Evaluates(_config(), data=[_collate([1, 2])], callbacks=[Around("a", notes), Around("b", notes)])
     trainer.evaluate()
@@ -143,7 +143,7 @@ def test_contexts_of_callbacks_are_entered_around_every_evaluation_F3() -> None:
     assert notes == once * 2
 
 
-def test_contexts_of_callbacks_are_left_after_an_error_too_F3() -> None:
+def test_contexts_of_callbacks_are_left_after_an_error_too() -> None:
     class Fails(Evaluates):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             raise LookupError("in the step")
@@ -159,7 +159,7 @@ def test_contexts_of_callbacks_are_left_after_an_error_too_F3() -> None:
 
 
 @pytest.mark.parametrize("fails", ["entering", "leaving"])
-def test_an_error_of_a_context_names_its_callback_and_the_others_are_left_C10(fails: str) -> None:
+def test_an_error_of_a_context_names_its_callback_and_the_others_are_left(fails: str) -> None:
     notes: list[str] = []
     callbacks = [Around("a", notes), Around("b", notes, fails=fails)]
     trainer = Evaluates(_config(), data=[_collate([1])], callbacks=callbacks)
@@ -171,7 +171,7 @@ def test_an_error_of_a_context_names_its_callback_and_the_others_are_left_C10(fa
 
 
 @pytest.mark.parametrize("where", ["step", "hook", "data"])
-def test_modes_and_gradients_are_as_before_also_after_an_error_F3(where: str) -> None:
+def test_modes_and_gradients_are_as_before_also_after_an_error(where: str) -> None:
     class Hook(Callback):
         def on_evaluation_start(self, trainer: Any) -> None:
             if where == "hook":
@@ -234,7 +234,7 @@ class Plateau(Evaluates):
         self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=100)
 
 
-def test_a_plateau_scheduler_follows_evaluations_H2() -> None:
+def test_a_plateau_scheduler_follows_evaluations() -> None:
     trainer = Plateau(_config(max_epochs=3, evaluate_every="1 epochs"), data=[_collate([1])])
     result = trainer.fit()
     assert trainer.scheduler.last_epoch == 3
@@ -246,7 +246,7 @@ def test_a_plateau_scheduler_follows_evaluations_H2() -> None:
 
 
 @pytest.mark.parametrize(("interval", "moves"), [("step", 12), ("epoch", 3)])
-def test_schedulers_move_per_step_or_per_epoch_H2(interval: Any, moves: int) -> None:
+def test_schedulers_move_per_step_or_per_epoch(interval: Any, moves: int) -> None:
     trainer = Evaluates(_config(max_epochs=3), data=[_collate([1])])
     trainer.scheduler_interval = interval
     trainer.fit()
@@ -407,7 +407,7 @@ class Counts(Callback):
         self.evaluations[-1][1] += 1
 
 
-def test_a_rehearsal_comes_before_the_first_update_and_leaves_nothing_F4(tmp_path: Path) -> None:
+def test_a_rehearsal_comes_before_the_first_update_and_leaves_nothing(tmp_path: Path) -> None:
     """It shows a broken step at once; of a good one nobody hears, and training goes as it would without."""
 
     class Rehearses(Plateau):
@@ -440,7 +440,7 @@ def test_a_rehearsal_comes_before_the_first_update_and_leaves_nothing_F4(tmp_pat
     assert (again.steps, trainer.evaluated) == (4, []), "only on fresh runs"
 
 
-def test_a_broken_validation_step_shows_before_the_first_update_F4() -> None:
+def test_a_broken_validation_step_shows_before_the_first_update() -> None:
     class Broken(Evaluates):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             raise LookupError("no such key")
@@ -474,7 +474,7 @@ EMPTY = [lambda: iter([]), [], DataLoader(Rows(0)), DataLoader(Rows(0), num_work
 
 
 @pytest.mark.parametrize("empty", EMPTY, ids=["function", "list", "loader", "loader with a worker"])
-def test_data_that_is_empty_gives_no_metric_and_a_warning_E5(empty: Any) -> None:
+def test_data_that_is_empty_gives_no_metric_and_a_warning(empty: Any) -> None:
     """It never becomes a loss of zero."""
     trainer = Plateau(_config(), data={"empty": empty, "full": [_collate([1])]})
     trainer.scheduler_monitor = "validation/full/loss"
@@ -504,7 +504,7 @@ def _measure_on_ranks(world: World, strategy: str) -> list[dict[str, float]]:
 
 @pytest.mark.filterwarnings("ignore:No .* samples in targets")  # of three rows only
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, "ddp"), (4, "fsdp")])
-def test_metric_objects_are_exact_at_every_number_of_ranks_E7(world_size: int, strategy: str) -> None:
+def test_metric_objects_are_exact_at_every_number_of_ranks(world_size: int, strategy: str) -> None:
     alone = Measures(_config())
     alone.setup()
     own = [0, 1, 2, 3, *(6 + rank for rank in range(1, world_size)), 4, 5]
@@ -532,7 +532,7 @@ def _evaluate_on_ranks(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_row_counts_once_at_every_number_of_ranks_E7_F2(world_size: int) -> None:
+def test_every_row_counts_once_at_every_number_of_ranks(world_size: int) -> None:
     wanted = Evaluates(_config()).evaluate(DataLoader(Rows(10), batch_size=10))
     for rank in run_on_ranks(_evaluate_on_ranks, world_size):
         for name, metrics in rank.items():

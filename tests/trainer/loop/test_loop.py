@@ -101,7 +101,7 @@ def _notes_of(
     return spy
 
 
-def test_order_of_a_plain_run_G1(tmp_path: Path) -> None:
+def test_order_of_a_plain_run(tmp_path: Path) -> None:
     config = _config(max_epochs=2, evaluate_every="1 epochs", checkpoint=CheckpointConfig(background=False))
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
     epoch = _order("epoch_start", STEP, STEP, "log", EVALUATION, "epoch_end", SAVE)
@@ -112,7 +112,7 @@ def test_order_of_a_plain_run_G1(tmp_path: Path) -> None:
     assert {"train/loss", "validation/loss"} <= set(spy.arguments["on_epoch_end"][0][0])
 
 
-def test_order_under_accumulation_G1_G4() -> None:
+def test_order_under_accumulation() -> None:
     spy = _notes_of(TinyTrainer, _config(micro_batch_size=4))
     batches = " ".join(["batch_start batch_end"] * 4)
     step = f"step_start {batches} gradients_ready step_end"
@@ -124,7 +124,7 @@ def test_order_under_accumulation_G1_G4() -> None:
     assert [arguments[2] for arguments in spy.arguments["on_evaluation_batch_end"]] == [0, 1, 2, 3]
 
 
-def test_order_of_evaluating_logging_and_saving_every_update_G1(tmp_path: Path) -> None:
+def test_order_of_evaluating_logging_and_saving_every_update(tmp_path: Path) -> None:
     config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1, background=False))  # type: ignore[arg-type]
     update = _order(STEP, "log", EVALUATION, SAVE)
     spy = _notes_of(OneBatchToValidate, config, tmp_path)
@@ -133,7 +133,7 @@ def test_order_of_evaluating_logging_and_saving_every_update_G1(tmp_path: Path) 
     )
 
 
-def test_order_of_a_stop_and_of_a_resume_G1_G5(tmp_path: Path) -> None:
+def test_order_of_a_stop_and_of_a_resume(tmp_path: Path) -> None:
     config = _config(evaluate_every="1 epochs", checkpoint=CheckpointConfig(background=False))
     spy = _notes_of(OneBatchToValidate, config, tmp_path, StopAt(1))
     stop = _order("stop_requested", SAVE, "log", "epoch_end")
@@ -146,7 +146,7 @@ def test_order_of_a_stop_and_of_a_resume_G1_G5(tmp_path: Path) -> None:
     assert spy.runs() == _order(SETUP, "restored fit_end")
 
 
-def test_a_stop_that_is_asked_for_in_the_setup_is_heard_of_once_G1() -> None:
+def test_a_stop_that_is_asked_for_in_the_setup_is_heard_of_once() -> None:
     class Early(Callback):
         def on_setup_end(self, trainer: Trainer[Any]) -> None:
             trainer.request_stop("early")
@@ -157,7 +157,7 @@ def test_a_stop_that_is_asked_for_in_the_setup_is_heard_of_once_G1() -> None:
     assert "step_start" not in spy.notes
 
 
-def test_a_run_whose_last_save_was_at_the_end_of_its_epoch_is_completed_A11(tmp_path: Path) -> None:
+def test_a_run_whose_last_save_was_at_the_end_of_its_epoch_is_completed(tmp_path: Path) -> None:
     config = _config(checkpoint=CheckpointConfig(every="2 steps", background=False))  # type: ignore[arg-type]
     spy = _notes_of(NoValidation, config, tmp_path)
     save = "checkpoint_start checkpoint_saved"
@@ -166,7 +166,7 @@ def test_a_run_whose_last_save_was_at_the_end_of_its_epoch_is_completed_A11(tmp_
     assert spy.runs() == _order(SETUP, "restored fit_end")
 
 
-def test_order_of_an_error_G1() -> None:
+def test_order_of_an_error() -> None:
     class Fails(TinyTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 1:
@@ -180,7 +180,7 @@ def test_order_of_an_error_G1() -> None:
     assert spy.arguments["on_fit_end"] == [(raised.value,)]
 
 
-def test_functions_objects_and_own_hooks_work_together_G3_G7() -> None:
+def test_functions_objects_and_own_hooks_work_together() -> None:
     calls: list[Any] = []
 
     class Watches(Callback):
@@ -225,7 +225,7 @@ def _raises(hook: str, error: BaseException) -> Callback:
         if each not in ("on_step_skipped", "on_out_of_memory", "on_log_images", "on_checkpoint_failed", "on_fit_end")
     ],
 )
-def test_the_end_comes_once_wherever_a_run_fails_G5_C8(tmp_path: Path, hook: str) -> None:
+def test_the_end_comes_once_wherever_a_run_fails(tmp_path: Path, hook: str) -> None:
     """An error leaves as it was raised; all it gets are notes."""
     config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1))  # type: ignore[arg-type]
     callbacks = [StopAt(1)] if hook == "on_stop_requested" else []
@@ -247,7 +247,7 @@ def test_the_end_comes_once_wherever_a_run_fails_G5_C8(tmp_path: Path, hook: str
     "error", [KeyboardInterrupt(), SystemExit(3), Boom("no")], ids=lambda error: type(error).__name__
 )
 @pytest.mark.parametrize("method", ["configure_models", "configure_dataloaders", "training_step", "validation_step"])
-def test_what_user_code_raises_leaves_unchanged_C8_G5(error: BaseException, method: str) -> None:
+def test_what_user_code_raises_leaves_unchanged(error: BaseException, method: str) -> None:
     def fail(self: Any, *args: Any) -> Any:
         raise error
 
@@ -258,7 +258,7 @@ def test_what_user_code_raises_leaves_unchanged_C8_G5(error: BaseException, meth
     assert spy.arguments["on_fit_end"] == [(error,)]
 
 
-def test_clean_up_never_hides_an_error_C8() -> None:
+def test_clean_up_never_hides_an_error() -> None:
     closed: list[str] = []
 
     class Stream:
@@ -453,7 +453,7 @@ class CutsAnEvaluation(Callback):
 
 @pytest.mark.parametrize("epoch", [2, 3])
 @pytest.mark.parametrize("how", ["stop", "save", "saves itself"])
-def test_an_epoch_whose_evaluation_was_cut_short_is_evaluated_and_ended_by_the_resume_A1(
+def test_an_epoch_whose_evaluation_was_cut_short_is_evaluated_and_ended_by_the_resume(
     tmp_path: Path, how: str, epoch: int
 ) -> None:
     config = _config(
@@ -482,7 +482,7 @@ def test_an_epoch_whose_evaluation_was_cut_short_is_evaluated_and_ended_by_the_r
     assert not resumed.progress.is_closing
 
 
-def test_an_epoch_whose_evaluation_was_cut_short_is_ended_by_the_next_piece_G9(tmp_path: Path) -> None:
+def test_an_epoch_whose_evaluation_was_cut_short_is_ended_by_the_next_piece(tmp_path: Path) -> None:
     config = _config(max_epochs=3, evaluate_every="1 epochs")
     cut = CutsAnEvaluation("stop", 1)
     trainer = TinyTrainer(config, world=ALONE, callbacks=[cut])
@@ -511,7 +511,7 @@ def test_no_limit_is_refused() -> None:
         TinyTrainer(_config(max_epochs=None), world=ALONE).fit()
 
 
-def test_logged_means_cover_all_updates_since_the_last_record_F1() -> None:
+def test_logged_means_cover_all_updates_since_the_last_record() -> None:
     """Five updates, a record every two: the last one is of one update; all weigh by rows."""
     each, pairs = Losses(), Losses()
     for spy, every in ((each, 1), (pairs, 2)):
@@ -605,7 +605,7 @@ class LongValidation(TinyTrainer):
         return super().configure_dataloaders()[0], DataLoader(Rows(64), batch_size=1)
 
 
-def test_what_one_rank_asks_for_happens_on_all_at_the_same_update_G6(tmp_path: Path) -> None:
+def test_what_one_rank_asks_for_happens_on_all_at_the_same_update(tmp_path: Path) -> None:
     first, second = run_on_ranks(_requests_on_ranks, 2, str(tmp_path))
     assert first == second
     assert first["request_stop"] == ([4], "stopped", "one rank asks", 4)
@@ -623,7 +623,7 @@ def test_what_one_rank_asks_for_happens_on_all_at_the_same_update_G6(tmp_path: P
 # ---- Alone ---------------------------------------------------------------------------------------------------------
 
 
-def test_pieces_of_the_loop_work_without_fit_G9(tmp_path: Path) -> None:
+def test_pieces_of_the_loop_work_without_fit(tmp_path: Path) -> None:
     spy = Spy()
     trainer = TinyTrainer(_config(), run_dir=tmp_path, world=ALONE, callbacks=[spy])
     before = trainer.evaluate()
@@ -647,7 +647,7 @@ def test_pieces_of_the_loop_work_without_fit_G9(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"global_batch_size": 16, "micro_batch_size": 4}, {"batch_size": 4, "gradient_accumulation_steps": 4}]
 )
-def test_a_train_step_takes_any_batch_G9(options: dict[str, Any]) -> None:
+def test_a_train_step_takes_any_batch(options: dict[str, Any]) -> None:
     trainer = TinyTrainer(_config(**{"global_batch_size": None, **options}), world=ALONE)
     batch = torch.utils.data.default_collate([Rows(32)[row] for row in range(3)])
     assert trainer.train_step(batch)["train/loss"] > 0
@@ -655,7 +655,7 @@ def test_a_train_step_takes_any_batch_G9(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("limit", [{"max_steps": 3}, {"max_samples": 48}])
-def test_an_epoch_alone_ends_at_a_limit_inside_it_and_goes_on_beyond_G9(limit: dict[str, int]) -> None:
+def test_an_epoch_alone_ends_at_a_limit_inside_it_and_goes_on_beyond(limit: dict[str, int]) -> None:
     trainer = TinyTrainer(_config(max_epochs=None, **limit), world=ALONE)
     steps = []
     for _ in range(4):
@@ -664,7 +664,7 @@ def test_an_epoch_alone_ends_at_a_limit_inside_it_and_goes_on_beyond_G9(limit: d
     assert steps == [(2, 1), (3, 1), (4, 2), (6, 3)]
 
 
-def test_an_epoch_alone_after_a_fit_that_was_stopped_is_whole_and_its_save_has_ended_G9(tmp_path: Path) -> None:
+def test_an_epoch_alone_after_a_fit_that_was_stopped_is_whole_and_its_save_has_ended(tmp_path: Path) -> None:
     config = _config(num_rows=64, max_epochs=3, checkpoint=CheckpointConfig(every="1 epochs"))  # type: ignore[arg-type]
     spy = Spy()
     trainer = TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[StopAt(1), spy])
@@ -692,7 +692,7 @@ def test_evaluating_without_data_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of torch's own, when its compiler is imported.
-def test_unwrap_finds_the_module_that_the_user_wrote_G10() -> None:
+def test_unwrap_finds_the_module_that_the_user_wrote() -> None:
     module = nn.Linear(2, 2)
     for wrapped in (
         module,
@@ -707,7 +707,7 @@ def test_unwrap_finds_the_module_that_the_user_wrote_G10() -> None:
 # ---- Threads, processes, clocks ------------------------------------------------------------------------------------
 
 
-def test_fit_runs_in_a_thread_and_is_stopped_from_another_C3() -> None:
+def test_fit_runs_in_a_thread_and_is_stopped_from_another() -> None:
     trainer = TinyTrainer(_config(max_epochs=None, max_steps=10**9), world=ALONE, callbacks=[])
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(trainer.fit()))
@@ -743,7 +743,7 @@ class AsTheyCome(IterableDataset[Any]):
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("ending", ["success", "stop", "step", "row", "iterable", "iterable row", "validation"])
-def test_worker_processes_end_with_the_run_C14(ending: str, persistent: bool) -> None:
+def test_worker_processes_end_with_the_run(ending: str, persistent: bool) -> None:
     class WithWorkers(TinyTrainer):
         def configure_dataloaders(self) -> Any:
             rows: Any = BadRow() if ending.endswith("row") else Rows(32)
@@ -777,7 +777,7 @@ def test_worker_processes_end_with_the_run_C14(ending: str, persistent: bool) ->
 
 
 @pytest.mark.parametrize("ending", ["success", "stop", "error", "setup"])
-def test_the_process_group_ends_with_the_run_C14(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+def test_the_process_group_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     hooks = {"success": [], "stop": [StopAt(1)], "error": [_raises("on_step_end", Boom())]}
@@ -809,7 +809,7 @@ class Average(Callback):
         self.average = dict(state_dict)
 
 
-def test_what_a_callback_keeps_goes_on_exactly_A9(tmp_path: Path) -> None:
+def test_what_a_callback_keeps_goes_on_exactly(tmp_path: Path) -> None:
     averages = []
     for run_dir, stops in ((None, [None]), (tmp_path, [3, 5, None])):
         for stop in stops:
@@ -919,7 +919,7 @@ def test_the_clock_of_the_main_rank_decides() -> None:
 @pytest.mark.parametrize(
     ("drop_last", "max_samples", "steps"), [(True, 40, 5), (True, 41, 6), (True, 96 + 8, 13), (False, 103 + 8, 14)]
 )
-def test_a_run_ends_with_the_update_that_reaches_so_many_samples_H3(
+def test_a_run_ends_with_the_update_that_reaches_so_many_samples(
     tmp_path: Path, drop_last: bool, max_samples: int, steps: int
 ) -> None:
     config = TinyConfig(max_samples=max_samples, drop_last=drop_last, global_batch_size=8)
@@ -948,6 +948,6 @@ def _samples_on_ranks(world: World) -> tuple[Any, ...]:
     return result.steps, result.reason, dropped, trainer.progress.samples, trainer.total_steps
 
 
-def test_uneven_ranks_reach_so_many_samples_together_and_count_what_they_leave_out_E1() -> None:
+def test_uneven_ranks_reach_so_many_samples_together_and_count_what_they_leave_out() -> None:
     first, second = run_on_ranks(_samples_on_ranks, 2)
     assert first == second == (4, "max_samples=30 reached", [5], 8, 6)

@@ -31,7 +31,7 @@ from headway.trainer.loop.progress import Duration, Progress, Schedule
         (Duration(3, "epochs"), 3, "epochs"),
     ],
 )
-def test_duration_reads_what_people_write_C11(text: Any, amount: float, unit: str) -> None:
+def test_duration_reads_what_people_write(text: Any, amount: float, unit: str) -> None:
     duration = Duration.parse(text)
     assert (duration.amount, duration.unit) == (amount, unit)
 
@@ -53,7 +53,7 @@ def test_duration_reads_what_people_write_C11(text: Any, amount: float, unit: st
     ]
     + [None, 5.5, "nan s", "5,000 steps"],
 )
-def test_duration_refuses_the_rest_and_says_what_would_do_C11(text: Any) -> None:
+def test_duration_refuses_the_rest_and_says_what_would_do(text: Any) -> None:
     with pytest.raises(ConfigError, match='is not a duration: write "500 steps"'):
         Duration.parse(text)
 
@@ -80,7 +80,7 @@ def test_duration_that_is_made_directly_is_checked_too(amount: float, unit: Any)
         st.builds(Duration, st.integers(1, 10**9), st.just("seconds")),
     )
 )
-def test_duration_as_text_and_back_is_itself_K3(duration: Duration) -> None:
+def test_duration_as_text_and_back_is_itself(duration: Duration) -> None:
     assert Duration.parse(str(duration)) == duration
     assert pickle.loads(pickle.dumps(duration)) == duration
 

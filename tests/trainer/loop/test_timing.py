@@ -76,7 +76,7 @@ class Saved(Callback):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_the_phase_is_true_wherever_a_run_may_wait_C13(tmp_path: Path, background: bool) -> None:
+def test_the_phase_is_true_wherever_a_run_may_wait(tmp_path: Path, background: bool) -> None:
     config = TinyConfig(
         max_steps=4,
         gradient_accumulation_steps=1,

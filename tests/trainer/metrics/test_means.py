@@ -36,7 +36,7 @@ def mean_of(*entries: tuple[Any, Any]) -> dict[str, float]:
     return metrics.read(ALONE)
 
 
-def test_mean_is_weighted_by_samples_F1() -> None:
+def test_mean_is_weighted_by_samples() -> None:
     assert mean_of(({"loss": torch.tensor(1.0)}, 3), ({"loss": 5.0}, 1)) == {"loss": 2.0}
 
 
@@ -87,7 +87,7 @@ def test_numbers_keep_their_precision_beside_those_of_a_device(second: Any) -> N
     assert metrics.read(World.alone("cpu"))["a"] == pytest.approx(1.75, rel=1e-14)
 
 
-def test_without_any_weight_there_is_no_metric_E5() -> None:
+def test_without_any_weight_there_is_no_metric() -> None:
     assert mean_of() == {}
     assert mean_of(({"a": 1.0}, 0)) == {}
     assert mean_of(({"a": 1.0}, torch.tensor(0))) == {}
@@ -213,7 +213,7 @@ def test_values_and_weights_on_several_devices_mix_under_one_name() -> None:
     assert metrics.read(World.alone(gpu)) == {"a": 2.5}
 
 
-def test_interval_goes_on_after_a_resume_F1() -> None:
+def test_interval_goes_on_after_a_resume() -> None:
     metrics, resumed = MeanMetrics(), MeanMetrics()
     metrics.add({"loss": 1.0}, weight=3)
     metrics._keep("kept", torch.tensor(2.0), 1)
@@ -289,7 +289,7 @@ def on_rank(world: World) -> tuple[list[dict[str, float]], list[int], dict[str, 
     return read_on_rank(world), count_collectives(world), read_constant(world)
 
 
-def test_ranks_meet_in_one_mean_by_one_collective_and_names_may_differ_F1_E7() -> None:
+def test_ranks_meet_in_one_mean_by_one_collective_and_names_may_differ() -> None:
     ranks = run_on_ranks(on_rank, 3)
     reads, counts, constant = ranks[0]
     assert constant == {"a": 0.9, "fraction": -0.9}
@@ -300,7 +300,7 @@ def test_ranks_meet_in_one_mean_by_one_collective_and_names_may_differ_F1_E7() -
     assert all(rank == ranks[0] for rank in ranks)
 
 
-def test_evaluation_mean_does_not_depend_on_batch_size_or_ranks_F2() -> None:
+def test_evaluation_mean_does_not_depend_on_batch_size_or_ranks() -> None:
     per_row = [0.25 * row for row in range(10)]
     means = []
     for batch in (1, 3, 4, 10):
@@ -319,7 +319,7 @@ def test_adding_a_loss_costs_microseconds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nothing_waits_for_the_gpu_before_the_read_D12() -> None:
+def test_nothing_waits_for_the_gpu_before_the_read() -> None:
     device = torch.device("cuda")
     metrics, loss = MeanMetrics(), torch.ones((), device=device, requires_grad=True) * 2
     torch.cuda.set_sync_debug_mode("error")

@@ -54,7 +54,7 @@ def expected(rows: range) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_each_is_over_the_micro_batches_of_an_interval_and_of_an_epoch_F1(tmp_path: Path) -> None:
+def test_each_is_over_the_micro_batches_of_an_interval_and_of_an_epoch(tmp_path: Path) -> None:
     result, records = fit(ALONE, str(tmp_path / "run"))
     training = [record for record in records if "train/sum" in record]
     intervals = [(0, 16), (16, 32), (32, 40), (0, 8), (8, 24), (24, 40)]
@@ -96,7 +96,7 @@ class Tokens(TinyTrainer):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_means_over_an_epoch_do_not_depend_on_the_intervals_of_the_log_F1(exact: bool) -> None:
+def test_means_over_an_epoch_do_not_depend_on_the_intervals_of_the_log(exact: bool) -> None:
     rows = []
     for every in (1, 2, 5):
         config = config_of(max_epochs=1, exact=exact, log_every=Duration(every, "steps"))
@@ -107,7 +107,7 @@ def test_means_over_an_epoch_do_not_depend_on_the_intervals_of_the_log_F1(exact:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_mean_counts_as_much_as_what_the_step_returns_F1_F2(exact: bool) -> None:
+def test_a_mean_counts_as_much_as_what_the_step_returns(exact: bool) -> None:
     config = config_of(max_epochs=1, exact=exact, log_every=Duration(5, "steps"))
     metrics = Tokens(config, world=ALONE, callbacks=[OfBatch()]).fit().metrics
     for role in ("train", "validation"):
@@ -131,7 +131,7 @@ def on_ranks(world: World) -> tuple[list[dict[str, float]], list[dict[str, float
     return records, list(result.history), str(raised.value)
 
 
-def test_ranks_do_not_change_them_and_two_kinds_are_refused_on_all_F1() -> None:
+def test_ranks_do_not_change_them_and_two_kinds_are_refused_on_all() -> None:
     """Three ranks share eight rows unequally; the only row of the last rank's second micro-batch may be padding."""
     ranks = run_on_ranks(on_ranks, 3)
     assert all(rank == ranks[0] for rank in ranks)
@@ -169,7 +169,7 @@ def pad(world: World) -> list[dict[str, float]]:
     return records
 
 
-def test_an_interval_goes_on_after_a_resume_F1(tmp_path: Path) -> None:
+def test_an_interval_goes_on_after_a_resume(tmp_path: Path) -> None:
     """Stopped inside an interval: the first record of the resumed run covers all of it."""
     whole, whole_records = fit(ALONE)
     first = Logs(

@@ -131,7 +131,7 @@ def _finetune(world: World, strategies: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def test_frozen_modules_stay_as_they_are_and_in_evaluation_mode_F3() -> None:
+def test_frozen_modules_stay_as_they_are_and_in_evaluation_mode() -> None:
     """Also after an evaluation, which puts all modules in evaluation mode and back."""
     alone = _finetune(ALONE, ("none",))["none"]
     assert alone["modes"] == {(False, False, False, True, False)}

@@ -136,7 +136,7 @@ def _trained(world: World, trainer_class: type[Gan], **changes: Any) -> dict[str
 
 @pytest.mark.parametrize("trainer_class", CLASSES)
 @pytest.mark.parametrize("micro_batch_size", [16, 8, 3])
-def test_accumulation_gives_two_optimizers_what_the_whole_batch_would_G8(
+def test_accumulation_gives_two_optimizers_what_the_whole_batch_would(
     trainer_class: type[Gan], micro_batch_size: int
 ) -> None:
     """A generator that comes second learns in the last micro-batch from a critic that has stepped, as written."""
@@ -156,7 +156,7 @@ def _on_ranks(world: World) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def test_accumulation_on_ranks_gives_two_optimizers_what_the_whole_batch_would_G8() -> None:
+def test_accumulation_on_ranks_gives_two_optimizers_what_the_whole_batch_would() -> None:
     # The first rank has the first half of each batch, and each rank two micro-batches.
     rows = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
     wanted = [_by_hand(trainer_class, rows) for trainer_class in CLASSES for _ in ("ddp", "fsdp")]

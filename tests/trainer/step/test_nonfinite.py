@@ -139,7 +139,7 @@ def _assert_refused(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_loss_that_is_not_finite_ends_the_run_D8(tmp_path: Path, max_grad_norm: float | None) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, max_grad_norm: float | None) -> None:
     result = _explode(ALONE, str(tmp_path), max_grad_norm=max_grad_norm)
     _assert_refused(result)
     assert (
@@ -154,7 +154,7 @@ def _explode_on_ranks(world: World, folder: str) -> list[dict[str, Any]]:
     return [_explode(world, f"{folder}/{strategy}", strategy) for strategy in ("ddp", "fsdp")]
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_names_it_D8(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_names_it(tmp_path: Path) -> None:
     """Under DDP, too, whose gradients have met when they are looked at: the losses tell whose fault it was."""
     for rank in run_on_ranks(_explode_on_ranks, 2, str(tmp_path)):
         for result in rank:
@@ -166,7 +166,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_names_it_D8(tmp_path
             assert "rank 0" not in result["message"]
 
 
-def test_one_gradient_that_is_not_finite_is_named_D8() -> None:
+def test_one_gradient_that_is_not_finite_is_named() -> None:
     class OneGradient(TinyTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             outputs = super().training_step(batch, batch_idx)
@@ -183,7 +183,7 @@ def test_one_gradient_that_is_not_finite_is_named_D8() -> None:
         OneGradient(config, world=ALONE).fit()
 
 
-def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows_D8(
+def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Late(nonfinite.Arrival):
@@ -208,7 +208,7 @@ def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows_D
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "retry"])
-def test_where_norms_arrive_late_the_guilty_rows_and_parameters_are_named_D8(
+def test_where_norms_arrive_late_the_guilty_rows_and_parameters_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """As on a GPU."""
@@ -224,7 +224,7 @@ def test_where_norms_arrive_late_the_guilty_rows_and_parameters_are_named_D8(
         _assert_refused(result)
 
 
-def test_data_that_is_not_finite_is_named_D8() -> None:
+def test_data_that_is_not_finite_is_named() -> None:
     class BadRow(TinyTrainer):
         def on_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
@@ -277,7 +277,7 @@ def _assert_skipped(result: dict[str, Any]) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_a_skipped_update_moves_nothing_but_the_data_D6_G4() -> None:
+def test_a_skipped_update_moves_nothing_but_the_data() -> None:
     result = _skip(ALONE, "ddp")
     _assert_skipped(result)
     update_of_4 = ["start", *["batch"] * 4, "gradients"]
@@ -295,14 +295,14 @@ def _skip_on_ranks(world: World) -> list[dict[str, Any]]:
     return results
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all_D6() -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all() -> None:
     for rank in run_on_ranks(_skip_on_ranks, 2):
         for result in rank:
             _assert_skipped(result)
 
 
 @pytest.mark.parametrize("policy", ["skip", "retry"])
-def test_gradients_that_stay_not_finite_end_the_run_with_a_finite_checkpoint_D7(tmp_path: Path, policy: str) -> None:
+def test_gradients_that_stay_not_finite_end_the_run_with_a_finite_checkpoint(tmp_path: Path, policy: str) -> None:
     result = _explode(ALONE, str(tmp_path), non_finite=policy, max_non_finite=3)
     _assert_refused(result)
     assert "for the 4th time in a row (max_non_finite=3)" in result["message"]
@@ -311,7 +311,7 @@ def test_gradients_that_stay_not_finite_end_the_run_with_a_finite_checkpoint_D7(
     assert result["calls"].count("gradients") == 2 + 4
 
 
-def test_gradients_that_are_not_finite_again_and_again_end_the_run_D7() -> None:
+def test_gradients_that_are_not_finite_again_and_again_end_the_run() -> None:
     class EverySecond(Explodes):
         guilty = staticmethod(lambda trainer: trainer.local_batches // 4 % 2 == 1)
 
@@ -383,7 +383,7 @@ def _assert_retried(result: dict[str, Any], again: dict[str, Any]) -> None:
     assert _equal(result["weights"], again["weights"])
 
 
-def test_the_same_batch_is_tried_again_with_fresh_random_numbers_D9() -> None:
+def test_the_same_batch_is_tried_again_with_fresh_random_numbers() -> None:
     result, again = _retry_twice(ALONE)
     _assert_retried(result, again)
     in_order = [rows for _, rows in result["seen"]]
@@ -393,7 +393,7 @@ def test_the_same_batch_is_tried_again_with_fresh_random_numbers_D9() -> None:
     ]
 
 
-def test_all_ranks_try_again_together_D9() -> None:
+def test_all_ranks_try_again_together() -> None:
     ranks = run_on_ranks(_retry_twice, 2)
     assert ranks[0][0]["calls"] == ranks[1][0]["calls"]
     for result, again in ranks:
@@ -456,7 +456,7 @@ def test_weights_whose_norms_are_still_on_their_way_do_not_leave_the_run(
 # ---- Losses --------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_with_a_gradient_that_is_gets_a_warning_D10() -> None:
+def test_a_loss_that_is_not_finite_with_a_gradient_that_is_gets_a_warning() -> None:
     class OnlyTheLoss(TinyTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             outputs = super().training_step(batch, batch_idx)

@@ -187,7 +187,7 @@ class _Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_weights_that_are_numbers_get_to_the_device_without_a_copy_that_waits_D12(device: str) -> None:
+def test_weights_that_are_numbers_get_to_the_device_without_a_copy_that_waits(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     trainer = CountingTrainer(_config(max_steps=1), world=World.alone(device))
@@ -217,7 +217,7 @@ def _assert_is_of_whole_batch(result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trainer_class", [TokenTrainer, CountingTrainer])
 @pytest.mark.parametrize("micro_batch_size", [14, 3, 1])
-def test_token_weights_give_the_gradient_of_the_whole_batch_D1(
+def test_token_weights_give_the_gradient_of_the_whole_batch(
     trainer_class: type[TinyTrainer], micro_batch_size: int
 ) -> None:
     """With micro-batches of one row, every fourth has no token at all, and NaN as its mean loss: it counts nothing."""
@@ -237,7 +237,7 @@ def _token_weights_on_ranks(world: World) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_token_weights_on_ranks_give_the_gradient_of_the_whole_batch_D1_D5(world_size: int) -> None:
+def test_token_weights_on_ranks_give_the_gradient_of_the_whole_batch(world_size: int) -> None:
     for rank in run_on_ranks(_token_weights_on_ranks, world_size):
         for result in rank:
             _assert_is_of_whole_batch(result)
@@ -281,7 +281,7 @@ def _count_synchronisations(world: World) -> dict[str, Any]:
     return counts
 
 
-def test_gradients_meet_once_per_update_D3() -> None:
+def test_gradients_meet_once_per_update() -> None:
     """Three updates of one or of four micro-batches: as many all-reduces of DDP's one bucket, and reduce-scatters."""
     counts = run_on_ranks(_count_synchronisations, 2)[0]
     assert counts["ddp/8"] == counts["ddp/2"] == 3
@@ -322,7 +322,7 @@ def _norms_of_both(world: World) -> list[dict[str, float]]:
     return [_norms(world, "ddp"), _norms(world, "fsdp")]
 
 
-def test_the_norm_is_global_and_from_before_clipping_D5() -> None:
+def test_the_norm_is_global_and_from_before_clipping() -> None:
     alone = _norms(ALONE, "ddp")
     assert alone["logged/None"] == pytest.approx(alone["true/None"], rel=1e-5)
     assert alone["moved/None"] == pytest.approx(alone["true/None"], rel=1e-4)
@@ -379,7 +379,7 @@ def test_a_group_without_parameters_is_refused_before_the_first_step() -> None:
 # ---- Gradients of zero, and none ------------------------------------------------------------------------------------
 
 
-def test_a_gradient_of_zero_is_legal_D11() -> None:
+def test_a_gradient_of_zero_is_legal() -> None:
     class NoSignal(TinyTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": super().training_step(batch, batch_idx)["loss"] * 0.0}
@@ -392,7 +392,7 @@ def test_a_gradient_of_zero_is_legal_D11() -> None:
         assert all(value.isfinite().all() for value in weights(trainer).values())
 
 
-def test_parameters_that_are_frozen_or_unused_stay_as_they_are_D11() -> None:
+def test_parameters_that_are_frozen_or_unused_stay_as_they_are() -> None:
     class Partly(TinyTrainer):
         def configure_models(self) -> None:
             super().configure_models()
@@ -427,7 +427,7 @@ def _unused_on_ranks(world: World) -> list[str]:
     return told
 
 
-def test_unused_parameters_are_named_where_ddp_waits_for_them_D11() -> None:
+def test_unused_parameters_are_named_where_ddp_waits_for_them() -> None:
     main, other = run_on_ranks(_unused_on_ranks, 2)
     assert main[0] == other[0]
     assert main[0].startswith("model.unused.weight, model.unused.bias got no gradient in the first update, and DDP")
@@ -504,7 +504,7 @@ class Gan(Trainer[TinyConfig]):
         return outputs
 
 
-def test_two_optimizers_train_as_in_a_loop_written_by_hand_G8() -> None:
+def test_two_optimizers_train_as_in_a_loop_written_by_hand() -> None:
     trainer = Gan(_config(max_steps=8), world=ALONE)
     trainer.fit()
 
@@ -528,7 +528,7 @@ class SlowGenerator(Gan):
     pace = 3
 
 
-def test_an_optimizer_that_a_manual_step_leaves_out_does_not_move_G8() -> None:
+def test_an_optimizer_that_a_manual_step_leaves_out_does_not_move() -> None:
     states: list[dict[str, torch.Tensor]] = []
 
     class Keep(Callback):
@@ -559,11 +559,11 @@ def _gan_on_ranks(world: World, folder: str) -> bool:
     return all(torch.equal(weights(resumed)[name], value) for name, value in weights(reference).items())
 
 
-def test_two_optimizers_resume_exactly_under_accumulation_G8(tmp_path: Path) -> None:
+def test_two_optimizers_resume_exactly_under_accumulation(tmp_path: Path) -> None:
     assert _gan_on_ranks(ALONE, str(tmp_path))
 
 
-def test_two_optimizers_resume_exactly_on_two_ranks_G8(tmp_path: Path) -> None:
+def test_two_optimizers_resume_exactly_on_two_ranks(tmp_path: Path) -> None:
     assert run_on_ranks(_gan_on_ranks, 2, str(tmp_path)) == [True, True]
 
 

@@ -84,7 +84,7 @@ class StepsItself(TinyTrainer):
         ("bf16-true", torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_autocast_covers_the_forward_pass_only_D4(
+def test_autocast_covers_the_forward_pass_only(
     trainer_class: type[TinyTrainer], precision: Any, computes: torch.dtype, keeps: torch.dtype
 ) -> None:
     spy, losses = Spy(), Losses()
@@ -195,7 +195,7 @@ def test_all_ranks_keep_the_same_loss_scale_for_whole_and_sharded_gradients() ->
         assert all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
 
 
-def test_the_loss_scale_goes_on_where_it_was_after_a_resume_A8(tmp_path: Path) -> None:
+def test_the_loss_scale_goes_on_where_it_was_after_a_resume(tmp_path: Path) -> None:
     def run(folder: Path, *callbacks: Callback) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         config = _config(precision="fp16", max_steps=6, dropout=0.1, checkpoint=CheckpointConfig(every=None))
         trainer = TinyTrainer(config, run_dir=folder, world=ALONE, callbacks=callbacks)
@@ -296,6 +296,6 @@ def _resume_in_bf16(world: World, folder: str, strategies: tuple[str, ...]) -> l
     return same
 
 
-def test_moments_in_float32_of_weights_in_bfloat16_resume_as_they_were_A7(tmp_path: Path) -> None:
+def test_moments_in_float32_of_weights_in_bfloat16_resume_as_they_were(tmp_path: Path) -> None:
     assert _resume_in_bf16(ALONE, str(tmp_path), ("ddp",)) == [True]
     assert run_on_ranks(_resume_in_bf16, 2, str(tmp_path / "ranks"), ("ddp", "fsdp")) == [[True, True]] * 2

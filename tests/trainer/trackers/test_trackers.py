@@ -104,7 +104,7 @@ def use_all(trackers: TrackerList, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_from", ["start", "log", "log_images", "state_dict", "rewind", "finish"])
-def test_failing_tracker_is_warned_of_once_and_others_go_on_F5(tmp_path: Path, fails_from: str) -> None:
+def test_failing_tracker_is_warned_of_once_and_others_go_on(tmp_path: Path, fails_from: str) -> None:
     keeping = Keeping()
     with pytest.warns(UserWarning, match="and training goes on") as warned:
         use_all(TrackerList([Broken(fails_from), keeping]), tmp_path)
@@ -113,7 +113,7 @@ def test_failing_tracker_is_warned_of_once_and_others_go_on_F5(tmp_path: Path, f
     assert [step for step, _, _ in keeping.records] == [1, 2, 3]
 
 
-def test_every_failing_tracker_has_its_own_warning_F5(tmp_path: Path) -> None:
+def test_every_failing_tracker_has_its_own_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Broken.log") as warned:
         use_all(TrackerList([Broken("log"), Broken("log")]), tmp_path)
     assert len(warned) == 2
@@ -128,7 +128,7 @@ def test_tracker_that_cannot_start_is_left_alone(tmp_path: Path) -> None:
     assert broken.calls == 1
 
 
-def test_keyboard_interrupt_in_a_tracker_is_not_swallowed_C9() -> None:
+def test_keyboard_interrupt_in_a_tracker_is_not_swallowed() -> None:
     class Interrupted(Tracker):
         def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
             raise KeyboardInterrupt
@@ -181,7 +181,7 @@ def write(tracker: JsonlTracker, folder: str, steps: range, *, resume: int | Non
         tracker.log({"train/loss": 1.0 / step}, step=step, epoch=step // 4)
 
 
-def test_record_is_readable_as_soon_as_it_is_logged_B12(folder: str, jsonl: Make) -> None:
+def test_record_is_readable_as_soon_as_it_is_logged(folder: str, jsonl: Make) -> None:
     tracker = jsonl()
     tracker.start(run_info(folder), step=0)
     assert read_records(f"{folder}/metrics.jsonl") == []
@@ -191,7 +191,7 @@ def test_record_is_readable_as_soon_as_it_is_logged_B12(folder: str, jsonl: Make
     assert record == {"step": 50, "epoch": 2, "attempt": 1, "train/loss": 0.5, "lr": 1e-3}
 
 
-def test_resume_drops_later_steps_F6(folder: str, jsonl: Make) -> None:
+def test_resume_drops_later_steps(folder: str, jsonl: Make) -> None:
     write(jsonl(), folder, range(1, 8))
     write(jsonl(), folder, range(5, 10), resume=4, attempt=2)
     records = read_records(f"{folder}/metrics.jsonl")
@@ -202,14 +202,14 @@ def test_resume_drops_later_steps_F6(folder: str, jsonl: Make) -> None:
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_run_that_begins_anew_keeps_nothing_F6(folder: str, attempt: int, jsonl: Make) -> None:
+def test_run_that_begins_anew_keeps_nothing(folder: str, attempt: int, jsonl: Make) -> None:
     write(jsonl(), folder, range(0, 0))
     write(jsonl(), folder, range(1, 8))
     write(jsonl(), folder, range(1, 3), attempt=attempt)
     assert [record["step"] for record in read_records(f"{folder}/metrics.jsonl")] == [1, 2]
 
 
-def test_records_of_one_step_become_one_line_F6(folder: str, jsonl: Make) -> None:
+def test_records_of_one_step_become_one_line(folder: str, jsonl: Make) -> None:
     tracker = jsonl()
     write(tracker, folder, range(1, 3))
     tracker.log({"validation/loss": 7.0}, step=2, epoch=1)
@@ -231,7 +231,7 @@ def test_shorter_record_of_the_same_step_leaves_no_rest(tmp_path: Path, jsonl: M
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
 
-def test_step_from_which_a_run_resumes_is_not_doubled_either_F6(folder: str, jsonl: Make) -> None:
+def test_step_from_which_a_run_resumes_is_not_doubled_either(folder: str, jsonl: Make) -> None:
     """What ended after the checkpoint was saved, such as the evaluation of an epoch, comes again with the same step."""
     write(jsonl(), folder, range(1, 5))
     tracker = jsonl()
@@ -243,7 +243,7 @@ def test_step_from_which_a_run_resumes_is_not_doubled_either_F6(folder: str, jso
     assert (records[3]["train/loss"], records[3]["validation/loss"]) == (0.25, 9.0)
 
 
-def test_rewind_drops_later_steps_and_what_follows_is_written_once_F6(folder: str, jsonl: Make) -> None:
+def test_rewind_drops_later_steps_and_what_follows_is_written_once(folder: str, jsonl: Make) -> None:
     tracker = jsonl()
     write(tracker, folder, range(1, 8))
     tracker.rewind(4)
@@ -305,7 +305,7 @@ while True:
 """
 
 
-def test_killed_at_any_time_the_file_holds_every_step_once_F6(tmp_path: Path) -> None:
+def test_killed_at_any_time_the_file_holds_every_step_once(tmp_path: Path) -> None:
     resume = 0
     for attempt in range(1, 4):
         process = subprocess.Popen(
@@ -331,7 +331,7 @@ def table(folder: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_csv_gets_a_column_when_a_metric_first_comes_and_a_step_one_row_F6(folder: str) -> None:
+def test_csv_gets_a_column_when_a_metric_first_comes_and_a_step_one_row(folder: str) -> None:
     tracker = CsvTracker()
     tracker.start(run_info(folder), step=0)
     assert table(folder) == []
@@ -353,7 +353,7 @@ def test_csv_gets_a_column_when_a_metric_first_comes_and_a_step_one_row_F6(folde
     assert [row[names[-1]] for row in rows] == ["", "", "2.0", ""]
 
 
-def test_csv_has_no_step_twice_after_a_resume_or_a_rewind_F6(folder: str) -> None:
+def test_csv_has_no_step_twice_after_a_resume_or_a_rewind(folder: str) -> None:
     for attempt, resume, steps in ((1, None, range(1, 8)), (2, 4, range(5, 10))):
         tracker = CsvTracker()
         tracker.start(run_info(folder, resumed=resume is not None, attempt=attempt), step=resume or 0)
@@ -398,7 +398,7 @@ def stored(folder: str) -> list[str]:
     return sorted(str(path).split("/images/")[1] for path in fs.find(root))
 
 
-def test_of_a_hundred_images_as_many_as_the_limit_are_stored_F9(folder: str) -> None:
+def test_of_a_hundred_images_as_many_as_the_limit_are_stored(folder: str) -> None:
     tracker = ImageFilesTracker(limit=8)
     tracker.start(run_info(folder), step=0)
     tracker.log_images({f"image {i}": torch.rand(3, 4, 5) for i in range(100)}, step=3)
@@ -410,7 +410,7 @@ def test_of_a_hundred_images_as_many_as_the_limit_are_stored_F9(folder: str) -> 
         ImageFilesTracker(limit=0)
 
 
-def test_images_of_steps_that_are_made_again_are_deleted_F6(folder: str) -> None:
+def test_images_of_steps_that_are_made_again_are_deleted(folder: str) -> None:
     tracker = ImageFilesTracker()
     tracker.start(run_info(folder), step=0)
     for step in (2, 4, 6):
@@ -445,7 +445,7 @@ def test_what_is_no_image_is_refused_with_its_shape() -> None:
 # ---- Console, TensorBoard, wandb, MLflow ----------------------------------------------------------------------------
 
 
-def test_console_prints_one_line_per_record_F7(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_prints_one_line_per_record(capsys: pytest.CaptureFixture[str]) -> None:
     tracker = ConsoleTracker()
     tracker.start(run_info(None, resumed=True, attempt=2), step=1000)
     tracker.log({"train/loss": 1.23456, "tokens_per_s": 45120.4, "lr": 3e-4, "bad": math.nan}, step=1250, epoch=2)
@@ -457,7 +457,7 @@ def test_console_prints_one_line_per_record_F7(capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_tensorboard_curves_have_every_step_once_after_a_resume_F6(tmp_path: Path) -> None:
+def test_tensorboard_curves_have_every_step_once_after_a_resume(tmp_path: Path) -> None:
     for attempt, resume, steps in ((1, None, range(1, 8)), (2, 4, range(5, 10))):
         tracker = TensorBoardTracker()
         tracker.start(run_info(tmp_path, resumed=resume is not None, attempt=attempt), step=resume or 0)
@@ -479,7 +479,7 @@ def test_tensorboard_curves_have_every_step_once_after_a_resume_F6(tmp_path: Pat
     }
 
 
-def test_tensorboard_hides_what_a_rewind_has_taken_back_F6(tmp_path: Path) -> None:
+def test_tensorboard_hides_what_a_rewind_has_taken_back(tmp_path: Path) -> None:
     tracker = TensorBoardTracker()
     tracker.start(run_info(tmp_path), step=0)
     for step in range(1, 8):
@@ -538,7 +538,7 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_is_one_run_with_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -593,7 +593,7 @@ def test_wandb_offline_is_one_run_with_every_step_once_F6(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_mlflow_is_one_run_with_every_step_once_and_a_true_status_F6(
+def test_mlflow_is_one_run_with_every_step_once_and_a_true_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient

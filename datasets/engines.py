@@ -21,8 +21,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from .collate import Rows
-from .reading import Job, as_table, chunks, read, read_table, transform
+from .arrow import Rows
+from .row_groups import ReadJob, as_table, chunks, read, read_table, transform
 from .transforms import Transform
 
 # Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
@@ -45,7 +45,7 @@ def connected_to_ray() -> bool:
 
 
 def read_with_threads(
-    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int, ahead_rows: int
+    epochs: Iterable[Iterable[ReadJob]], *, transforms: Sequence[Transform], readers: int, ahead_rows: int
 ) -> Generator[Rows, None, None]:
     """Yields the rows of each job, read ahead by threads of this process."""
     pool = ThreadPoolExecutor(max_workers=readers, thread_name_prefix="headway-read")
@@ -67,7 +67,12 @@ def read_with_threads(
 
 
 def read_with_ray(
-    epochs: Iterable[Iterable[Job]], *, transforms: Sequence[Transform], readers: int, ahead_rows: int, row_bytes: int
+    epochs: Iterable[Iterable[ReadJob]],
+    *,
+    transforms: Sequence[Transform],
+    readers: int,
+    ahead_rows: int,
+    row_bytes: int,
 ) -> Generator[Rows, None, None]:
     """Yields the rows of the jobs in order, read ahead by tasks of Ray Data."""
     rows_per_task = max(1, _TASK_BYTES // row_bytes)
@@ -90,8 +95,8 @@ def read_with_ray(
                 each.stop()
 
 
-def _tasks(epochs: Iterable[Iterable[Job]], rows_per_task: int) -> Iterator[list[Job]]:
-    task: list[Job] = []
+def _tasks(epochs: Iterable[Iterable[ReadJob]], rows_per_task: int) -> Iterator[list[ReadJob]]:
+    task: list[ReadJob] = []
     rows = 0
     for jobs in epochs:
         for job in jobs:
@@ -110,7 +115,7 @@ def _tasks(epochs: Iterable[Iterable[Job]], rows_per_task: int) -> Iterator[list
 class _Execution:
     """One execution of Ray Data, drained by a thread of its own so that it runs before anyone asks for its rows."""
 
-    def __init__(self, tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> None:
+    def __init__(self, tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> None:
         self.left = len(tasks)
         self._blocks: queue.Queue[list[Rows] | BaseException | None] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
@@ -119,7 +124,7 @@ class _Execution:
         self._thread.start()
 
     @classmethod
-    def start(cls, tasks: Iterator[list[Job]], transforms: Sequence[Transform], readers: int) -> _Execution | None:
+    def start(cls, tasks: Iterator[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> _Execution | None:
         """Starts to read the next tasks; None if there are no more."""
         some = list(islice(tasks, _TASKS_PER_EXECUTION))
         return cls(some, transforms, readers) if some else None
@@ -161,7 +166,7 @@ class _Execution:
                         end = error
                 del bundle
                 if end is not None or self._stopped.is_set():
-                    _start_no_more(executor)
+                    _drop_unstarted_tasks(executor)
         except BaseException as error:
             end = end or error
         self._put(end)
@@ -192,7 +197,7 @@ class _Execution:
             return
 
 
-def _start_no_more(executor: Any) -> None:
+def _drop_unstarted_tasks(executor: Any) -> None:
     """Takes the tasks that have not begun from an execution, which then ends by itself with those that have.
 
     Left in the middle, it would cancel them, and a task that ends while it is cancelled may abort this whole process:
@@ -203,7 +208,7 @@ def _start_no_more(executor: Any) -> None:
             waiting.clear()
 
 
-def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: int) -> Any:
+def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> Any:
     import ray.data
     from ray.data import ExecutionResources
 
@@ -235,7 +240,7 @@ def _dataset(tasks: list[list[Job]], transforms: Sequence[Transform], readers: i
 
 def _read_task(items: pa.Table) -> pa.Table:
     (task,) = items.column("jobs").to_pylist()
-    return _or_error(lambda: read_table(pickle.loads(task)))
+    return _errors_as_table(lambda: read_table(pickle.loads(task)))
 
 
 class _Transformed:
@@ -248,10 +253,10 @@ class _Transformed:
     def __call__(self, table: pa.Table) -> pa.Table:
         if _ERROR in table.column_names:
             return table
-        return _or_error(lambda: as_table(transform(rows, [self._function]) for rows in chunks(table)))
+        return _errors_as_table(lambda: as_table(transform(rows, [self._function]) for rows in chunks(table)))
 
 
-def _or_error(make: Callable[[], pa.Table]) -> pa.Table:
+def _errors_as_table(make: Callable[[], pa.Table]) -> pa.Table:
     """Returns what went wrong as a table: Ray Data would log it at length, wrap it, and lose what it was."""
     try:
         return make()

@@ -63,12 +63,12 @@ class Batch(NamedTuple):
     """One rank's part of one global batch.
 
     Attributes:
-        takes: (shard, rows) in the order of the batch: the next rows of each of the rank's shards.
+        shard_counts: (shard, rows) in the order of the batch: the next rows of each of the rank's shards.
         sizes: rows of each micro-batch, equally many micro-batches on every rank; a size of 0 is filled with padding.
         global_num_samples: rows of the global batch over all ranks.
     """
 
-    takes: tuple[tuple[int, int], ...]
+    shard_counts: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
     global_num_samples: int
 
@@ -169,8 +169,8 @@ class EpochPlan:
         Takes time and memory for the rank's fragments, not for its rows. Under "drop" the last few rows are read for
         nothing, so that the list depends on no batch size.
         """
-        first, last = owned(self.shards, rank=rank, world_size=world_size)
-        cuts = self._cuts
+        first, last = shard_range(self.shards, rank=rank, world_size=world_size)
+        cuts = self._shard_bounds
         order = permutation(len(self.fragment_rows), _FRAGMENTS, self.seed, self.epoch) if self.shuffle else None
         fragments = np.arange(len(self.fragment_rows)) if order is None else order
         ends = np.cumsum(self.fragment_rows[fragments])
@@ -236,9 +236,9 @@ class EpochPlan:
         With `by_shard` no micro-batch has rows of two shards: each shard's rows make equally many, which depends on no
         number of ranks.
         """
-        first, last = owned(self.shards, rank=rank, world_size=world_size)
+        first, last = shard_range(self.shards, rank=rank, world_size=world_size)
         shards = np.arange(self.shards)
-        runs = np.array([owned(self.shards, rank=r, world_size=world_size)[0] for r in range(world_size)])
+        runs = np.array([shard_range(self.shards, rank=r, world_size=world_size)[0] for r in range(world_size)])
         end = self.samples(global_batch_size, offset=offset)
         cached: tuple[bytes, Batch] | None = None
         before = self._consumed(shards, offset)
@@ -251,40 +251,40 @@ class EpochPlan:
                 most = int(taken.max() if by_shard else np.add.reduceat(taken, runs).max())
                 own = taken[first:last]
                 num_micro_batches = max(1, -(-most // (micro_batch_size or most)))
-                takes = tuple((first + i, int(rows)) for i, rows in enumerate(own) if rows)
+                shard_counts = tuple((first + i, int(rows)) for i, rows in enumerate(own) if rows)
                 cut = own.tolist() if by_shard else [int(own.sum())]
-                sizes = tuple(each for rows in cut for each in nearly_equal(rows, num_micro_batches))
-                cached = taken.tobytes(), Batch(takes, sizes, size)
+                sizes = tuple(each for rows in cut for each in split_evenly(rows, num_micro_batches))
+                cached = taken.tobytes(), Batch(shard_counts, sizes, size)
             yield cached[1]
             offset, before = offset + size, after
 
-    def places(self, offset: int, count: int) -> list[tuple[int, int]]:
+    def locate(self, offset: int, count: int) -> list[tuple[int, int]]:
         """Returns fragment and row in it (of the file, not of the permuted order) of the next samples, at most `count`.
 
         Takes the permutation of each fragment that it names.
         """
-        return self._find(*self._drawn(offset, count))
+        return self._locate(*self._next_samples(offset, count))
 
-    def places_of_rank(self, offset: int, count: int, *, rank: int, world_size: int) -> list[tuple[int, int]]:
+    def locate_on_rank(self, offset: int, count: int, *, rank: int, world_size: int) -> list[tuple[int, int]]:
         """Returns the same of a rank's part of these samples, in the order that they have in its batch."""
-        first, last = owned(self.shards, rank=rank, world_size=world_size)
-        samples, shard = self._drawn(offset, count)
+        first, last = shard_range(self.shards, rank=rank, world_size=world_size)
+        samples, shard = self._next_samples(offset, count)
         order = np.argsort(shard, kind="stable")
         own = order[(shard[order] >= first) & (shard[order] < last)]
-        return self._find(samples[own], shard[own])
+        return self._locate(samples[own], shard[own])
 
-    def _drawn(self, offset: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _next_samples(self, offset: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The next samples, and the shard that each is drawn from."""
         samples = np.arange(offset, min(offset + count, self.rows))
         shard, over = samples % self.shards, samples - self.rows // self.shards * self.shards
         # What the longer shards have over comes last.
-        longer = np.flatnonzero(np.diff(self._cuts) > self.rows // self.shards)
+        longer = np.flatnonzero(np.diff(self._shard_bounds) > self.rows // self.shards)
         shard[over >= 0] = longer[over[over >= 0]]
         return samples, shard
 
-    def _find(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    def _locate(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
         """Fragment and row in it of samples that are drawn from these shards."""
-        place = self._cuts[shard] + samples // self.shards
+        place = self._shard_bounds[shard] + samples // self.shards
         fragments = np.arange(len(self.fragment_rows))
         if self.shuffle:
             fragments = permutation(len(self.fragment_rows), _FRAGMENTS, self.seed, self.epoch)
@@ -307,7 +307,7 @@ class EpochPlan:
         ]
 
     @property
-    def _cuts(self) -> npt.NDArray[np.int64]:
+    def _shard_bounds(self) -> npt.NDArray[np.int64]:
         return self.rows * np.arange(self.shards + 1, dtype=np.int64) // self.shards
 
     def _consumed(self, shard: npt.NDArray[np.int64], offset: int) -> npt.NDArray[np.int64]:
@@ -315,21 +315,21 @@ class EpochPlan:
         common = self.rows // self.shards
         if offset <= common * self.shards:
             return offset // self.shards + (shard < offset % self.shards)
-        longer = np.cumsum(np.diff(self._cuts) > common)
-        return common + ((np.diff(self._cuts) > common) & (longer <= offset - common * self.shards))[shard]
+        longer = np.cumsum(np.diff(self._shard_bounds) > common)
+        return common + ((np.diff(self._shard_bounds) > common) & (longer <= offset - common * self.shards))[shard]
 
     def _sample(self, shard: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The sample of the epoch that is row `row` of shard `shard`."""
         common = self.rows // self.shards
-        longer = np.cumsum(np.diff(self._cuts) > common)
+        longer = np.cumsum(np.diff(self._shard_bounds) > common)
         return np.where(row < common, row * self.shards + shard, common * self.shards + longer[shard] - 1)
 
 
-def owned(shards: int, *, rank: int, world_size: int) -> tuple[int, int]:
+def shard_range(shards: int, *, rank: int, world_size: int) -> tuple[int, int]:
     """Returns the first of a rank's logical shards, and the first that is not."""
     return shards * rank // world_size, shards * (rank + 1) // world_size
 
 
-def nearly_equal(total: int, parts: int) -> tuple[int, ...]:
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     """Cuts `total` into whole numbers that differ by at most one."""
     return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))

@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import DataError
 from .paths import Paths, nearest
-from .reading import Job, read_group
+from .row_groups import ReadJob, read_group
 from .sources import Source, read_source
 
 
@@ -105,7 +105,7 @@ def _row(source: Source, fragment: int, number: int) -> dict[str, Any]:
     """Returns a row as it is in the file, nulls and all: what cannot be trained on is what one looks for."""
     file = source.files[source.fragment_files[fragment]]
     table = read_group(
-        Job(
+        ReadJob(
             path=file.path,
             digest=file.digest,
             group=int(source.fragment_groups[fragment]),

@@ -158,10 +158,10 @@ def _read_footer(found: Found) -> tuple[pq.FileMetaData, int, str]:
 def _common_schema(paths: Sequence[str], schemas: Sequence[pa.Schema], columns: Sequence[str] | None) -> pa.Schema:
     selected = [_select(path, schema, columns) for path, schema in zip(paths, schemas, strict=True)]
     first = selected[0]
-    kinds = {field.name: _read_as(field.type) for field in first}
+    kinds = {field.name: _canonical_type(field.type) for field in first}
     for path, schema in zip(paths, selected, strict=True):
         # By name, as they are read: in which order a file has them, and whether it says that none is null, is all one.
-        others = {field.name: _read_as(field.type) for field in schema}
+        others = {field.name: _canonical_type(field.type) for field in schema}
         differing = [
             f"{name!r} is {_type_of(first, name)} in the first and {_type_of(schema, name)} in the second"
             for name in dict.fromkeys([*kinds, *others])
@@ -175,18 +175,18 @@ def _common_schema(paths: Sequence[str], schemas: Sequence[pa.Schema], columns: 
     return first.remove_metadata()
 
 
-def _read_as(kind: pa.DataType) -> pa.DataType:
+def _canonical_type(kind: pa.DataType) -> pa.DataType:
     """Returns one type for all that are read as the same values: text and bytes of either width, dictionaries of it."""
     if pa.types.is_dictionary(kind):
-        return _read_as(kind.value_type)
+        return _canonical_type(kind.value_type)
     if pa.types.is_large_string(kind):
         return pa.string()
     if pa.types.is_large_binary(kind):
         return pa.binary()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(_read_as(kind.value_type))
+        return pa.list_(_canonical_type(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _read_as(field.type)) for field in kind])
+        return pa.struct([(field.name, _canonical_type(field.type)) for field in kind])
     return kind
 
 

@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from .assemble import GlobalBatch
+from .batching import GlobalBatch
 from .engines import connected_to_ray
 from .errors import DataError
 from .paths import Paths, absolute
-from .pipeline import Feed, Pipeline, Recipe
 from .plan import Tail, check_shards, default_shards
+from .prefetch import Prefetcher, StreamContext, StreamSpec
 from .sources import Source, read_source
 from .transforms import Transform
 
@@ -72,12 +72,12 @@ class ParquetStream:
         self.columns = None if columns is None else tuple(columns) if not isinstance(columns, str) else (columns,)
         self.transforms = tuple(transforms)
         self.shuffle, self.tail, self.shards, self.readers, self.engine = shuffle, tail, shards, readers, engine
-        self._opened: Recipe | None = None
-        self._pipeline: Pipeline | None = None
+        self._opened: StreamSpec | None = None
+        self._prefetcher: Prefetcher | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, here or in another process, is not open.
-        return {**vars(self), "_opened": None, "_pipeline": None}
+        return {**vars(self), "_opened": None, "_prefetcher": None}
 
     @property
     def fingerprint(self) -> str:
@@ -106,7 +106,7 @@ class ParquetStream:
         """The files and row groups."""
         return self._open.source
 
-    def open(self, feed: Feed) -> None:
+    def open(self, context: StreamContext) -> None:
         """Reads the files' footers and checks that the run can be fed from them.
 
         Raises:
@@ -114,23 +114,23 @@ class ParquetStream:
         """
         self.close()
         source = read_source(self.path, columns=self.columns)
-        size = feed.global_batch_size
-        if size is None and not feed.training and feed.micro_batch_size:
-            size = feed.micro_batch_size * feed.world_size
+        size = context.global_batch_size
+        if size is None and not context.training and context.micro_batch_size:
+            size = context.micro_batch_size * context.world_size
         if size is None:
             raise DataError(
                 "a stream of rows is cut into global batches: set config.global_batch_size, the samples of one update "
                 "over all ranks"
             )
         shards = self.shards or default_shards(size)
-        check_shards(shards, global_batch_size=size, world_size=feed.world_size)
-        opened = Recipe(
-            feed=feed,
+        check_shards(shards, global_batch_size=size, world_size=context.world_size)
+        opened = StreamSpec(
+            context=context,
             source=source,
             global_batch_size=size,
             shards=shards,
-            shuffle=self.shuffle and feed.training,
-            tail=self.tail if feed.training else "keep",
+            shuffle=self.shuffle and context.training,
+            tail=self.tail if context.training else "keep",
             transforms=self.transforms,
             readers=self.readers,
             engine=self._choose_engine(),
@@ -141,7 +141,7 @@ class ParquetStream:
                 "drops it: nothing would be trained on. Use a smaller global_batch_size, or tail='keep'"
             )
         self._opened = opened
-        if feed.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):
+        if context.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):
             logger.info(
                 "%d rows make %d batches of %d; %d are left out, others each epoch",
                 source.rows,
@@ -178,7 +178,7 @@ class ParquetStream:
         opened = self._open
         plan = opened.plan(epoch)
         left = plan.samples(opened.global_batch_size, offset=offset) - offset
-        return opened.row_names(plan.places(offset, min(count, left)))
+        return opened.row_names(plan.locate(offset, min(count, left)))
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yields this rank's part of every global batch of an epoch, from `offset` on; equally many on every rank.
@@ -192,23 +192,23 @@ class ParquetStream:
         opened = self._open
         if not 0 <= offset <= opened.source.rows:
             raise DataError(f"offset {offset} is not a place in an epoch of {opened.source.rows} rows")
-        if self._pipeline is None or self._pipeline.next_place != (epoch, offset):
+        if self._prefetcher is None or self._prefetcher.next_place != (epoch, offset):
             self.close()
-            self._pipeline = Pipeline(opened, epoch, offset)
-        pipeline = self._pipeline
+            self._prefetcher = Prefetcher(opened, epoch, offset)
+        prefetcher = self._prefetcher
         try:
-            yield from pipeline.epoch()
+            yield from prefetcher.epoch()
         finally:
-            if pipeline.next_place != (epoch + 1, 0) or not opened.feed.training:
-                pipeline.close()
-                if self._pipeline is pipeline:
-                    self._pipeline = None
+            if prefetcher.next_place != (epoch + 1, 0) or not opened.context.training:
+                prefetcher.close()
+                if self._prefetcher is prefetcher:
+                    self._prefetcher = None
 
     def close(self) -> None:
         """Ends all reading. May be called twice."""
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
 
     def _choose_engine(self) -> Literal["ray", "threads"]:
         if self.engine == "ray" and not connected_to_ray():
@@ -218,6 +218,6 @@ class ParquetStream:
         return "ray" if self.engine == "ray" or (self.engine == "auto" and connected_to_ray()) else "threads"
 
     @property
-    def _open(self) -> Recipe:
-        assert self._opened is not None, "open(feed) comes before anything else"
+    def _open(self) -> StreamSpec:
+        assert self._opened is not None, "open(context) comes before anything else"
         return self._opened

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .collate import Rows
+from .arrow import Rows
 from .errors import DataError
 
 Transform: TypeAlias = Callable[[Rows], dict[str, Any]]

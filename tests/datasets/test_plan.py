@@ -30,7 +30,7 @@ def rank_batches(
     offset: int = 0,
 ) -> list[tuple[list[Row], tuple[int, ...], int]]:
     """What one rank gets of each batch: its rows (fragment, row), its micro-batches' sizes, the rows of all ranks."""
-    shelves: dict[int, deque[Row]] = defaultdict(deque)
+    buffers: dict[int, deque[Row]] = defaultdict(deque)
     need_before = -1
     for read in plan.reads(rank=rank, world_size=world_size, offset=offset):
         assert read.slices[0].first_need >= need_before, "reads come in the order of first need"
@@ -44,10 +44,10 @@ def rank_batches(
         )
         for each in read.slices:
             assert each.first_need >= offset
-            shelves[each.shard] += [(read.fragment, int(row)) for row in order[each.start : each.stop]]
+            buffers[each.shard] += [(read.fragment, int(row)) for row in order[each.start : each.stop]]
     return [
         (
-            [shelves[shard].popleft() for shard, rows in batch.takes for _ in range(rows)],
+            [buffers[shard].popleft() for shard, rows in batch.shard_counts for _ in range(rows)],
             batch.sizes,
             batch.global_num_samples,
         )
@@ -114,9 +114,9 @@ def test_the_rows_that_come_next_are_known_before_they_are_read(
     plan = EpochPlan(np.array(fragments), seed, 1, shards=shards, shuffle=shuffle, tail="keep")
     offset = 0
     for batch in global_batches(plan, world_size=min(world_size, shards), global_batch_size=shards * per_shard):
-        assert sorted(plan.places(offset, shards * per_shard)) == sorted(batch)
+        assert sorted(plan.locate(offset, shards * per_shard)) == sorted(batch)
         offset += len(batch)
-    assert plan.places(offset, 1) == []
+    assert plan.locate(offset, 1) == []
 
 
 @given(

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from headway.datasets.collate import to_rows
+from headway.datasets.arrow import to_rows
 from headway.datasets.errors import DataError
 from headway.datasets.locking import locked
 from headway.datasets.prepare import PrepareProgress, find_files, prepare_text, split_files

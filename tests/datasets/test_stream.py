@@ -23,14 +23,14 @@ from headway.trainer import NonFiniteError, Trainer, TrainerConfig
 from headway.trainer.data.protocols import Feed, ForeseesRows, NamesRows, is_stream
 from headway.trainer.distributed.world import World
 
-from .conftest import feed_of, write
+from .conftest import context_of, write
 
 
 def opened(
-    path: Any, *, rank: int = 0, world_size: int = 1, feed: dict[str, Any] | None = None, **options: Any
+    path: Any, *, rank: int = 0, world_size: int = 1, context: dict[str, Any] | None = None, **options: Any
 ) -> ParquetStream:
     stream = ParquetStream(path, **{"engine": "threads", **options})
-    stream.open(feed_of(rank, world_size, **(feed or {})))
+    stream.open(context_of(rank, world_size, **(context or {})))
     return stream
 
 
@@ -75,8 +75,8 @@ def test_batches_are_tensors_of_the_rows(folder: Path, engine: str) -> None:
 
 
 def test_a_batch_names_its_rows(folder: Path) -> None:
-    for rank, feed in ((0, {}), (2, {"micro_batch_size": 1}), (3, {"global_batch_size": 4})):
-        stream = opened(folder, rank=rank, world_size=4, tail="keep", shards=4, feed=feed)
+    for rank, context in ((0, {}), (2, {"micro_batch_size": 1}), (3, {"global_batch_size": 4})):
+        stream = opened(folder, rank=rank, world_size=4, tail="keep", shards=4, context=context)
         for batch in stream.epoch(1, offset=20):
             assert isinstance(batch, NamesRows)
             named = [[read_row(folder, str(row))["id"] for row in rows] for rows in batch.row_ids()]
@@ -149,7 +149,7 @@ def test_who_reads_from_a_stream_that_is_opened_again_is_told(folder: Path) -> N
     stream = opened(folder)
     batches = stream.epoch(0)
     next(batches)
-    stream.open(feed_of(0, 1, training=False))
+    stream.open(context_of(0, 1, training=False))
     with pytest.raises(DataError, match="opened again, while somebody read"):
         list(batches)
 
@@ -197,7 +197,7 @@ def test_4_ranks_then_2_then_3_see_the_rest_once_in_the_same_batches(folder: Pat
 
 def test_another_global_batch_size_in_the_middle_of_an_epoch(folder: Path) -> None:
     before = steps(folder, tail="keep", shards=8)[:5]
-    after = steps(folder, tail="keep", shards=8, offset=40, feed={"global_batch_size": 16})
+    after = steps(folder, tail="keep", shards=8, offset=40, context={"global_batch_size": 16})
     assert sorted(row for batch in before + after for row in batch) == list(range(103))
     assert [len(batch) for batch in after] == [16, 16, 16, 15]
 
@@ -206,7 +206,7 @@ def test_epochs_differ_and_repeat_on_any_world_size(folder: Path) -> None:
     first, second = steps(folder), steps(folder, epoch=1)
     assert first != second
     assert steps(folder, world_size=3, epoch=1) == second
-    assert steps(folder, feed={"seed": 1}) != first
+    assert steps(folder, context={"seed": 1}) != first
 
 
 @pytest.mark.ray
@@ -226,34 +226,34 @@ def test_auto_takes_ray_where_it_is_up(folder: Path, ray_session: None) -> None:
 def test_evaluation_of_10_rows_on_4_ranks_counts_each_once(tmp_path: Path, engine: str) -> None:
     path = write(tmp_path / "ten.parquet", range(10))
     for micro_batch_size in (None, 1, 2, 3):
-        feed = {"training": False, "global_batch_size": 32, "micro_batch_size": micro_batch_size}
-        assert sorted(steps(path, world_size=4, feed=feed, engine=engine)[0]) == list(range(10))
+        context = {"training": False, "global_batch_size": 32, "micro_batch_size": micro_batch_size}
+        assert sorted(steps(path, world_size=4, context=context, engine=engine)[0]) == list(range(10))
 
 
 def test_a_rank_without_rows_repeats_one_that_does_not_count(tmp_path: Path) -> None:
     path = write(tmp_path / "three.parquet", range(3))
     for rank in range(8):
-        stream = opened(path, rank=rank, world_size=8, feed={"training": False})
+        stream = opened(path, rank=rank, world_size=8, context={"training": False})
         (batch,) = stream.epoch(0)
         (columns,) = batch.micro_batches
         assert columns["tokens"].shape == (1, 4)
         assert batch.global_num_samples == 3
-    assert sorted(steps(path, world_size=8, feed={"training": False})[0]) == [0, 1, 2]
+    assert sorted(steps(path, world_size=8, context={"training": False})[0]) == [0, 1, 2]
 
 
 def test_evaluation_never_shuffles_and_can_be_repeated(folder: Path) -> None:
-    stream = opened(folder, feed={"training": False}, shuffle=True, tail="drop")
+    stream = opened(folder, context={"training": False}, shuffle=True, tail="drop")
     runs = [[row for batch in stream.epoch(epoch) for row in ids(batch)] for epoch in (0, 0, 1)]
     assert runs[0] == runs[1] == runs[2]
     assert sorted(runs[0]) == list(range(103))
     assert (
-        opened(folder, feed={"training": False, "global_batch_size": None, "micro_batch_size": 4}).steps_in_epoch(0)
+        opened(folder, context={"training": False, "global_batch_size": None, "micro_batch_size": 4}).steps_in_epoch(0)
         == 26
     )
 
 
-def test_micro_batches_cut_a_rank_s_rows(folder: Path) -> None:
-    stream = opened(folder, feed={"micro_batch_size": 3})
+def test_micro_batches_cut_a_rank_s_rows_A4(folder: Path) -> None:
+    stream = opened(folder, context={"micro_batch_size": 3})
     batch = next(iter(stream.epoch(0)))
     assert batch.num_samples == (2, 3, 3)
     assert [len(columns["id"]) for columns in batch.micro_batches] == [2, 3, 3]
@@ -262,16 +262,16 @@ def test_micro_batches_cut_a_rank_s_rows(folder: Path) -> None:
 
 def test_epochs_follow_one_another_without_a_gap(folder: Path, engine: str) -> None:
     """When an epoch ends, the next one's first batches are made, whether or not anyone asks."""
-    stream = opened(folder, engine=engine, feed={"global_batch_size": 32})
+    stream = opened(folder, engine=engine, context={"global_batch_size": 32})
     epochs = [[ids(batch) for batch in stream.epoch(epoch)] for epoch in range(3)]
-    assert epochs == [steps(folder, epoch=epoch, feed={"global_batch_size": 32}) for epoch in range(3)]
-    pipeline = stream._pipeline
-    assert pipeline is not None
+    assert epochs == [steps(folder, epoch=epoch, context={"global_batch_size": 32}) for epoch in range(3)]
+    prefetcher = stream._prefetcher
+    assert prefetcher is not None
     deadline = time.monotonic() + 20
-    while pipeline._ready.empty() and time.monotonic() < deadline:
+    while prefetcher._ready.empty() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not pipeline._ready.empty()
-    assert [ids(batch) for batch in stream.epoch(7)] == steps(folder, epoch=7, feed={"global_batch_size": 32})
+    assert not prefetcher._ready.empty()
+    assert [ids(batch) for batch in stream.epoch(7)] == steps(folder, epoch=7, context={"global_batch_size": 32})
     stream.close()
 
 
@@ -291,10 +291,10 @@ def test_closing_ends_every_thread(folder: Path, engine: str) -> None:
 def test_a_task_decodes_no_more_where_a_resumed_epoch_wants_little_of_each_row_group(tmp_path: Path) -> None:
     """Or the first batch would wait for one process that reads all that the others could have read beside it."""
     write(tmp_path / "many.parquet", range(50_000), group=50)
-    stream = opened(tmp_path / "many.parquet", feed={"global_batch_size": 32})
-    recipe = stream._opened
-    assert recipe is not None
-    jobs = [recipe.job(0, each.fragment, each.slices) for each in recipe.reads(0, 49_504)]
+    stream = opened(tmp_path / "many.parquet", context={"global_batch_size": 32})
+    spec = stream._opened
+    assert spec is not None
+    jobs = [spec.job(0, each.fragment, each.slices) for each in spec.reads(0, 49_504)]
     assert len(jobs) > 16
     assert sum(job.rows for job in jobs) < sum(job.num_rows for job in jobs) / 2
     tasks = list(_tasks([jobs], 200))
@@ -334,7 +334,7 @@ def test_resuming_reads_nothing_of_what_was_consumed(tmp_path: Path) -> None:
     write(tmp_path / "many.parquet", range(50_000), group=50)
     first_reads = []
     for offset in (0, 49_504):
-        stream = opened(tmp_path / "many.parquet", feed={"global_batch_size": 32})
+        stream = opened(tmp_path / "many.parquet", context={"global_batch_size": 32})
         assert stream._opened is not None
         reads = list(stream._opened.reads(0, offset))
         first_reads.append(sum(read.slices[0].first_need < offset + 32 for read in reads))
@@ -422,7 +422,7 @@ def test_a_relative_path_means_the_same_in_another_process(folder: Path, monkeyp
     monkeypatch.chdir(folder.parent)
     stream = pickle.loads(pickle.dumps(ParquetStream("data", engine="threads")))
     monkeypatch.chdir("/")
-    stream.open(feed_of())
+    stream.open(context_of())
     assert len(list(stream.epoch(0))) == 12
     stream.close()
 
@@ -432,10 +432,10 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
     assert opened(folder, rank=1, world_size=2).fingerprint == fingerprint
     assert opened(folder, shuffle=False).fingerprint != fingerprint
     assert opened(folder, shards=4).fingerprint == fingerprint.replace("8 shards", "4 shards")
-    doubled = opened(folder, feed={"global_batch_size": 16})
+    doubled = opened(folder, context={"global_batch_size": 16})
     assert "into 8 logical shards and are into 16" in str(doubled.explain_change(fingerprint))
     assert str(doubled.explain_change(fingerprint)).endswith("give the ParquetStream shards=8")
-    odd = opened(folder, feed={"global_batch_size": 9})
+    odd = opened(folder, context={"global_batch_size": 9})
     assert "shards=8 and the run a global_batch_size (now 9) that is a multiple" in str(odd.explain_change(fingerprint))
     unshuffled = opened(folder, shuffle=False)
     assert "shuffle was True: give the ParquetStream shuffle=True" in str(unshuffled.explain_change(fingerprint))
@@ -447,7 +447,7 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "feed", "message"),
+    ("options", "context", "message"),
     [
         ({}, {"global_batch_size": None}, "set config.global_batch_size"),
         ({}, {"global_batch_size": 128}, "103 rows, less than one global batch of 128.*smaller global_batch_size"),
@@ -456,12 +456,12 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
         ({}, {"world_size": 9}, "9 ranks cannot share 8 logical shards"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_row_is_read(
-    folder: Path, options: dict[str, Any], feed: dict[str, Any], message: str
+def test_what_does_not_fit_is_refused_before_a_row_is_read_E5(
+    folder: Path, options: dict[str, Any], context: dict[str, Any], message: str
 ) -> None:
     stream = ParquetStream(folder, engine="threads", **options)
     with pytest.raises(DataError, match=message):
-        stream.open(feed_of(**feed))
+        stream.open(context_of(**context))
 
 
 @pytest.mark.parametrize("options", [{"tail": "pad"}, {"engine": "spark"}, {"readers": 0}])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from headway.datasets.collate import Rows
+from headway.datasets.arrow import Rows
 from headway.datasets.errors import DataError
-from headway.datasets.reading import as_table, transform
+from headway.datasets.row_groups import as_table, transform
 
 ROWS = {"x": np.arange(2)}
 

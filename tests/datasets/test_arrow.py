@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from headway.datasets.collate import Rows, from_table, to_rows, to_table
+from headway.datasets.arrow import Rows, from_table, to_rows, to_table
 from headway.datasets.errors import DataError
-from headway.datasets.reading import Job, as_table, chunks, read, read_table, transform
+from headway.datasets.row_groups import ReadJob, as_table, chunks, read, read_table, transform
 from headway.datasets.sources import read_source
 from headway.datasets.stream import ParquetStream
 
-from .conftest import feed_of
+from .conftest import context_of
 
 
 def _column(*values: Any) -> Any:
@@ -101,14 +101,14 @@ _GROUPS: dict[str, tuple[pa.DataType, list[Any]]] = {
 }
 
 
-def _write(path: Path, arrow: pa.DataType, groups: list[Any]) -> list[Job]:
+def _write(path: Path, arrow: pa.DataType, groups: list[Any]) -> list[ReadJob]:
     """Writes a column "c", each list a row group, and returns what reads them."""
     with pq.ParquetWriter(path / "a.parquet", pa.schema([("c", arrow)])) as writer:
         for group in groups:
             writer.write_table(pa.table({"c": pa.array(group, arrow)}))
     file = read_source(path).files[0]
     return [
-        Job(file.path, file.digest, index, len(group), ("c",), None, ((0, len(group)),))
+        ReadJob(file.path, file.digest, index, len(group), ("c",), None, ((0, len(group)),))
         for index, group in enumerate(groups)
     ]
 
@@ -155,7 +155,7 @@ def test_lists_of_numbers_are_tensors_however_ragged(tmp_path: Path, arrow: Any,
     """One tensor where all rows are of one shape, here a list; else tensors in lists, here a tuple of rows."""
     _write(tmp_path, arrow, [rows])
     stream = ParquetStream(tmp_path, engine="threads", shuffle=False, shards=1)
-    stream.open(feed_of(global_batch_size=4))
+    stream.open(context_of(global_batch_size=4))
     column = next(iter(stream.epoch(0))).micro_batches[0]["c"]
     stream.close()
 

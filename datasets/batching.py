@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .collate import NUMBERS, Rows, num_rows, same_kind
+from .arrow import NUMBERS, Rows, is_stackable, num_rows
 from .plan import Batch, Read
 
 Part: TypeAlias = tuple[Rows, int, int]
@@ -41,26 +41,26 @@ class GlobalBatch:
         return [names[end - size : end] for size, end in zip(self.num_samples, ends, strict=True)]
 
 
-class Shelves:
-    """Rows that have been read and not yet used, one shelf for each logical shard.
+class ShardBuffers:
+    """Rows that have been read and not yet used, one buffer for each logical shard.
 
     Args:
         asked: the reads whose rows are to come, in this order; grows while rows arrive.
         chunks: the rows of these reads, one after the other, cut anywhere.
-        spare: returns one row to fill a micro-batch with, for a rank that never had any.
+        filler_row: returns one row to fill a micro-batch with, for a rank that never had any.
     """
 
-    def __init__(self, asked: deque[Read], chunks: Iterator[Rows], spare: Callable[[], Rows]) -> None:
+    def __init__(self, asked: deque[Read], chunks: Iterator[Rows], filler_row: Callable[[], Rows]) -> None:
         self._asked = asked
         self._chunks = chunks
-        self._spare = spare
+        self._filler_row = filler_row
         self._arrived: Part = {}, 0, 0
-        self._shelves: defaultdict[int, deque[Part]] = defaultdict(deque)
+        self._buffers: defaultdict[int, deque[Part]] = defaultdict(deque)
         self._last: Rows | None = None
 
     def clear(self) -> None:
         """Throws away what the tail policy dropped, before the next epoch's rows arrive."""
-        self._shelves.clear()
+        self._buffers.clear()
 
     def batches(
         self, batch: Batch, names: Sequence[Callable[[], Sequence[str]]], *, pinned: bool = False
@@ -72,12 +72,14 @@ class Shelves:
         """
         own, times = sum(batch.sizes), len(names)
         if not own:
-            rows = self._last = self._last or self._spare()
-            columns = {name: _lay([(column, np.zeros(1, np.intp))], 1, pinned) for name, column in rows.items()}
+            rows = self._last = self._last or self._filler_row()
+            columns = {
+                name: gather_column([(column, np.zeros(1, np.intp))], 1, pinned) for name, column in rows.items()
+            }
             made = [_cut(columns, range(0, 1)) for _ in batch.sizes]
             return [GlobalBatch(made, batch.sizes, batch.global_num_samples, each) for each in names]
         parts, places, before = [], [], 0
-        for shard, count in batch.takes:
+        for shard, count in batch.shard_counts:
             place = (np.arange(times)[:, None] * own + np.arange(before, before + count)).reshape(-1)
             for rows, start, stop in self._take(shard, count * times):
                 parts.append((rows, start, stop))
@@ -87,7 +89,7 @@ class Shelves:
         rows, _, stop = parts[-1]
         self._last = {name: column[stop - 1 : stop].copy() for name, column in rows.items()}
         columns = {
-            name: _lay(
+            name: gather_column(
                 [(rows[name][start:stop], place) for (rows, start, stop), place in zip(parts, places, strict=True)],
                 own * times,
                 pinned,
@@ -110,21 +112,21 @@ class Shelves:
         ]
 
     def _take(self, shard: int, rows: int) -> Iterator[Part]:
-        shelf = self._shelves[shard]
+        buffer = self._buffers[shard]
         while rows:
-            while not shelf:
+            while not buffer:
                 self._receive()
-            columns, start, stop = shelf[0]
+            columns, start, stop = buffer[0]
             taken = min(rows, stop - start)
             yield columns, start, start + taken
             if start + taken == stop:
-                shelf.popleft()
+                buffer.popleft()
             else:
-                shelf[0] = columns, start + taken, stop
+                buffer[0] = columns, start + taken, stop
             rows -= taken
 
     def _receive(self) -> None:
-        """Puts the rows of one read onto the shelves."""
+        """Puts the rows of one read onto the buffers."""
         self._arrive()  # first: only what has arrived has certainly been asked for
         for each in self._asked.popleft().slices:
             missing = each.stop - each.start
@@ -132,7 +134,7 @@ class Shelves:
                 self._arrive()
                 rows, at, end = self._arrived
                 taken = min(missing, end - at)
-                self._shelves[each.shard].append((rows, at, at + taken))
+                self._buffers[each.shard].append((rows, at, at + taken))
                 self._arrived = rows, at + taken, end
                 missing -= taken
 
@@ -143,9 +145,9 @@ class Shelves:
             self._arrived = rows, 0, num_rows(rows)
 
 
-def _lay(pieces: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.intp]]], length: int, pinned: bool) -> Any:
+def gather_column(pieces: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.intp]]], length: int, pinned: bool) -> Any:
     """Lays the pieces of one column at their places: one tensor if they are numbers of one shape, else a list."""
-    if not same_kind([piece for piece, _ in pieces]):
+    if not is_stackable([piece for piece, _ in pieces]):
         objects: list[Any] = [None] * length
         for piece, place in pieces:
             for row, at in zip(piece, place.tolist(), strict=True):

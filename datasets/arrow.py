@@ -186,7 +186,7 @@ def _as_pickles(column: npt.NDArray[Any]) -> pa.Array:
     return pa.StructArray.from_arrays([pickles], fields=list(_PICKLE))
 
 
-def same_kind(parts: Sequence[npt.NDArray[Any]]) -> bool:
+def is_stackable(parts: Sequence[npt.NDArray[Any]]) -> bool:
     """Whether these pieces of one column can be laid into one array of numbers."""
     first = parts[0]
     return first.dtype.kind in NUMBERS and all(

@@ -14,12 +14,12 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
-from .assemble import GlobalBatch, Shelves
-from .collate import Rows
+from .arrow import Rows
+from .batching import GlobalBatch, ShardBuffers
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
 from .plan import Batch, EpochPlan, Read, Slice, Tail
-from .reading import Job, read
+from .row_groups import ReadJob, read
 from .sources import Source
 from .transforms import Transform
 
@@ -32,7 +32,7 @@ _BYTES_AHEAD = 256 * 2**20
 _READY = 2
 
 
-class Feed(Protocol):
+class StreamContext(Protocol):
     """What a stream must know of the run; `headway.trainer.data.protocols.Feed` has this shape."""
 
     @property
@@ -54,11 +54,11 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StreamSpec:
     """All that the batches of one rank depend on.
 
     Attributes:
-        feed: the run.
+        context: the run.
         source: the files.
         global_batch_size, shards, shuffle, tail: the plan; see `EpochPlan`.
         transforms: applied to the rows in this order.
@@ -66,7 +66,7 @@ class Recipe:
         engine: what carries them out.
     """
 
-    feed: Feed
+    context: StreamContext
     source: Source
     global_batch_size: int
     shards: int
@@ -79,32 +79,37 @@ class Recipe:
     def plan(self, epoch: int) -> EpochPlan:
         """The order of one epoch."""
         return EpochPlan(
-            self.source.fragment_rows, self.feed.seed, epoch, shards=self.shards, shuffle=self.shuffle, tail=self.tail
+            self.source.fragment_rows,
+            self.context.seed,
+            epoch,
+            shards=self.shards,
+            shuffle=self.shuffle,
+            tail=self.tail,
         )
 
     def reads(self, epoch: int, offset: int) -> Iterator[Read]:
         """What this rank reads of an epoch; nothing that only the tail would need."""
         plan = self.plan(epoch)
         end = plan.samples(self.global_batch_size, offset=offset)
-        for each in plan.reads(rank=self.feed.rank, world_size=self.feed.world_size, offset=offset):
+        for each in plan.reads(rank=self.context.rank, world_size=self.context.world_size, offset=offset):
             if each.slices[0].first_need < end:
                 yield each
 
-    def job(self, epoch: int, fragment: int, slices: Sequence[Slice]) -> Job:
+    def job(self, epoch: int, fragment: int, slices: Sequence[Slice]) -> ReadJob:
         """What a reader must know to read these slices."""
         source = self.source
         file = source.files[source.fragment_files[fragment]]
-        return Job(
+        return ReadJob(
             path=file.path,
             digest=file.digest,
             group=int(source.fragment_groups[fragment]),
             num_rows=int(source.fragment_rows[fragment]),
             columns=tuple(source.columns),
-            order=(self.feed.seed, epoch, fragment) if self.shuffle else None,
+            order=(self.context.seed, epoch, fragment) if self.shuffle else None,
             ranges=tuple((each.start, each.stop) for each in slices),
         )
 
-    def spare(self) -> Rows:
+    def filler_row(self) -> Rows:
         """One row to fill a micro-batch with, for a rank that has none of its own."""
         return read(self.job(0, 0, [Slice(0, 0, 1, 0)]), self.transforms)
 
@@ -115,10 +120,10 @@ class Recipe:
 
     def own_rows(self, epoch: int, offset: int, count: int) -> list[str]:
         """What this rank's part of some samples is called, in the order of its batch."""
-        rank, world_size = self.feed.rank, self.feed.world_size
-        return self.row_names(self.plan(epoch).places_of_rank(offset, count, rank=rank, world_size=world_size))
+        rank, world_size = self.context.rank, self.context.world_size
+        return self.row_names(self.plan(epoch).locate_on_rank(offset, count, rank=rank, world_size=world_size))
 
-    def rows(self, epochs: Iterable[Iterable[Job]]) -> Generator[Rows, None, None]:
+    def rows(self, epochs: Iterable[Iterable[ReadJob]]) -> Generator[Rows, None, None]:
         """Carries the jobs out; the rows come in their order."""
         if self.engine == "ray":
             return read_with_ray(
@@ -133,12 +138,12 @@ class Recipe:
     @property
     def ahead_rows(self) -> int:
         """Rows to read ahead: a row group for each of the rank's shards, which is what an epoch begins with."""
-        shards = -(-self.shards // self.feed.world_size)
-        wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.feed.world_size)
+        shards = -(-self.shards // self.context.world_size)
+        wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.context.world_size)
         return min(wave, _BYTES_AHEAD // self.source.row_bytes)
 
 
-class Pipeline:
+class Prefetcher:
     """The batches of one rank from a place in an epoch on, made ready by a thread.
 
     Training goes on into the next epoch, so that its first rows are there when it begins; evaluation is one epoch.
@@ -147,9 +152,9 @@ class Pipeline:
         next_place: (epoch, offset) of the batch that comes next.
     """
 
-    def __init__(self, recipe: Recipe, epoch: int, offset: int) -> None:
+    def __init__(self, spec: StreamSpec, epoch: int, offset: int) -> None:
         self.next_place = epoch, offset
-        self._recipe = recipe
+        self._spec = spec
         self._ready: queue.Queue[_Item] = queue.Queue(maxsize=_READY)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway-batches", daemon=True)
@@ -163,7 +168,7 @@ class Pipeline:
                 raise item
             batches, copied = item
             if copied is not None:
-                _hand_over(batches, copied)
+                _wait_for_copy(batches, copied)
             for batch in batches:
                 offset += batch.global_num_samples
                 self.next_place = epoch, offset
@@ -200,39 +205,39 @@ class Pipeline:
         return False
 
     def _items(self) -> Iterator[_Item]:
-        recipe, feed = self._recipe, self._recipe.feed
+        spec, context = self._spec, self._spec.context
         epoch, offset = self.next_place
         asked: deque[Read] = deque()
 
         def epochs() -> Iterable[int]:
-            return count(epoch) if feed.training else (epoch,)
+            return count(epoch) if context.training else (epoch,)
 
-        def jobs(of: int) -> Iterator[Job]:
-            for one in recipe.reads(of, offset if of == epoch else 0):
+        def jobs(of: int) -> Iterator[ReadJob]:
+            for one in spec.reads(of, offset if of == epoch else 0):
                 asked.append(one)
-                yield recipe.job(of, one.fragment, one.slices)
+                yield spec.job(of, one.fragment, one.slices)
 
-        cuda = feed.device.type == "cuda"
-        copies = torch.cuda.Stream(feed.device) if cuda else None  # type: ignore[no-untyped-call]
-        with closing(recipe.rows(map(jobs, epochs()))) as rows:
-            shelves = Shelves(asked, rows, recipe.spare)
+        cuda = context.device.type == "cuda"
+        copies = torch.cuda.Stream(context.device) if cuda else None  # type: ignore[no-untyped-call]
+        with closing(spec.rows(map(jobs, epochs()))) as rows:
+            buffers = ShardBuffers(asked, rows, spec.filler_row)
             for each in epochs():
                 place = offset if each == epoch else 0
-                batches = recipe.plan(each).batches(
-                    rank=feed.rank,
-                    world_size=feed.world_size,
-                    global_batch_size=recipe.global_batch_size,
-                    micro_batch_size=feed.micro_batch_size,
-                    by_shard=feed.by_shard,
+                batches = spec.plan(each).batches(
+                    rank=context.rank,
+                    world_size=context.world_size,
+                    global_batch_size=spec.global_batch_size,
+                    micro_batch_size=context.micro_batch_size,
+                    by_shard=context.by_shard,
                     offset=place,
                 )
-                for batch, times in _alike(batches, recipe.source.row_bytes):
+                for batch, times in group_equal_batches(batches, spec.source.row_bytes):
                     size = batch.global_num_samples
-                    names = [partial(recipe.own_rows, each, place + i * size, size) for i in range(times)]
+                    names = [partial(spec.own_rows, each, place + i * size, size) for i in range(times)]
                     place += times * size
-                    made = shelves.batches(batch, names, pinned=cuda)
-                    yield (made, None) if copies is None else _copy(made, feed.device, copies)
-                shelves.clear()
+                    made = buffers.batches(batch, names, pinned=cuda)
+                    yield (made, None) if copies is None else _copy_to_device(made, context.device, copies)
+                buffers.clear()
                 yield None
 
 
@@ -240,7 +245,7 @@ _Item: TypeAlias = tuple[list[GlobalBatch], "torch.cuda.Event | None"] | BaseExc
 """Batches and the event of their copy to the device; what went wrong; or the end of an epoch."""
 
 
-def _alike(batches: Iterable[Batch], row_bytes: int) -> Iterator[tuple[Batch, int]]:
+def group_equal_batches(batches: Iterable[Batch], row_bytes: int) -> Iterator[tuple[Batch, int]]:
     """Groups batches that take equally many rows of every shard, as almost all of an epoch do."""
     for batch, same in groupby(batches):
         most = max(1, min(_MOST_AT_A_TIME, _BYTES_AT_A_TIME // (row_bytes * max(1, sum(batch.sizes)))))
@@ -248,7 +253,7 @@ def _alike(batches: Iterable[Batch], row_bytes: int) -> Iterator[tuple[Batch, in
             yield batch, times
 
 
-def _copy(batches: list[GlobalBatch], device: torch.device, stream: torch.cuda.Stream) -> _Item:
+def _copy_to_device(batches: list[GlobalBatch], device: torch.device, stream: torch.cuda.Stream) -> _Item:
     """Starts to copy batches to the device, beside what the device computes meanwhile."""
     with torch.cuda.stream(stream):
         moved = [replace(batch, micro_batches=[_to(each, device) for each in batch.micro_batches]) for batch in batches]
@@ -262,7 +267,7 @@ def _to(columns: dict[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def _hand_over(batches: list[GlobalBatch], copied: torch.cuda.Event) -> None:
+def _wait_for_copy(batches: list[GlobalBatch], copied: torch.cuda.Event) -> None:
     """Lets the current stream wait for the copy; the host does not."""
     current = torch.cuda.current_stream()
     current.wait_event(copied)

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .collate import Rows, from_table, join, to_rows, to_table
+from .arrow import Rows, from_table, join, to_rows, to_table
 from .errors import DataError
 from .plan import row_order
 from .transforms import Transform, apply, name_of
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """One row group to be read, and the rows wanted of it. Says all that another process must know.
 
     Attributes:
@@ -42,7 +42,7 @@ class Job(NamedTuple):
         return sum(stop - start for start, stop in self.ranges)
 
 
-def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
+def read(job: ReadJob, transforms: Sequence[Transform] = ()) -> Rows:
     """Returns the rows that a job asks for, transformed.
 
     Raises:
@@ -64,7 +64,7 @@ def read(job: Job, transforms: Sequence[Transform] = ()) -> Rows:
     return transform(rows, transforms)
 
 
-def read_group(job: Job) -> pa.Table:
+def read_group(job: ReadJob) -> pa.Table:
     """Returns the whole row group of a job, in the order of the file.
 
     Raises:
@@ -94,7 +94,7 @@ def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:
     return rows
 
 
-def read_table(jobs: Sequence[Job]) -> pa.Table:
+def read_table(jobs: Sequence[ReadJob]) -> pa.Table:
     """Returns the rows of several jobs as one table."""
     return as_table(read(job) for job in jobs)
 
@@ -110,7 +110,7 @@ def chunks(table: pa.Table) -> Iterator[Rows]:
         yield from_table(pa.Table.from_batches([batch]))
 
 
-def _read_group(job: Job) -> pa.Table:
+def _read_group(job: ReadJob) -> pa.Table:
     metadata = _metadata(job.path, job.digest)
     # One thread: parallelism is across jobs. A local file is mapped, so what is not needed is not even read.
     if "://" not in job.path:
@@ -120,7 +120,7 @@ def _read_group(job: Job) -> pa.Table:
         return _ordered(file, job)
 
 
-def _ordered(file: Any, job: Job) -> pa.Table:
+def _ordered(file: Any, job: ReadJob) -> pa.Table:
     return file.read_row_group(job.group, columns=list(job.columns), use_threads=False).select(list(job.columns))
 
 

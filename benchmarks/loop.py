@@ -193,7 +193,7 @@ def measure(
 def rows() -> list[Row]:
     """Measures all rows."""
     torch.set_num_threads(1)
-    world = World.alone("cpu")
+    world = World.single("cpu")
     with tempfile.TemporaryDirectory() as folder:
         watched = measure(MLP, world, callbacks=usual_callbacks(), run_dir=folder)
     table = [

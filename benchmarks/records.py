@@ -144,7 +144,7 @@ def writing_row() -> Row:
 
 def trainer_of(run_dir: str | None) -> Tiny:
     """Returns a trainer that is ready for its first epoch; without a folder it writes nothing."""
-    trainer = Tiny(config(max_steps=10**9), world=World.alone("cpu"), run_dir=run_dir, printer=lambda text: None)
+    trainer = Tiny(config(max_steps=10**9), world=World.single("cpu"), run_dir=run_dir, printer=lambda text: None)
     trainer.setup()
     # What `fit` does besides before the first epoch; in pieces, the two can take turns.
     trainer._loop.recorder.start(resumed=False, began_s=time.perf_counter())

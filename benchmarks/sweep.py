@@ -38,7 +38,7 @@ from headway.orchestrator.storage.folder import Folder
 from .table import Row, interleave, median_ratio
 
 HERE = Path(__file__).parent
-TRIALS, AT_ONCE = 60, 2
+TRIALS, HOST_READABLE = 60, 2
 SEEDS, SEARCHED, EPOCHS = range(5), 24, 16
 KILLS, KILLED_TRIALS = 10, 24
 
@@ -58,13 +58,13 @@ def overhead(folder: str, pairs: int = 7) -> Row:
     from .sweep_headway import experiment, search
 
     number = itertools.count()
-    ray.init(num_cpus=AT_ONCE, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(num_cpus=HOST_READABLE, include_dashboard=False, log_to_driver=False, configure_logging=False)
 
     def ours() -> float:
         name = f"ours{next(number)}"
         began = time.perf_counter()
         named = replace(experiment, name=name, storage=folder)
-        result = sweep_experiment(named, replace(search, trials=TRIALS, concurrent=AT_ONCE), display=quiet())
+        result = sweep_experiment(named, replace(search, trials=TRIALS, concurrent=HOST_READABLE), display=quiet())
         seconds = time.perf_counter() - began
         assert [trial.status for trial in result.trials] == ["completed"] * TRIALS
         where_it_went(result)
@@ -72,7 +72,7 @@ def overhead(folder: str, pairs: int = 7) -> Row:
 
     def theirs() -> float:
         began = time.perf_counter()
-        sweep_bare(TRIALS, AT_ONCE, f"{folder}/bare{next(number)}")
+        sweep_bare(TRIALS, HOST_READABLE, f"{folder}/bare{next(number)}")
         return time.perf_counter() - began
 
     try:
@@ -83,7 +83,7 @@ def overhead(folder: str, pairs: int = 7) -> Row:
         print(f"  sweep, a pair: {mine:.1f} s against {bare:.1f} s")
     ratio = median_ratio(measured)
     return Row(
-        f"sweep: {TRIALS} trials of 1 s, {AT_ONCE} at once",
+        f"sweep: {TRIALS} trials of 1 s, {HOST_READABLE} at once",
         f"{statistics.median(each for each, _ in measured):.1f} s",
         f"{statistics.median(each for _, each in measured):.1f} s",
         ratio,
@@ -126,7 +126,7 @@ def asha(folder: str) -> Row:
         search = Search(
             space={"config.learning_rate": LogUniform(1e-5, 1e-1), "config.hidden_size": Choice([16, 64, 256])},
             trials=SEARCHED,
-            concurrent=AT_ONCE,
+            concurrent=HOST_READABLE,
             seed=seed,
         )
         random_search = sweep_experiment(experiment, search, display=quiet())

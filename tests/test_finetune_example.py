@@ -68,7 +68,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 def test_what_two_ranks_have_trained_from_pretrained_loads_with_equal_logits(rows: str, tmp_path: Path) -> None:
-    alone = _train(World.alone("cpu"), str(tmp_path / "alone"), parquet=rows)
+    alone = _train(World.single("cpu"), str(tmp_path / "alone"), parquet=rows)
     assert _logits(f"{tmp_path}/alone/pretrained") == alone[1]
     on_ranks = run_on_ranks(_train_on_ranks, 2, str(tmp_path / "ranks"), rows)
     assert on_ranks[0] == on_ranks[1]
@@ -78,7 +78,7 @@ def test_what_two_ranks_have_trained_from_pretrained_loads_with_equal_logits(row
 
     # And one that comes with its weights goes on from them.
     pretrained = f"{tmp_path}/alone/pretrained"
-    second = _train(World.alone("cpu"), str(tmp_path / "second"), parquet=rows, pretrained=pretrained)
+    second = _train(World.single("cpu"), str(tmp_path / "second"), parquet=rows, pretrained=pretrained)
     assert second[0] < alone[0] - 0.1
     (on_rank, _) = run_on_ranks(_train_on_ranks, 2, str(tmp_path / "second-ranks"), rows, pretrained)
     assert on_rank[0] == pytest.approx(second[0], abs=1e-5)

@@ -48,7 +48,7 @@ def test_every_public_name_is_on_a_page_of_the_reference(package: str) -> None:
 
 READ = {
     "CallbackList", "Checkpoint", "Description", "File", "FitResult", "Histogram", "Plan", "PrepareProgress",
-    "Prepared", "Progress", "Run", "RunInfo", "RunResult", "Sketch", "Source", "SweepResult",
+    "Prepared", "Progress", "Run", "RunInfo", "RunResult", "Estimate", "Source", "SweepResult",
     "TrackerList", "TrialResult",
 }  # fmt: skip
 """Classes that Headway makes, and users read. Errors and protocols have no examples either."""

@@ -123,10 +123,10 @@ class Losses(Callback):
 
 def weights(trainer: Trainer[Any]) -> dict[str, torch.Tensor]:
     """The whole weights of a trainer's models, on every rank."""
-    from headway.trainer.distributed.parallelize import whole
+    from headway.trainer.distributed.dtensor import to_full_tensor
 
     return {
-        f"{name}.{path.removeprefix('module.')}": whole(value.detach()).clone()
+        f"{name}.{path.removeprefix('module.')}": to_full_tensor(value.detach()).clone()
         for name, model in trainer.models.items()
         for path, value in model.state_dict().items()
     }

@@ -22,12 +22,12 @@ from .config import TrainerConfig
 from .data.loaders import LoadedBatch
 from .data.protocols import BatchStream, check_data
 from .data.tree import batch_size
-from .distributed import parallelize
+from .distributed import dtensor, parallelize
 from .distributed.world import World
 from .errors import ConfigError, DataError, HeadwayError
 from .exact.checks import check_exact_config, check_exact_metrics
 from .exact.determinism import pinned
-from .exact.step import ExactUpdate
+from .exact.step import ExactStep
 from .loop.control import Requests, StopStatus
 from .loop.evaluation_metrics import EvaluationMetrics
 from .loop.loop import Loop
@@ -37,14 +37,14 @@ from .loop.signals import stop_on_signals
 from .loop.timing import Activity, SetupTimes
 from .metrics.histogram import Histogram
 from .metrics.reductions import Reduce
-from .metrics.train_log import Meter, as_plain
+from .metrics.train_log import MetricSource, as_plain
 from .result import FitResult, History, Status
 from .setup import build, weight_init
-from .setup.dry_run import Sketch, sketch_of
+from .setup.dry_run import Estimate, estimate_of
 from .setup.float8 import check_float8, convert_to_float8
 from .step.lr_stepping import Interval
 from .step.oom import explain, is_out_of_memory
-from .step.optimizer_step import Weight
+from .step.optimizer_step import LossWeight
 from .step.precision import autocast
 from .trackers.base import Tracker
 from .trackers.jsonl import JsonlTracker
@@ -104,8 +104,8 @@ class Trainer(OwnHooks, Generic[C]):
         setup_times: seconds that each phase of getting ready has taken on this rank, up to the first update.
         training: False during an evaluation.
         metrics: those of `configure_metrics`, by name; their `update` counts in evaluations.
-        weighs_itself, counts_tokens, prepares_batches: whether the subclass overrides `loss_weight`, `num_tokens` and
-            `prepare_batch`.
+        overrides_loss_weight, overrides_num_tokens, overrides_prepare_batch: whether the subclass overrides that
+            method.
 
     Raises:
         ConfigError: the config is no `TrainerConfig`.
@@ -164,9 +164,9 @@ class Trainer(OwnHooks, Generic[C]):
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
         self.training: bool = True
-        self.weighs_itself: bool = type(self).loss_weight is not Trainer.loss_weight
-        self.counts_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
-        self.prepares_batches: bool = type(self).prepare_batch is not Trainer.prepare_batch
+        self.overrides_loss_weight: bool = type(self).loss_weight is not Trainer.loss_weight
+        self.overrides_num_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
+        self.overrides_prepare_batch: bool = type(self).prepare_batch is not Trainer.prepare_batch
         self.callbacks: CallbackList = CallbackList()
         self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
         self._printer = printer
@@ -248,7 +248,7 @@ class Trainer(OwnHooks, Generic[C]):
         """
         return {}
 
-    def loss_weight(self, batch: Any) -> Weight:
+    def loss_weight(self, batch: Any) -> LossWeight:
         """Returns how much the mean loss of a micro-batch counts: override it where that is not the number of samples.
 
         A language model returns the number of tokens that have a label, as a number or a tensor on the device.
@@ -308,7 +308,7 @@ class Trainer(OwnHooks, Generic[C]):
         return self.progress.epoch
 
     @property
-    def local_batches(self) -> int:
+    def micro_batches_seen(self) -> int:
         """Micro-batches of this rank over all attempts."""
         return self.progress.micro_batches
 
@@ -353,7 +353,7 @@ class Trainer(OwnHooks, Generic[C]):
         return self._is_set_up and self._loop.why_it_ends() is not None
 
     @property
-    def gradients_in_turn(self) -> frozenset[torch.Tensor]:
+    def parameters_being_stepped(self) -> frozenset[torch.Tensor]:
         """The parameters whose gradients `on_gradients_ready` is about: those of the optimizers that are to step.
 
         With several optimizers others may have gradients too, left by a loss that went through their models.
@@ -386,7 +386,7 @@ class Trainer(OwnHooks, Generic[C]):
         return autocast(self.config.precision, self.device)
 
     def log(
-        self, name: str, value: float | torch.Tensor, weight: Weight | None = None, *, reduce: Reduce = "mean"
+        self, name: str, value: float | torch.Tensor, weight: LossWeight | None = None, *, reduce: Reduce = "mean"
     ) -> None:
         """Logs a number of this step under `train/<name>` or `validation/<name>`. On any subset of the ranks.
 
@@ -412,7 +412,7 @@ class Trainer(OwnHooks, Generic[C]):
         self.callbacks.on_log_images(self, images)
         self._loop.recorder.trackers.log_images(images, step=self._loop.recorder.step)
 
-    def add_meter(self, meter: Meter) -> None:
+    def add_metric_source(self, meter: MetricSource) -> None:
         """Asks a function for numbers to add to every training record, under names of its own: from `on_setup_end` on.
 
         Args:
@@ -437,12 +437,12 @@ class Trainer(OwnHooks, Generic[C]):
         """
         return self._loop.evaluating()
 
-    def let_weights_change(self) -> None:
+    def wait_for_snapshot(self) -> None:
         """Waits until a save in the background has its copy: for whatever puts other values into a model between steps.
 
         Optimizer steps, evaluations and `Ema.applied` do so by themselves. Any rank may call this.
         """
-        self._loop.let_weights_change()
+        self._loop.wait_for_snapshot()
 
     def print(self, text: str) -> None:
         """Prints once, from the main rank, where the person is looking: also when this rank is on another machine."""
@@ -467,7 +467,7 @@ class Trainer(OwnHooks, Generic[C]):
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the module that the user wrote, inside any nesting of compile, DDP, FSDP, checkpointing, averages."""
-        return parallelize.unwrap(module)
+        return dtensor.unwrap(module)
 
     def evaluate(self, data: Any = None, *, checkpoint: str | Path | Checkpoint | None = None) -> dict[str, float]:
         """Evaluates on the validation data, or on other data (or sets by name). Every rank must call this.
@@ -636,7 +636,7 @@ class Trainer(OwnHooks, Generic[C]):
             for stream in self._streams():
                 stream.close()
 
-    def sketch(self) -> Sketch:
+    def sketch(self) -> Estimate:
         """Finds out what this training would take. Takes no memory, reads no row and needs no other rank.
 
         Models and optimizers are made on the meta device, and the data is opened. A trainer of which a sketch was made
@@ -659,7 +659,7 @@ class Trainer(OwnHooks, Generic[C]):
                 # Some want parameters that have values: fused ones, those of other packages.
                 unknown = f"on the meta device configure_optimizers() raises {type(error).__name__}: {error}"
             assert self._data is not None
-            return sketch_of(self, self._data, self._validation, unknown)
+            return estimate_of(self, self._data, self._validation, unknown)
         finally:
             for stream in self._streams():
                 stream.close()
@@ -670,7 +670,7 @@ class Trainer(OwnHooks, Generic[C]):
             # An attempt to set up has failed, and ended the process group.
             self.world.rejoin()
         elif self.world.has_ended:
-            build.join_again(self)
+            build.rejoin_process_group(self)
         if self._is_set_up:
             return
         self.callbacks = CallbackList((*self.configure_callbacks(), *self._given_callbacks), trainer=self)
@@ -682,13 +682,13 @@ class Trainer(OwnHooks, Generic[C]):
             if self.config.float8:
                 convert_to_float8(self.models)
         self._born_on_meta = {name: model for name, model in self.models.items() if parallelize.on_meta(model)}
-        build.spread_models(self, self._born_on_meta)
+        build.parallelize_models(self, self._born_on_meta)
         # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
         with self.setup_times.phase("open_data"):
             self._open_data()
             build.check_data(self, self._streams())
             if self._data is not None and self._data.guarantee != "exact":
-                self._steps_on_ranks = self.world.gather(self._data.steps_in_epoch(0))
+                self._steps_on_ranks = self.world.all_gather_object(self._data.steps_in_epoch(0))
         with self.setup_times.phase("optimizers"):
             build.make_optimizers(self)
         assert self._data is not None
@@ -702,9 +702,9 @@ class Trainer(OwnHooks, Generic[C]):
             trackers = [JsonlTracker(), *trackers]
         self._loop.recorder.use(trackers if self.world.is_main else ())
         seed_everything(self.config.seed, rank=0 if self.config.exact else self.world.rank)
-        if isinstance(update := self._loop.update, ExactUpdate):
+        if isinstance(update := self._loop.update, ExactStep):
             self.print(update.describe())
-            self.add_meter(update.measure)
+            self.add_metric_source(update.measure)
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
 
@@ -726,7 +726,7 @@ class Trainer(OwnHooks, Generic[C]):
             raise ConfigError(
                 "the config does not say when to stop: set max_epochs, max_steps, max_samples or max_tokens"
             )
-        if config.max_tokens is not None and not self.counts_tokens:
+        if config.max_tokens is not None and not self.overrides_num_tokens:
             raise ConfigError(
                 f"max_tokens={config.max_tokens} needs a trainer that counts them: {type(self).__name__} does not "
                 "define num_tokens(self, batch)"

@@ -148,7 +148,7 @@ class BatchesSeen(Callback):
         self.seen += 1
 
     def on_fit_end(self, trainer, error):
-        trainer.print(f"{self.seen} batches in this attempt, {trainer.local_batches} in all")
+        trainer.print(f"{self.seen} batches in this attempt, {trainer.micro_batches_seen} in all")
 
 
 def mlp(inputs, outputs, width=64):

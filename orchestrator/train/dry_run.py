@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
-from headway.trainer.setup.dry_run import DataSize, Sketch
+from headway.trainer.setup.dry_run import DataSize, Estimate
 from headway.trainer.step.oom import human_bytes
 
 from ..cluster.ray_env import quiet_environment
@@ -28,7 +28,7 @@ class Plan:
     """
 
     experiment: Experiment
-    sketch: Sketch
+    sketch: Estimate
     goes_on: bool
 
     @property

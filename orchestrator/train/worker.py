@@ -203,7 +203,7 @@ def _announce(events: EventLog, world: World, attempt: int, entered: float) -> N
     }
     if (began := process_began()) is not None:
         me["began"] = round(began, 3)
-    workers = world.gather(me)
+    workers = world.all_gather_object(me)
     if world.is_main:
         events.add("attempt_started", attempt=attempt, world_size=world.size, workers=workers)
 

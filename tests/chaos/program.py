@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from headway.datasets.stream import ParquetStream
 from headway.trainer import Callback, CheckpointConfig, Duration, ParallelConfig, Trainer, World
 from headway.trainer.callbacks import Ema
-from headway.trainer.distributed.parallelize import whole
+from headway.trainer.distributed.dtensor import to_full_tensor
 from headway.trainer.loop import control
 from headway.trainer.loop.run_state import COMPONENTS
 from tests.chaos.schedule import Training
@@ -171,12 +171,12 @@ def run_rank(
 def digest(trainer: ChaosTrainer, callbacks: list[Any]) -> dict[str, str]:
     """Digests of all that a training leaves. Every rank must call this."""
     moments = {
-        f"{index}.{name}": whole(value)
+        f"{index}.{name}": to_full_tensor(value)
         for index, state in trainer.optimizer.state_dict()["state"].items()
         for name, value in state.items()
     }
     averages = {
-        f"{model}.{name}": whole(value)
+        f"{model}.{name}": to_full_tensor(value)
         for callback in callbacks
         for model, each in callback.weights().items()
         for name, value in each.items()

@@ -20,7 +20,7 @@ from headway.datasets.errors import DataError
 from headway.datasets.show import read_row
 from headway.datasets.stream import ParquetStream
 from headway.trainer import NonFiniteError, Trainer, TrainerConfig
-from headway.trainer.data.protocols import Feed, ForeseesRows, NamesRows, is_stream
+from headway.trainer.data.protocols import Feed, HasRowIds, SupportsPeek, is_stream
 from headway.trainer.distributed.world import World
 
 from .conftest import context_of, write
@@ -57,7 +57,7 @@ def steps(path: Any, *, world_size: int = 1, epoch: int = 0, offset: int = 0, **
 
 def test_it_keeps_the_trainers_contract(folder: Path) -> None:
     assert is_stream(ParquetStream(folder))
-    assert isinstance(opened(folder), ForeseesRows)
+    assert isinstance(opened(folder), SupportsPeek)
     assert {"rank", "world_size", "global_batch_size", "micro_batch_size", "seed", "device", "training"} <= set(
         inspect.signature(Feed).parameters
     )
@@ -78,7 +78,7 @@ def test_a_batch_names_its_rows(folder: Path) -> None:
     for rank, context in ((0, {}), (2, {"micro_batch_size": 1}), (3, {"global_batch_size": 4})):
         stream = opened(folder, rank=rank, world_size=4, tail="keep", shards=4, context=context)
         for batch in stream.epoch(1, offset=20):
-            assert isinstance(batch, NamesRows)
+            assert isinstance(batch, HasRowIds)
             named = [[read_row(folder, str(row))["id"] for row in rows] for rows in batch.row_ids()]
             assert [len(rows) for rows in named] == list(batch.num_samples)
             assert [row for rows in named for row in rows] == ids(batch)
@@ -104,7 +104,7 @@ def test_an_error_says_which_rows_of_which_file(tmp_path: Path) -> None:
 
     config = TrainerConfig(max_epochs=1, global_batch_size=8, micro_batch_size=2)
     with pytest.raises(NonFiniteError, match=r"is not finite, rows numbers.parquet\[\d\]:\d+, numbers") as raised:
-        Line(config, world=World.alone("cpu")).fit()
+        Line(config, world=World.single("cpu")).fit()
     rows = re.findall(r"numbers\.parquet\[\d+\]:\d+", str(raised.value))
     assert len(rows) == 2
     assert 21 in [read_row(path, row)["id"] for row in rows]
@@ -138,7 +138,7 @@ class Watched(Trainer[TrainerConfig]):
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_one_stream_may_train_and_evaluate_at_a_time(folder: Path, twice: bool) -> None:
-    trainer = Watched(TrainerConfig(max_epochs=1, global_batch_size=8), world=World.alone("cpu"))
+    trainer = Watched(TrainerConfig(max_epochs=1, global_batch_size=8), world=World.single("cpu"))
     trainer.path, trainer.twice = folder, twice
     trainer.fit()
     assert sorted(trainer.seen["validation"]) == list(range(103))

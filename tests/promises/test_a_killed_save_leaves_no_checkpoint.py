@@ -157,7 +157,7 @@ def test_the_newest_checkpoint_loads_after_every_kill(
             ended = ask("")
         assert str(-signal.SIGKILL) in ended
         torn += any(each.name.startswith(".partial-") for each in root.iterdir())
-        _, _, step = restore(str(root), World.alone("cpu"))
+        _, _, step = restore(str(root), World.single("cpu"))
         assert step >= newest, "a checkpoint that was committed is gone"
         newest = step
         assert all(each.name.startswith("step-") for each in root.iterdir()), "leftovers are removed at the next start"

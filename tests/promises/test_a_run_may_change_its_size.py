@@ -70,11 +70,11 @@ def _rows(run_dir: Path) -> dict[int, set[int]]:
 
 def test_an_epoch_on_any_sequence_of_world_sizes_is_the_same_epoch(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", ROWS)
-    undisturbed = _leg(World.alone("cpu"), str(tmp_path / "one"), data, 1, None)
+    undisturbed = _leg(World.single("cpu"), str(tmp_path / "one"), data, 1, None)
     legs = []
     for attempt, (size, save_at) in enumerate(LEGS, 1):
         arguments = (str(tmp_path / "many"), data, attempt, save_at)
-        legs.append([_leg(World.alone("cpu"), *arguments)] if size == 1 else run_on_ranks(_leg, size, *arguments))
+        legs.append([_leg(World.single("cpu"), *arguments)] if size == 1 else run_on_ranks(_leg, size, *arguments))
 
     saved = [leg[0]["saved"] for leg in legs[:-1]]
     assert all(step % 4 for step in saved), f"every checkpoint is inside an interval: {saved}"

@@ -28,7 +28,7 @@ from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 # s3fs keeps a loop and sessions of its own, which end with the process.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 

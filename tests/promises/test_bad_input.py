@@ -27,7 +27,7 @@ from headway.trainer import (
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Steps(Callback):

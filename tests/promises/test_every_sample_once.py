@@ -39,7 +39,7 @@ def test_103_rows_on_4_then_3_then_1_ranks(tmp_path: Any, drop_last: bool, steps
     validation = []
     for world_size, stop_at in ((4, 4), (3, 8), (1, None)):
         if world_size == 1:
-            ranks = [_leg(World.alone("cpu"), str(tmp_path), drop_last, stop_at)]
+            ranks = [_leg(World.single("cpu"), str(tmp_path), drop_last, stop_at)]
         else:
             ranks = run_on_ranks(_leg, world_size, str(tmp_path), drop_last, stop_at)
         assert len({rank[1:3] for rank in ranks}) == 1, "all ranks agree on steps and samples"

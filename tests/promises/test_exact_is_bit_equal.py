@@ -30,7 +30,7 @@ from headway.trainer import (
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Uneven(TinyTrainer):
@@ -148,7 +148,7 @@ def _fit(
             for step, record in losses.records.items()
         },
         "drawn": draws.drawn,
-        "micro_batches": trainer.local_batches,
+        "micro_batches": trainer.micro_batches_seen,
         "seen": trainer.seen,
         "told": told,
         "timed": all("exact_s" in record for record in losses.records.values() if "train/loss" in record),

@@ -38,7 +38,7 @@ from headway.trainer.callbacks import EarlyStopping, Ema
 from headway.trainer.checkpoints.scan import read_checkpoint
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:

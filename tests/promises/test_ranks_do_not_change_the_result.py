@@ -79,13 +79,13 @@ def _assert_same(ranks: list[dict[str, Any]], reference: dict[str, Any], *, tole
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
     """One process, one micro-batch."""
-    return _fit(World.alone("cpu"), None, _config(micro_batch_size=16))
+    return _fit(World.single("cpu"), None, _config(micro_batch_size=16))
 
 
 @pytest.mark.parametrize("micro_batch_size", [3, 4, 8])
 def test_micro_batches(reference: dict[str, Any], micro_batch_size: int) -> None:
     """103 rows in batches of 16 end in one of 7: unequal micro-batches, and an unequal last update."""
-    _assert_same([_fit(World.alone("cpu"), None, _config(micro_batch_size=micro_batch_size))], reference)
+    _assert_same([_fit(World.single("cpu"), None, _config(micro_batch_size=micro_batch_size))], reference)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_model_that_its_author_has_sharded_is_left_as_it_is(reference: dict[st
 
 
 def test_bf16_computes_forward_only(reference: dict[str, Any]) -> None:
-    result = _fit(World.alone("cpu"), None, _config(precision="bf16"))
+    result = _fit(World.single("cpu"), None, _config(precision="bf16"))
     assert {value.dtype for value in result["weights"].values()} == {torch.float32}
     exact = list(reference["curves"]["train/loss"].values())
     rounded = list(result["curves"]["train/loss"].values())
@@ -160,7 +160,7 @@ def test_resuming_at_other_ranks_and_strategies(
     for (strategy, world_size), stop_at in ((first, 4), (second, None)):
         config = _config(strategy, micro_batch_size=8)
         if world_size == 1:
-            legs.append([_fit(World.alone("cpu"), str(tmp_path), config, stop_at)])
+            legs.append([_fit(World.single("cpu"), str(tmp_path), config, stop_at)])
         else:
             legs.append(run_on_ranks(_fit_on_ranks, world_size, str(tmp_path), config, stop_at))
     assert legs[0][0]["status"] == "interrupted"

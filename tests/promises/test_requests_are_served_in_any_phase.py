@@ -109,7 +109,7 @@ def _everywhere(world: World, folder: str) -> None:
         assert (result.status, result.reason) == ("interrupted", "asked"), phase
         # The update in hand is made; the agreement of the ranks is read after the next one.
         assert asked_at <= result.steps <= asked_at + (0 if phase == "evaluation" else 3), (phase, result.steps)
-        assert world.gather(result.steps) == [result.steps] * world.size
+        assert world.all_gather_object(result.steps) == [result.steps] * world.size
         if phase != "saving":
             assert not [event for event in watches.events if event[0] == "saved"], "no checkpoint at the end was wanted"
             stopped.save_checkpoint()

@@ -68,7 +68,7 @@ def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stops", [[7], [8], [3, 5], [6], [1, 2, 17]], ids=str)
 def test_one_process(tmp_path: Path, stops: list[int]) -> None:
-    world = World.alone("cpu")
+    world = World.single("cpu")
     reference = _train(world, str(tmp_path / "reference"), [])
     interrupted = _train(world, str(tmp_path / "interrupted"), stops)
     _assert_equal(interrupted, reference)
@@ -97,7 +97,7 @@ def test_two_ranks_each_with_its_own_random_numbers(tmp_path: Path, strategy: st
 
 def test_worker_processes_augment_by_the_row(tmp_path: Path) -> None:
     """What a row draws depends on (seed, epoch, row) alone, so loader workers need no state to resume."""
-    world = World.alone("cpu")
+    world = World.single("cpu")
     config = TinyConfig(**{**vars(CONFIG), "num_workers": 1, "max_epochs": None, "max_steps": 8})
     results = {}
     for name, stops in {"reference": [], "interrupted": [4]}.items():
@@ -111,7 +111,7 @@ def test_worker_processes_augment_by_the_row(tmp_path: Path) -> None:
 
 
 def test_limits_are_totals(tmp_path: Path) -> None:
-    world = World.alone("cpu")
+    world = World.single("cpu")
 
     def fit(max_epochs: int) -> TinyTrainer:
         trainer = TinyTrainer(TinyConfig(**{**vars(CONFIG), "max_epochs": max_epochs}), run_dir=tmp_path, world=world)
@@ -128,7 +128,7 @@ def test_limits_are_totals(tmp_path: Path) -> None:
 
 
 def test_changed_data_is_refused(tmp_path: Path) -> None:
-    world = World.alone("cpu")
+    world = World.single("cpu")
     TinyTrainer(TinyConfig(**{**vars(CONFIG), "max_epochs": 1}), run_dir=tmp_path, world=world).fit()
     other = TinyTrainer(TinyConfig(**{**vars(CONFIG), "num_rows": 104}), run_dir=tmp_path, world=world)
     with pytest.raises(DataError, match=r"Rows\[103\] and is Rows\[104\]"):
@@ -163,7 +163,7 @@ def _running_statistics(world: World, folder: str) -> None:
     reference = _Normalised(config, run_dir=f"{folder}/a", world=world, callbacks=[_OfRank(world.rank)])
     reference.fit()
     own = reference.model.module.first[1].running_mean
-    others = world.gather(own)
+    others = world.all_gather_object(own)
     assert not torch.equal(others[0], others[1]), "the next forward pass gives all ranks those of the main one"
     callback = _OfRank(world.rank)
     resumed = _Normalised(config, run_dir=f"{folder}/b", world=world, callbacks=[callback])

@@ -28,7 +28,7 @@ from headway.trainer.loop.progress import Progress
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:

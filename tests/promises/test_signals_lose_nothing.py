@@ -78,7 +78,7 @@ def _run(run_dir: str, tell: Any, save_at: int | None) -> None:
     if save_at is not None:
         storage._Local.commit = slow  # type: ignore[method-assign]
     before = signal.getsignal(signal.SIGTERM)
-    trainer = Patient(CONFIG, run_dir=run_dir, world=World.alone("cpu"), callbacks=[Announces(tell), save])
+    trainer = Patient(CONFIG, run_dir=run_dir, world=World.single("cpu"), callbacks=[Announces(tell), save])
     result = trainer.fit()
     assert signal.getsignal(signal.SIGTERM) is before, "the handlers are as they were"
     tell.send(("ended", result.status, result.reason, result.steps, trainer.seen))
@@ -86,7 +86,7 @@ def _run(run_dir: str, tell: Any, save_at: int | None) -> None:
 
 @pytest.fixture(scope="module")
 def reference() -> Patient:
-    trainer = Patient(CONFIG, world=World.alone("cpu"))
+    trainer = Patient(CONFIG, world=World.single("cpu"))
     trainer.fit()
     return trainer
 
@@ -129,7 +129,7 @@ def test_nothing_is_lost(tmp_path: Path, reference: Patient, signals: list[str],
     assert f"step-{steps:08d}" in names
     assert set(names) <= {f"step-{steps:08d}", "step-00000006"}, "one checkpoint of the stop, whole"
     assert doing != "saving" or "step-00000006" in names, "and the one that was under way"
-    resumed = Patient(CONFIG, run_dir=tmp_path, world=World.alone("cpu"))
+    resumed = Patient(CONFIG, run_dir=tmp_path, world=World.single("cpu"))
     assert resumed.fit().steps == STEPS
     assert seen + resumed.seen == reference.seen
     for name, value in weights(reference).items():
@@ -149,7 +149,7 @@ class Stuck(Callback):
 
 def _get_stuck(tell: Any) -> None:
     try:
-        Patient(CONFIG, world=World.alone("cpu"), callbacks=[Stuck(tell)]).fit()
+        Patient(CONFIG, world=World.single("cpu"), callbacks=[Stuck(tell)]).fit()
     except KeyboardInterrupt:
         tell.send("KeyboardInterrupt")
 
@@ -175,7 +175,7 @@ def test_handlers_of_the_program_itself_come_back() -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     try:
-        Patient(CONFIG, world=World.alone("cpu"), callbacks=[StopAt(1)]).fit()
+        Patient(CONFIG, world=World.single("cpu"), callbacks=[StopAt(1)]).fit()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
         assert got == [signal.SIGTERM]
@@ -189,7 +189,7 @@ from headway.trainer import World
 class Tell:
     def send(self, doing):
         print(doing, flush=True)
-result = Patient(CONFIG, run_dir={run_dir!r}, world=World.alone("cpu"), callbacks=[Announces(Tell())]).fit()
+result = Patient(CONFIG, run_dir={run_dir!r}, world=World.single("cpu"), callbacks=[Announces(Tell())]).fit()
 print(result.status, result.reason, result.steps, flush=True)
 """
 

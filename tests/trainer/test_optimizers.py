@@ -91,7 +91,7 @@ def trained(world: World, strategy: str) -> tuple[dict[str, Any], dict[str, list
 
 
 def test_sharded_parameters_decay_as_whole_ones_and_the_log_names_the_groups() -> None:
-    alone, shapes, rates = trained(World.alone("cpu"), "ddp")
+    alone, shapes, rates = trained(World.single("cpu"), "ddp")
     assert rates == ["lr/optimizer/decay", "lr/optimizer/no_decay"]
     assert shapes["no_decay"] == ["(9,)", "(9,)", "(9,)", "(3,)"]
     for sharded, sharded_shapes, _ in run_on_ranks(trained, 2, "fsdp"):

@@ -27,7 +27,7 @@ def trainer(tmp_path: Path | str, *callbacks: Callback, world: World | None = No
     trackers = changes.pop("trackers", None)
     config = TinyConfig(**{"num_rows": 40, "max_epochs": 3, "log_every": "2 steps", **changes})
     return TinyTrainer(
-        config, run_dir=tmp_path, callbacks=callbacks, trackers=trackers, world=world or World.alone("cpu")
+        config, run_dir=tmp_path, callbacks=callbacks, trackers=trackers, world=world or World.single("cpu")
     )
 
 
@@ -54,7 +54,7 @@ class Constant(TinyTrainer):
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_constant_is_that_constant_in_every_record(tmp_path: Path, exact: bool) -> None:
     config = TinyConfig(num_rows=44, max_epochs=2, log_every="3 steps", exact=exact, global_batch_size=8)  # type: ignore[arg-type]
-    result = Constant(config, run_dir=tmp_path, world=World.alone("cpu")).fit()
+    result = Constant(config, run_dir=tmp_path, world=World.single("cpu")).fit()
     for name in ("train/constant", "validation/constant"):
         records = [record[name] for record in read_records(tmp_path / "metrics.jsonl") if name in record]
         assert set(records) == {0.9}

@@ -107,7 +107,7 @@ def rates_of(run_dir: Path, max_steps: int, *, over: int | None = None, stop: in
     config = TinyConfig(max_steps=max_steps, learning_rate=1.0, log_every="1 steps", evaluate_every=None)  # type: ignore[arg-type]
     losses = Losses()
     callbacks = [losses, *([StopAt(stop)] if stop else [])]
-    trainer = Scheduled(config, run_dir=run_dir, world=World.alone("cpu"), callbacks=callbacks)
+    trainer = Scheduled(config, run_dir=run_dir, world=World.single("cpu"), callbacks=callbacks)
     trainer.over = over
     trainer.fit()
     return losses.of("lr")

@@ -23,7 +23,7 @@ from headway.trainer import (
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, StopAt, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 ROWS = Rows(32)
 
 
@@ -214,7 +214,7 @@ def test_the_optimizer_gets_what_is_trained() -> None:
         loss_fn=nn.functional.mse_loss,
         train=[(torch.randn(2, 4), torch.randn(2, 1))],
         config=config,
-        world=World.alone("cpu"),
+        world=World.single("cpu"),
     )
     trainer.fit()
     assert given == [2]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import ConfigError
+from .naming import key_by_class
 
 if TYPE_CHECKING:
     import torch
 
     from ..trainer import Trainer
-
-T = TypeVar("T")
 
 
 class Callback:
@@ -275,17 +273,6 @@ class CallbackList(Callback):
                         f"raised by {_name(callback)}.load_state_dict, for the state {key!r} of the checkpoint"
                     )
                     raise
-
-
-def key_by_class(parts: Sequence[T]) -> dict[str, T]:
-    """Names each part by its class and its place among the parts of that class: "EMA/0", "EMA/1", "Timer/0"."""
-    count: Counter[str] = Counter()
-    keyed: dict[str, T] = {}
-    for part in parts:
-        name = type(part).__qualname__
-        keyed[f"{name}/{count[name]}"] = part
-        count[name] += 1
-    return keyed
 
 
 class _AtEpochEnd(Callback):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..checkpoints.model_state import named_state
-from ..distributed.parallelize import local, sharded_like, whole
+from ..distributed.dtensor import to_dtensor_like, to_full_tensor, to_local
 from ..errors import CheckpointError, ConfigError
 from .base import Callback
 
@@ -89,9 +89,9 @@ class Ema(Callback):
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
         """Takes the memory of the averages."""
         self._models, self._has_begun = trainer.models, False
-        self._let_weights_change = trainer.let_weights_change
+        self._let_weights_change = trainer.wait_for_snapshot
         self._parameters = _trainable(trainer.models)
-        self._averages = [self._new_average(local(parameter)) for parameter in self._parameters.values()]
+        self._averages = [self._new_average(to_local(parameter)) for parameter in self._parameters.values()]
 
     @torch.no_grad()
     def on_step_start(self, trainer: Trainer[Any]) -> None:
@@ -148,12 +148,12 @@ class Ema(Callback):
         On the averages' device, in their dtype. Every rank must call this: sharded tensors are put together.
         """
         averages = {
-            id(parameter): sharded_like(average, parameter)
+            id(parameter): to_dtensor_like(average, parameter)
             for parameter, average in zip(self._parameters.values(), self._averages, strict=True)
             if self._has_begun
         }
         return {
-            name: {key: whole(averages.get(id(tensor), tensor)).clone() for key, tensor in named_state(model)}
+            name: {key: to_full_tensor(averages.get(id(tensor), tensor)).clone() for key, tensor in named_state(model)}
             for name, model in self._models.items()
         }
 
@@ -161,7 +161,7 @@ class Ema(Callback):
         """Returns the averages by model and key, sharded like the weights that they are of."""
         averages: dict[str, dict[str, torch.Tensor]] = {}
         for ((model, key), parameter), average in zip(self._parameters.items(), self._averages, strict=True):
-            averages.setdefault(model, {})[key] = sharded_like(average, parameter)
+            averages.setdefault(model, {})[key] = to_dtensor_like(average, parameter)
         return {"has_begun": self._has_begun, "averages": averages}
 
     @torch.no_grad()
@@ -186,12 +186,12 @@ class Ema(Callback):
                 f"{', '.join(differing[:8])}{' and more' if len(differing) > 8 else ''}"
             )
         for name, average in zip(self._parameters, self._averages, strict=True):
-            average.copy_(local(saved[name]))
+            average.copy_(to_local(saved[name]))
         self._has_begun = state_dict["has_begun"]
 
     def _weights(self) -> list[torch.Tensor]:
         """This rank's shards of the weights. Under `no_grad`, where they need no gradient of their own."""
-        return [local(parameter) for parameter in self._parameters.values()]
+        return [to_local(parameter) for parameter in self._parameters.values()]
 
     def _new_average(self, weight: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)

@@ -50,13 +50,13 @@ class GradientNorms(Callback):
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
         """Joins the records."""
-        trainer.add_meter(self._tell)
+        trainer.add_metric_source(self._tell)
 
     def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
         """Measures, in an update that it is due at."""
         if (trainer.global_step + 1) % int(self._every.amount):
             return
-        own = trainer.gradients_in_turn
+        own = trainer.parameters_being_stepped
         gradients = {name: p.grad for name, p in named_parameters(trainer.models) if p.grad is not None and p in own}
         if not gradients:
             return  # the update itself says what is wrong

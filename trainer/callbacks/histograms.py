@@ -89,7 +89,7 @@ class Histograms(Callback):
     def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
         """Counts the gradients of an update that it is due at."""
         if self._of_gradients and (trainer.global_step + 1) % int(self._every.amount) == 0:
-            own = trainer.gradients_in_turn
+            own = trainer.parameters_being_stepped
             # The same names on every rank: FSDP leaves a gradient out on the ranks that have not used the parameter.
             gradients = {
                 f"gradients/{name}": tensor.grad if tensor.grad is not None else torch.empty(0, device=trainer.device)

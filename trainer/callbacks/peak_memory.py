@@ -39,7 +39,7 @@ class PeakMemory(Callback):
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
         """Joins the records."""
-        trainer.add_meter(partial(self._measure, trainer))
+        trainer.add_metric_source(partial(self._measure, trainer))
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
         """Leaves out what the building of the models took."""
@@ -54,7 +54,7 @@ class PeakMemory(Callback):
     def _measure(self, trainer: Trainer[Any], record: Mapping[str, float]) -> dict[str, float]:
         device = trainer.device
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
-        gathered = trainer.world.gather((peak_bytes(device), reserved))
+        gathered = trainer.world.all_gather_object((peak_bytes(device), reserved))
         reset_peak(device)
         self.latest_bytes = [peak for peak, _ in gathered]
         most = max(self.latest_bytes)

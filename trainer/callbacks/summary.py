@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..distributed.parallelize import unwrap
+from ..distributed.dtensor import unwrap
 from ..step.oom import human_bytes
 from .base import Callback
 

@@ -71,7 +71,7 @@ class Throughput(Callback):
         peak = self._peak_flops or known_peak_flops(trainer.device, trainer.config.precision)
         if peak is not None:
             self._by_parameters = sum(flops_by_parameters(model) for model in trainer.models.values())
-            trainer.add_meter(partial(self._measure, trainer, peak))
+            trainer.add_metric_source(partial(self._measure, trainer, peak))
 
     def _measure(self, trainer: Trainer[Any], peak: float, record: Mapping[str, float]) -> dict[str, float]:
         per_sample, per_token = trainer.flops_per_sample(), trainer.flops_per_token()

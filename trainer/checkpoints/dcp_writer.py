@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ..distributed.parallelize import local
+from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from .file_checksums import FileSum, SummedFile
 from .tensor_checksums import TensorSum, add_up, has_sum, sum_of_part
@@ -57,7 +57,7 @@ class TensorFiles:
         if world.size == 1:
             layout = layout or TensorFiles._of_one_rank
         is_known = layout is not None and layout.shapes == shapes
-        if not all(world.gather(is_known)):
+        if not all(world.all_gather_object(is_known)):
             writer = _Writer(folder, self._helper)
             group, alone = world.control, world.size == 1
             save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
@@ -233,5 +233,5 @@ class _Writer(FileSystemWriter):
 
 def _shape(tensor: torch.Tensor) -> Hashable:
     if isinstance(tensor, DTensor):
-        return tensor.shape, tensor.dtype, local(tensor).shape, tensor.placements, tensor.device_mesh
+        return tensor.shape, tensor.dtype, to_local(tensor).shape, tensor.placements, tensor.device_mesh
     return tensor.shape, tensor.dtype

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.parallelize import unwrap, whole
+from ..distributed.dtensor import to_full_tensor, unwrap
 from ..distributed.world import World
 from ..errors import CheckpointError, ConfigError
 from .model_state import plain_state
@@ -123,7 +123,7 @@ def gather_weights(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor):
             continue
         if id(value) not in seen:
-            full = whole(value.detach().to(world.device))
+            full = to_full_tensor(value.detach().to(world.device))
             seen[id(value)] = full.cpu() if world.is_main else full.new_empty(0)
         if world.is_main:
             gathered[name] = seen[id(value)]
@@ -220,7 +220,7 @@ class _Taken:
 def _read(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) -> dict[str, dict[str, Any]]:
     checkpoint = read_checkpoint(checkpoint_path)
     taken = {part: _Taken() for part in parts}
-    store = CheckpointStore(os.path.dirname(checkpoint.path), world=World.alone("cpu"))
+    store = CheckpointStore(os.path.dirname(checkpoint.path), world=World.single("cpu"))
     store.load(taken, rank_parts={}, checkpoint=checkpoint)
     return {part: each.state for part, each in taken.items()}
 

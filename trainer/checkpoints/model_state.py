@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..distributed.parallelize import bare, local
+from ..distributed.dtensor import strip_wrappers, to_local
 from ..errors import CheckpointError, ConfigError
 
 # What wrapping a module adds to the names of what is inside. DDP wraps the whole model, and is taken off as such.
@@ -74,7 +74,7 @@ class ModelState:
         self._models.forget()
         _compare("models", state, self._models)
         for name, model in self._models.items():
-            module = bare(model)
+            module = strip_wrappers(model)
             keys = {_plain(key): key for key in module.state_dict()}
             _compare(f"keys of {name!r}", state[name], keys)
             module.load_state_dict({keys[key]: value for key, value in state[name].items()})
@@ -171,7 +171,7 @@ class OptimizerState:
 
 def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
     """Returns a model's state by the names that do not depend on how it trains; tensors that are sharded stay so."""
-    return {_plain(key): value for key, value in bare(model).state_dict(keep_vars=keep_vars).items()}
+    return {_plain(key): value for key, value in strip_wrappers(model).state_dict(keep_vars=keep_vars).items()}
 
 
 def moved_by_steps(
@@ -189,8 +189,8 @@ def moved_by_steps(
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    memory = {local(value).data_ptr() for value in values}
-    return lambda tensor: local(tensor).data_ptr() in memory
+    memory = {to_local(value).data_ptr() for value in values}
+    return lambda tensor: to_local(tensor).data_ptr() in memory
 
 
 def _plain(key: str) -> str:

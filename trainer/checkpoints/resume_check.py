@@ -20,7 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..config import MAY_CHANGE
-from ..data.protocols import BatchStream, ForeseesRows, Stateful, Summable
+from ..data.protocols import BatchStream, Mergeable, Stateful, SupportsPeek
 from ..errors import ResumeError
 from ..exact.determinism import machine
 from ..loop.progress import Progress
@@ -151,7 +151,7 @@ class Certifier:
 
     def _refuse(self, checkpoint: Checkpoint, changes: list[_Change]) -> None:
         """Raises on every rank if there is anything to say on one."""
-        ranks = self._trainer.world.gather(changes)
+        ranks = self._trainer.world.all_gather_object(changes)
         found = list(dict.fromkeys(change for each in ranks for change in each))
         if not found:
             return
@@ -235,7 +235,7 @@ class Certifier:
         # Of ranks that are gone.
         has_more = rank + self._trainer.world.size < len(said["ranks"])
         for part, saved in said["ranks"][rank].items():
-            if has_more and isinstance(rank_parts.get(part), Summable):
+            if has_more and isinstance(rank_parts.get(part), Mergeable):
                 continue
             state = rank_parts[part].state_dict() if part in rank_parts else {}
             # Only what there is on both sides: a GPU has a generator of its own.
@@ -245,11 +245,11 @@ class Certifier:
                     yield _Change(f"{part}.{key} of rank {rank}", saved[key], now, remedy)
 
     def _samples_per_step(self) -> int | None:
-        return self._data.samples_per_step if isinstance(self._data, ForeseesRows) else None
+        return self._data.samples_per_step if isinstance(self._data, SupportsPeek) else None
 
     def _next_rows(self, place: Mapping[str, int]) -> dict[str, Any] | None:
         """The rows that come next over all ranks, in short; None where the data does not know."""
-        if not isinstance(self._data, ForeseesRows):
+        if not isinstance(self._data, SupportsPeek):
             return None
         rows = list(self._data.next_rows(place["epoch"], offset=place["offset"], count=_NUM_ROWS))
         return {"first": rows[:_NUM_READABLE], "digest": digest_of(rows)}

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from ..data.protocols import Stateful, Summable
+from ..data.protocols import Mergeable, Stateful
 from ..distributed.world import World
 from ..errors import CheckpointError
 from .dcp_writer import METADATA
@@ -172,14 +172,14 @@ class Reading:
         """
         absent: list[str] = []
         for nth, rank in enumerate(ranks):
-            wanted = {name: each for name, each in rank_parts.items() if nth == 0 or isinstance(each, Summable)}
+            wanted = {name: each for name, each in rank_parts.items() if nth == 0 or isinstance(each, Mergeable)}
             if not wanted:
                 continue
             stored = torch.load(self._fetch(_rank_file(rank)), map_location="cpu", weights_only=True)
             for part, owner in wanted.items():
                 if part in stored:
                     structure, tensors = stored[part]
-                    take = owner.add_state_dict if nth and isinstance(owner, Summable) else owner.load_state_dict
+                    take = owner.add_state_dict if nth and isinstance(owner, Mergeable) else owner.load_state_dict
                     _hand(part, take, put_together(structure, tensors.__getitem__))
             absent = absent or sorted(wanted.keys() - stored.keys())
         return absent

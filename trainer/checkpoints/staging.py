@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..distributed.parallelize import local
+from ..distributed.dtensor import to_local
 from ..errors import CheckpointError
 
 
@@ -54,7 +54,7 @@ class Staging:
         before, self._buffers = self._buffers, {}
         later = []
         for name, tensor in tensors.items():
-            own, buffer = local(tensor), before.get(name)
+            own, buffer = to_local(tensor), before.get(name)
             if buffer is None or buffer.own.shape != own.shape or buffer.own.dtype != own.dtype:
                 buffer = _buffer(tensor, own)
             self._buffers[name] = buffer
@@ -75,8 +75,8 @@ def _buffer(tensor: torch.Tensor, own: torch.Tensor) -> _Buffer:
     else:
         whole = torch.empty_like(tensor, device="cpu", requires_grad=False)
         if own.is_cuda:
-            whole._local_tensor = local(whole).pin_memory()  # type: ignore[attr-defined]
-    return _Buffer(whole, local(whole))
+            whole._local_tensor = to_local(whole).pin_memory()  # type: ignore[attr-defined]
+    return _Buffer(whole, to_local(whole))
 
 
 class Copy:
@@ -131,7 +131,7 @@ class Copy:
         if self._changed is not None:
             raise CheckpointError(
                 f"{self._changed} was changed while it was being saved, and not by an optimizer step of the trainer: "
-                "call trainer.let_weights_change() before, or change it in on_step_end"
+                "call trainer.wait_for_snapshot() before, or change it in on_step_end"
             )
 
     def hold(self) -> None:

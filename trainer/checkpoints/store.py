@@ -104,7 +104,7 @@ class CheckpointStore:
         ConfigError: what is to be kept is no such number or time.
 
     Example:
-        >>> store = CheckpointStore("runs/digits/checkpoints", world=World.alone("cpu"))
+        >>> store = CheckpointStore("runs/digits/checkpoints", world=World.single("cpu"))
         >>> store.newest_good().step
         4
     """
@@ -233,10 +233,11 @@ class CheckpointStore:
         staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
             written, sums = self._together(doing, lambda: self._write_tensors(snapshot, staged))
-            tensors = add_up(self.world.gather(sums))
+            tensors = add_up(self.world.all_gather_object(sums))
             rest = self._together(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
-            files = {file: each for rank_sums in self.world.gather(written | rest) for file, each in rank_sums.items()}
-            ranks = self.world.gather(snapshot.digests())
+            gathered = self.world.all_gather_object(written | rest)
+            files = {file: each for rank_sums in gathered for file, each in rank_sums.items()}
+            ranks = self.world.all_gather_object(snapshot.digests())
 
             def commit() -> Checkpoint:
                 checkpoint = Checkpoint(
@@ -359,7 +360,7 @@ class CheckpointStore:
             ranks = range(self.world.rank, checkpoint.world_size, self.world.size)
             absent = self._together(doing, lambda: reading.give_rank_parts(rank_parts, ranks))
         self._loaded.add(checkpoint.path)
-        lacking = sorted({part for rank_absent in self.world.gather(absent) for part in rank_absent})
+        lacking = sorted({part for rank_absent in self.world.all_gather_object(absent) for part in rank_absent})
         if lacking and self.world.is_main:
             what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its fresh one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
@@ -515,7 +516,7 @@ class CheckpointStore:
             f"verify {storage.path_of(name)}",
             lambda: [problem for file in mine if (problem := fault(storage, name, file, files[file]))],
         )
-        return "; ".join(problem for each in self.world.gather(problems) for problem in each) or None
+        return "; ".join(problem for each in self.world.all_gather_object(problems) for problem in each) or None
 
     def _on_main(self, doing: str, do: Callable[[], T]) -> T:
         """Calls a function on the main rank; every rank gets what it returns, or raises if it fails."""
@@ -534,7 +535,8 @@ class CheckpointStore:
             box.append(do())
         except (Exception, CheckpointException) as error:
             failure = error
-        gathered = self.world.gather((_told(failure, self.world.rank), isinstance(failure, _PlaceTakenError)))
+        own = _told(failure, self.world.rank), isinstance(failure, _PlaceTakenError)
+        gathered = self.world.all_gather_object(own)
         if told := {rank: line for lines, _ in gathered for rank, line in lines.items()}:
             lines = told.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in told.items()]
             kind = _PlaceTakenError if any(is_taken for _, is_taken in gathered) else CheckpointError

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..distributed.parallelize import local
+from ..distributed.dtensor import to_local
 from ..distributed.world import World
 
 # Words of 64 bits. So many rows are read from a core's own cache by all but the first who reads them.
@@ -60,7 +60,7 @@ class TensorSum(NamedTuple):
 
 def has_sum(tensor: torch.Tensor) -> bool:
     """Whether this rank's part of a tensor is plain numbers: what libraries pack into subclasses has no sum."""
-    part = local(tensor)
+    part = to_local(tensor)
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and not part.is_quantized
 
 
@@ -224,7 +224,7 @@ def sums_of(tensors: Mapping[str, torch.Tensor], world: World, *, of: Kind = "la
     own: dict[str, TensorSum] = {}
     shards: dict[str, TensorSum] = {}
     for name, tensor in tensors.items():
-        part = local(tensor)
+        part = to_local(tensor)
         if not has_sum(part):
             continue
         if not isinstance(tensor, DTensor):
@@ -233,7 +233,7 @@ def sums_of(tensors: Mapping[str, torch.Tensor], world: World, *, of: Kind = "la
             # What Distributed Checkpoint itself asks a DTensor for its place by.
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
             shards[name] = sum_of_part(part, offsets=chunk.offsets, size=tensor.shape, of=of)
-    return own | add_up(world.gather(shards))
+    return own | add_up(world.all_gather_object(shards))
 
 
 def add_up(ranks: Sequence[Mapping[str, TensorSum]]) -> dict[str, TensorSum]:

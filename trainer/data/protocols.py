@@ -53,7 +53,7 @@ class GlobalBatch(Protocol):
 
 
 @runtime_checkable
-class NamesRows(Protocol):
+class HasRowIds(Protocol):
     """A `GlobalBatch` that can say which rows of the data it holds, for the error that blames some of them."""
 
     def row_ids(self) -> Sequence[Sequence[int | str]]:
@@ -62,7 +62,7 @@ class NamesRows(Protocol):
 
 
 @runtime_checkable
-class DropsTail(Protocol):
+class HasDroppedTail(Protocol):
     """A `BatchStream` that knows how many samples of an epoch fill no global batch, and are left out."""
 
     def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
@@ -71,7 +71,7 @@ class DropsTail(Protocol):
 
 
 @runtime_checkable
-class ForeseesRows(Protocol):
+class SupportsPeek(Protocol):
     """A `BatchStream` that knows which rows come next without reading them: a resumed run proves itself by them."""
 
     @property
@@ -88,7 +88,7 @@ class ForeseesRows(Protocol):
 
 
 @runtime_checkable
-class ExplainsChange(Protocol):
+class SupportsDiff(Protocol):
     """A `BatchStream` whose fingerprint also changes with how its rows are read, and that can tell this from others."""
 
     def explain_change(self, before: str) -> str | None:
@@ -97,7 +97,7 @@ class ExplainsChange(Protocol):
 
 
 @runtime_checkable
-class Summable(Protocol):
+class Mergeable(Protocol):
     """A `Stateful` that each rank keeps for itself, and whose states add up: ranks that are gone leave theirs."""
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -106,7 +106,7 @@ class Summable(Protocol):
 
 
 @runtime_checkable
-class CutsByShard(Protocol):
+class SupportsShards(Protocol):
     """A `BatchStream` that can cut every global batch by logical shards, in the same way for any number of ranks.
 
     Told to by `Feed.by_shard`, it gives a rank equally many micro-batches for each of its logical shards, those of one
@@ -120,7 +120,7 @@ class CutsByShard(Protocol):
         ...
 
 
-def parts_of_ranks(num_shards: int, world_size: int, *, num_own: int, rank: int) -> list[range]:
+def micro_batch_ranges(num_shards: int, world_size: int, *, num_own: int, rank: int) -> list[range]:
     """Numbers the micro-batches of a global batch that is cut by shard, from 0 over all ranks; returns those of each.
 
     Args:
@@ -146,7 +146,7 @@ class Feed:
         seed: of the order of the data; the same on all ranks.
         device: where the batches are to lie.
         training: an evaluation stream gives every row exactly once, in a fixed order.
-        by_shard: no micro-batch has rows of two logical shards; see `CutsByShard`.
+        by_shard: no micro-batch has rows of two logical shards; see `SupportsShards`.
     """
 
     rank: int
@@ -201,7 +201,7 @@ class BatchStream(Protocol):
         ...
 
 
-def is_read(data: BatchStream, *, epoch: int, steps: int, offset: int) -> bool:
+def is_exhausted(data: BatchStream, *, epoch: int, steps: int, offset: int) -> bool:
     """Whether an epoch of which so much has been consumed has no batch left, as far as the data has a length.
 
     Exact data is asked by samples: a resumed run may have other batches than those that were counted before.
@@ -215,7 +215,7 @@ def is_read(data: BatchStream, *, epoch: int, steps: int, offset: int) -> bool:
     end = data.samples_in_epoch(epoch) if data.guarantee == "exact" else None
     if end is None:
         return steps == data.steps_in_epoch(epoch)
-    if isinstance(data, DropsTail):
+    if isinstance(data, HasDroppedTail):
         end += data.dropped_in_epoch(epoch) - data.dropped_in_epoch(epoch, offset=offset)
     return offset >= end
 

@@ -16,24 +16,21 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from ..config import ParallelConfig, Precision
 from ..errors import ConfigError
 from ..step.precision import cast_weights
 from .activation_checkpointing import recomputed
+from .dtensor import is_sharded
 from .world import World, set_group_timeout
 
 
@@ -137,7 +134,7 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
             "cpu_offload moves the shards of FSDP2, and with one rank there are none: train on 2 ranks or more, or "
             "leave it out"
         )
-    if config.cpu_offload and world.device.type != "cpu" and world.size > 1 and not world.reaches_cpus:
+    if config.cpu_offload and world.device.type != "cpu" and world.size > 1 and not world.supports_cpu_tensors:
         raise ConfigError(
             "cpu_offload adds up on the CPU too, and the process group that was set up before reaches the devices "
             'only: begin it with the backend "cpu:gloo,cuda:nccl"'
@@ -192,53 +189,6 @@ def without_gradient_sync(
             model.set_requires_gradient_sync(False)
             stack.callback(model.set_requires_gradient_sync, True)
     return stack
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """Takes off what a module trains in: any nesting of DDP, activation checkpointing and compile."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(module, CheckpointWrapper):
-            module = module._checkpoint_wrapped_module
-        elif isinstance(module, torch._dynamo.OptimizedModule):
-            module = module._orig_mod
-        else:
-            return module
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Returns the module that the user wrote, inside any nesting of wrappers, averages and FSDP1 among them.
-
-    An average has state of its own, so a checkpoint holds it as it is: what `bare` returns.
-    """
-    while (inner := bare(module)) is not module or isinstance(inner, (AveragedModel, FullyShardedDataParallel)):
-        module = inner.module if isinstance(inner, (AveragedModel, FullyShardedDataParallel)) else inner
-    return module
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is spread over ranks already: by its author, in `configure_models`, or by `shard`."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor: the tensor itself unless it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of something as one with the other ranks' parts, cut as another tensor is."""
-    if not isinstance(tensor, DTensor):
-        return part
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with its parts from all ranks put together. Every rank must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def blocks_of(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:

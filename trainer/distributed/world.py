@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
 _GIVE_BACK_S = 0.05
-_APART = "headway-apart"
+_OWN_GROUP = "headway-own-group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class World:
         control: a second process group on the CPU, for what must not wait for the device; None where the first is one.
 
     Example:
-        >>> world = World.alone("cpu")
-        >>> world.is_main, world.gather("alone")
+        >>> world = World.single("cpu")
+        >>> world.is_main, world.all_gather_object("alone")
         (True, ['alone'])
     """
 
@@ -54,7 +54,7 @@ class World:
     control: dist.ProcessGroup | None = None
 
     @classmethod
-    def alone(cls, device: torch.device | str | None = None) -> World:
+    def single(cls, device: torch.device | str | None = None) -> World:
         """A world of one process, on the given device or the best one that the machine has."""
         return cls(rank=0, size=1, local_rank=0, device=torch.device(device) if device else _best_device(0))
 
@@ -75,7 +75,7 @@ class World:
         if dist.is_available() and dist.is_initialized():
             return cls.attach(timeout_s=timeout_s)
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return cls.alone()
+            return cls.single()
         if missing := {"MASTER_ADDR", "MASTER_PORT"} - set(os.environ):
             raise ConfigError(
                 f"RANK and WORLD_SIZE are set, but not {' and '.join(sorted(missing))}: start the program with "
@@ -97,7 +97,7 @@ class World:
             timeout_s: after which a collective gives up, of a group that this begins besides.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls.alone(device)
+            return cls.single(device)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         on = torch.device(device) if device else _best_device(local_rank)
         return cls(
@@ -109,7 +109,7 @@ class World:
         )
 
     def set_timeout(self, seconds: float) -> None:
-        """Lets all collectives from here on give up after so long, but for those `apart`. Every rank must call this."""
+        """Set the timeout of all collectives from here on, except in `with_own_group`. Every rank must call this."""
         if self.size > 1:
             # What was begun under the longer time is over: nobody gives up on a rank that is still in its first step.
             self.barrier()
@@ -117,7 +117,7 @@ class World:
                 torch.cuda.synchronize(self.device)
             # A save may take much longer than a step, and its ranks wait for the slowest.
             for group in list(distributed_c10d._world.pg_map):
-                if group.group_desc != _APART:
+                if group.group_desc != _OWN_GROUP:
                     set_group_timeout(group, seconds)
 
     @property
@@ -131,30 +131,30 @@ class World:
         return self.owns_process_group and not dist.is_initialized()
 
     @property
-    def reaches_cpus(self) -> bool:
+    def supports_cpu_tensors(self) -> bool:
         """Whether a tensor on the CPU of each rank can be added up by the default process group."""
         return self.size == 1 or not dist.is_initialized() or "cpu:" in dist.get_backend_config()
 
-    def apart(self, *, timeout_s: float = TIMEOUT_S) -> World:
+    def with_own_group(self, *, timeout_s: float = TIMEOUT_S) -> World:
         """The same ranks with a process group of their own, for another thread's collectives. Every rank must call.
 
         Args:
             timeout_s: after which one of these gives up.
         """
-        return replace(self, rendezvous=None, control=_new_group(timeout_s, _APART)) if self.size > 1 else self
+        return replace(self, rendezvous=None, control=_new_group(timeout_s, _OWN_GROUP)) if self.size > 1 else self
 
     @property
     def is_main(self) -> bool:
         """Whether this is the one rank that writes and prints."""
         return self.rank == 0
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Adds a tensor up over all ranks, in place, and returns it. Same shape and dtype everywhere."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+    def all_reduce_mean(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces tensors by their means over all ranks, in place. Same shapes and dtypes everywhere."""
         if self.size == 1:
             return
@@ -165,7 +165,7 @@ class World:
             means = flat.div_(self.size).split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
-    def exchange(self, tensor: torch.Tensor, *, give: int, take: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, tensor: torch.Tensor, *, give: int, take: Sequence[int]) -> torch.Tensor:
         """Gives each rank the next `give` numbers of a flat tensor; returns what this one gets, `take` of each."""
         if self.size == 1:
             return tensor
@@ -173,7 +173,7 @@ class World:
         dist.all_to_all_single(received, tensor, list(take), [give] * self.size)
         return received
 
-    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the flat tensors of all ranks, which are of one length, end to end in the order of the ranks."""
         if self.size == 1:
             return tensor
@@ -181,7 +181,7 @@ class World:
         dist.all_gather(list(joined.split(len(tensor))), tensor)  # type: ignore[no-untyped-call]
         return joined
 
-    def sum_of(self, *values: int) -> list[int]:
+    def sum_ints(self, *values: int) -> list[int]:
         """Adds whole numbers up over all ranks. Waits for the other ranks, not for the device."""
         if self.size == 1:
             return list(values)
@@ -190,7 +190,7 @@ class World:
         total: list[int] = numbers.tolist()
         return total
 
-    def start_maximum(self, tensor: torch.Tensor) -> dist.Work | None:
+    def all_reduce_max_async(self, tensor: torch.Tensor) -> dist.Work | None:
         """Begins the maximum of a CPU tensor, in place; `wait()` on what it returns ends it. None if there is no wait.
 
         It never touches the device, so nothing that the device has yet to compute is waited for.
@@ -222,7 +222,7 @@ class World:
             dist.broadcast(tensor, src=0)
         return tensor
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns every rank's value, in the order of the ranks, on every rank. For rare, small things."""
         if self.size == 1:
             return [value]
@@ -327,5 +327,5 @@ def _best_device(local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
-    # Not MPS: it has neither float64 nor a process group; ask for it by World.alone("mps").
+    # Not MPS: it has neither float64 nor a process group; ask for it by World.single("mps").
     return torch.device("cpu")

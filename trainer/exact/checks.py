@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..config import TrainerConfig
-from ..data.protocols import BatchStream, CutsByShard
-from ..distributed.parallelize import is_sharded
+from ..data.protocols import BatchStream, SupportsShards
+from ..distributed.dtensor import is_sharded
 from ..distributed.world import World
 from ..errors import ConfigError
 
@@ -80,13 +80,13 @@ def check_exact_data(data: BatchStream, validation: Mapping[str, BatchStream], w
         ConfigError: with the reason.
     """
     for what, stream in (("training", data), *(("validation", each) for each in validation.values())):
-        if stream.guarantee != "exact" or not isinstance(stream, CutsByShard):
+        if stream.guarantee != "exact" or not isinstance(stream, SupportsShards):
             _refuse(
                 f"the {what} data, read by {type(stream).__name__} with the guarantee {stream.guarantee!r}, knows no "
                 "logical shards that each batch could be cut by: give a ParquetStream or a DataLoader over a map-style "
                 "dataset"
             )
-    assert isinstance(data, CutsByShard)
+    assert isinstance(data, SupportsShards)
     if world.size > data.num_shards:
         _refuse(
             f"{world.size} ranks cannot share the {data.num_shards} parts of a global batch: use fewer ranks, more "

@@ -164,9 +164,9 @@ def _over_ranks(own: Sequence[torch.Tensor], world: World, runs: Sequence[range]
             first, last = start + rank * width, min(start + (rank + 1) * width, stop)
             for i, each in enumerate(own):
                 sent[rank, i, : max(0, last - first)] = each[first:last]
-        received = world.exchange(sent.view(-1), give=len(own) * width, take=[count * width for count in counts])
+        received = world.all_to_all(sent.view(-1), give=len(own) * width, take=[count * width for count in counts])
         sums = dict(zip(in_order, received.split(width), strict=True))  # type: ignore[no-untyped-call]
-        whole[start:stop] = world.join(_root(Node(0, num_parts), sums, middles(num_parts)))[: stop - start]
+        whole[start:stop] = world.all_gather(_root(Node(0, num_parts), sums, middles(num_parts)))[: stop - start]
     return whole
 
 

@@ -78,7 +78,7 @@ class ExactMeans(MeanMetrics):
         >>> means = ExactMeans()
         >>> for value in (0.1, 0.2, 0.3, 1e16, -1e16):
         ...     means.add({"loss": value})
-        >>> means.read(World.alone("cpu"))
+        >>> means.read(World.single("cpu"))
         {'loss': 0.12}
     """
 
@@ -138,7 +138,7 @@ class ExactMeans(MeanMetrics):
 
     def read(self, world: World) -> dict[str, float]:
         """Returns the means since the last read, equal on every rank and at every number of them. Every rank must."""
-        per_rank = world.gather((self._taken(), self.reduced.take()))
+        per_rank = world.all_gather_object((self._taken(), self.reduced.take()))
         sums = _joined([sums for sums, _ in per_rank])
         for name, each in sums.items():
             if each.is_total:

@@ -16,10 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..checkpoints.rng import seed_for
-from ..data.protocols import CutsByShard, GlobalBatch, parts_of_ranks
+from ..data.protocols import GlobalBatch, SupportsShards, micro_batch_ranges
 from ..errors import StepError
 from ..metrics.means import MeanMetrics
-from ..step.optimizer_step import Update, Weight
+from ..step.optimizer_step import LossWeight, OptimizerStep
 from .determinism import apart, pinned
 from .gradient_tree import GradientTree, cover
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-class ExactUpdate(Update):
+class ExactStep(OptimizerStep):
     """Makes one update whose result is the same, bit by bit, at every number of ranks.
 
     Args:
@@ -37,7 +37,7 @@ class ExactUpdate(Update):
         data: cut by logical shards.
     """
 
-    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, logged: MeanMetrics, data: CutsByShard) -> None:
+    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, logged: MeanMetrics, data: SupportsShards) -> None:
         super().__init__(trainer, metrics)
         self.logged = logged
         self._turns = None
@@ -51,7 +51,9 @@ class ExactUpdate(Update):
         world, shards = self._world, self._num_shards
         numbers = sum(p.numel() * max(p.element_size(), 4) for p in _learning(self._optimizers))
         own = shards * (world.rank + 1) // world.size - shards * world.rank // world.size
-        most = max(len(cover(run, shards)) for run in parts_of_ranks(shards, world.size, num_own=own, rank=world.rank))
+        most = max(
+            len(cover(run, shards)) for run in micro_batch_ranges(shards, world.size, num_own=own, rank=world.rank)
+        )
         share = (world.size - 1) / world.size
         return (
             f"exact: {shards} logical shards in an update, each a gradient of its own; a rank sends up to "
@@ -60,7 +62,7 @@ class ExactUpdate(Update):
 
     def measure(self, record: Mapping[str, float]) -> dict[str, float]:
         """Returns how long the gradients took to meet, per update, on the slowest rank; a meter of the log."""
-        longest_s = max(self._world.gather(self._combining_s / max(self._num_combined, 1)))
+        longest_s = max(self._world.all_gather_object(self._combining_s / max(self._num_combined, 1)))
         self._combining_s, self._num_combined = 0.0, 0
         return {"exact_s": longest_s}
 
@@ -92,7 +94,7 @@ class ExactUpdate(Update):
         return self._guard.skipped + self._guard.retried
 
     def _attempt(
-        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[Weight]
+        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
     ) -> list[Mapping[str, Any]]:
         trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
         self._stepped.clear()
@@ -133,7 +135,7 @@ class ExactUpdate(Update):
         self._step(self._optimizers)
         return taken
 
-    def _scales(self, batch: GlobalBatch, weights: Sequence[Weight]) -> Sequence[Weight]:
+    def _scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
         if not self._weighs_itself:
             assert batch.global_num_samples is not None
             return [weight / batch.global_num_samples for weight in weights]
@@ -144,13 +146,13 @@ class ExactUpdate(Update):
         weight_P[own.start : own.stop] = torch.stack(
             [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for weight in weights]
         )
-        factor = (1 / self._world.sum(weight_P).sum().clamp(min=1e-12)).float()
+        factor = (1 / self._world.all_reduce_sum(weight_P).sum().clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
 
     def _runs_of(self, batch: GlobalBatch) -> list[range]:
         """The parts of each rank: as many of every logical shard."""
         world = self._world
-        return parts_of_ranks(self._num_shards, world.size, num_own=len(batch.micro_batches), rank=world.rank)
+        return micro_batch_ranges(self._num_shards, world.size, num_own=len(batch.micro_batches), rank=world.rank)
 
     def _versions(self) -> list[tuple[int, int]]:
         """Tells whether a parameter or buffer has been replaced, or changed in place."""

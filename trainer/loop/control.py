@@ -141,7 +141,7 @@ class Requests:
         self._asks_for_save = self._saving is not None
         is_busy = self._saving is not None and not self._saving.is_done
         values = torch.tensor([*self._take(), int(is_busy), update_us], dtype=torch.int32)
-        self._in_flight = values, self._world.start_maximum(values)
+        self._in_flight = values, self._world.all_reduce_max_async(values)
 
     def _read(self) -> Agreed:
         if self._in_flight is None:

@@ -13,7 +13,7 @@ import torch
 from ..callbacks.base import CallbackList
 from ..checkpoints.rng import seed_for
 from ..data.loaders import LoadedBatch
-from ..data.protocols import BatchStream, CutsByShard, GlobalBatch, parts_of_ranks
+from ..data.protocols import BatchStream, GlobalBatch, SupportsShards, micro_batch_ranges
 from ..data.tree import move
 from ..distributed.world import World
 from ..errors import ConfigError, DataError, StepError
@@ -26,7 +26,7 @@ from .control import Requests
 from .timing import Activity
 
 if TYPE_CHECKING:
-    from ..step.optimizer_step import Weight
+    from ..step.optimizer_step import LossWeight
     from ..trainer import Trainer
 
 
@@ -39,7 +39,7 @@ class Evaluation:
         requests: a request to stop cuts it short.
         max_batches: of every set; None takes all.
         may_repeat: whether a request to save at once cuts it short as well: who calls it will call another one.
-        is_rehearsal: finds out whether an evaluation works: no callback hears of it.
+        is_sanity_check: finds out whether an evaluation works: no callback hears of it.
 
     Attributes:
         weight: how much the micro-batch in hand counts in means; 1 where none is in hand.
@@ -52,16 +52,16 @@ class Evaluation:
         requests: Requests,
         *,
         max_batches: int | None = None,
-        is_rehearsal: bool = False,
+        is_sanity_check: bool = False,
         may_repeat: bool = False,
     ) -> None:
         self._trainer, self._sets, self._requests = trainer, sets, requests
         self._max_batches, self._may_repeat = max_batches, may_repeat
-        self._callbacks = CallbackList() if is_rehearsal else trainer.callbacks
+        self._callbacks = CallbackList() if is_sanity_check else trainer.callbacks
         self._means = ExactMeans() if trainer.config.exact else MeanMetrics()
         self._prefix = "validation/"
         self._is_over = False
-        self.weight: Weight = 1.0
+        self.weight: LossWeight = 1.0
 
     def __call__(self) -> dict[str, float] | None:
         """Runs `validation_step` over all sets and returns the metrics, equal on every rank.
@@ -104,7 +104,7 @@ class Evaluation:
             self._callbacks.on_evaluation_end(trainer, result)
         return result
 
-    def log(self, name: str, value: float | torch.Tensor, weight: Weight, reduce: Reduce) -> None:
+    def log(self, name: str, value: float | torch.Tensor, weight: LossWeight, reduce: Reduce) -> None:
         """Takes in a number that a step logs by itself."""
         if self._is_over:
             raise StepError(
@@ -117,7 +117,7 @@ class Evaluation:
     def _run(self, stream: BatchStream) -> int | None:
         """Runs over one set, and returns how many batches it had; None if a request cut it short."""
         trainer, callbacks, metrics = self._trainer, self._callbacks, self._trainer.metrics
-        weighs_itself = trainer.weighs_itself
+        overrides_loss_weight = trainer.overrides_loss_weight
         num_batches = first = 0
         with closing(_in_step(stream, trainer.world, trainer.activity)) as batches:
             for batch in islice(batches, self._max_batches):
@@ -134,8 +134,10 @@ class Evaluation:
                     # A row that is there to keep the ranks in step counts nowhere.
                     metrics.counts = num_samples > 0
                     trainer.activity.begin_batch("evaluation")
-                    self.weight = trainer.loss_weight(micro_batch) if weighs_itself and num_samples else num_samples
-                    if trainer.prepares_batches:
+                    self.weight = (
+                        trainer.loss_weight(micro_batch) if overrides_loss_weight and num_samples else num_samples
+                    )
+                    if trainer.overrides_prepare_batch:
                         micro_batch = trainer.prepare_batch(micro_batch)
                     callbacks.on_evaluation_batch_start(trainer, micro_batch, batch_idx)
                     with autocast(trainer.config.precision, trainer.device):
@@ -157,9 +159,9 @@ class Evaluation:
     def _numbers(self, stream: BatchStream, batch: GlobalBatch, first: int) -> tuple[range, int]:
         """Returns the numbers of this rank's micro-batches, and the first of the next batch: in exact mode over all."""
         num_own, world = len(batch.micro_batches), self._trainer.world
-        if not (self._trainer.config.exact and isinstance(stream, CutsByShard)):
+        if not (self._trainer.config.exact and isinstance(stream, SupportsShards)):
             return range(first, first + num_own), first + num_own
-        runs = parts_of_ranks(stream.num_shards, world.size, num_own=num_own, rank=world.rank)
+        runs = micro_batch_ranges(stream.num_shards, world.size, num_own=num_own, rank=world.rank)
         own = runs[world.rank]
         return range(first + own.start, first + own.stop), first + runs[-1].stop
 

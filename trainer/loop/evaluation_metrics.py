@@ -76,7 +76,7 @@ class EvaluationMetrics(Mapping[str, "EvaluationMetric"]):
         """
         if not self._by_name:
             return {}
-        counts = self._world.sum_of(*(metric.num_updates for metric in self._by_name.values()))
+        counts = self._world.sum_ints(*(metric.num_updates for metric in self._by_name.values()))
         found: dict[str, float] = {}
         for metric, count in zip(self._by_name.values(), counts, strict=True):
             if count:
@@ -151,7 +151,7 @@ class EvaluationMetric:
         return self._object.compute()
 
     def _gathered(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        states = [each.to(self._world.device) for each in self._world.gather(state.cpu())]
+        states = [each.to(self._world.device) for each in self._world.all_gather_object(state.cpu())]
         # A list that is still empty on some rank comes as a tensor without rows, and perhaps of another shape.
         return [each for each in states if each.numel()] or states[:1]
 
@@ -159,7 +159,7 @@ class EvaluationMetric:
         if self._world.size == 1:
             return self._calls
         own = map_tensors(torch.Tensor.cpu, self._calls)
-        in_turn = zip_longest(*self._world.gather(own), fillvalue=_ABSENT)
+        in_turn = zip_longest(*self._world.all_gather_object(own), fillvalue=_ABSENT)
         calls = [call for calls in in_turn for call in calls if call is not _ABSENT]
         return map_tensors(lambda tensor: tensor.to(self._world.device), calls)  # type: ignore[no-any-return]
 

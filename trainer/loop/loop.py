@@ -16,18 +16,18 @@ from ..checkpoints.rng import RngState, seed_for
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
 from ..data.loaders import LoadedBatch
-from ..data.protocols import BatchStream, CutsByShard, DropsTail, GlobalBatch, is_read
+from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, SupportsShards, is_exhausted
 from ..distributed.parallelize import check_unbroken
 from ..errors import CheckpointError, ConfigError, DataError, LossSpikeError
 from ..exact.means import ExactMeans
-from ..exact.step import ExactUpdate
+from ..exact.step import ExactStep
 from ..metrics.means import MeanMetrics
 from ..metrics.reductions import Reduce
 from ..metrics.train_log import Recorder
 from ..result import FitResult
-from ..step.auto_microbatch import HalvingUpdate
+from ..step.auto_microbatch import AutoMicrobatchStep
 from ..step.lr_stepping import follow_evaluation, schedulers_at
-from ..step.optimizer_step import Update, Weight
+from ..step.optimizer_step import LossWeight, OptimizerStep
 from ..step.precision import autocast
 from .control import Requests, StopStatus
 from .evaluation import Evaluation, evaluating
@@ -39,7 +39,7 @@ from .timing import Phase
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-_PATIENCE_S = 10.0
+_SAVE_TIMEOUT_S = 10.0
 
 
 class Loop:
@@ -53,8 +53,7 @@ class Loop:
 
     Attributes:
         save_took_s: from the beginning of the last checkpoint to its commit; None before there was one.
-        in_doubt: whether an error in the midst of training has left the models who knows where; the next run then goes
-            back to a checkpoint.
+        needs_restore: True after an exception mid-update: model state is undefined until a checkpoint is restored.
     """
 
     def __init__(
@@ -65,14 +64,16 @@ class Loop:
         self._progress, self._world = trainer.progress, trainer.world
         self._data, self._validation = data, validation
         self.metrics: MeanMetrics
-        self.update: Update
+        self.update: OptimizerStep
         if config.exact:
-            assert isinstance(data, CutsByShard)
+            assert isinstance(data, SupportsShards)
             self.metrics = ExactMeans()
-            self.update = ExactUpdate(trainer, self.metrics, ExactMeans(), data)
+            self.update = ExactStep(trainer, self.metrics, ExactMeans(), data)
         else:
             self.metrics = MeanMetrics()
-            self.update = (HalvingUpdate if config.halve_on_out_of_memory else Update)(trainer, self.metrics)
+            self.update = (AutoMicrobatchStep if config.halve_on_out_of_memory else OptimizerStep)(
+                trainer, self.metrics
+            )
         self.recorder = Recorder(trainer, self.metrics, self.update)
         self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
         self._state = RunState(trainer, self.recorder, self.metrics, self.update, self._spikes, data)
@@ -85,7 +86,7 @@ class Loop:
         self._activity = trainer.activity
         self.save_took_s: float | None = None
         self._save_began_s = 0.0
-        self.in_doubt = False
+        self.needs_restore = False
         self._step_timeout = config.parallel.step_timeout
         self._is_running = False
         self._stopped: StopStatus | None = None
@@ -112,20 +113,20 @@ class Loop:
             self._saving.wait(None)
             self._saving = self._state.last_saved_step = None
         # Equal on every rank, or some would go on while others restore.
-        broken, half_restored = self._world.sum_of(self.in_doubt, self._state.is_half_restored)
-        in_doubt = bool(broken or half_restored)
+        broken, half_restored = self._world.sum_ints(self.needs_restore, self._state.is_half_restored)
+        needs_restore = bool(broken or half_restored)
         if broken:
             for model in self._trainer.models.values():
                 check_unbroken(model)
-        goes_on = resume == "auto" and self._progress.step > 0 and not in_doubt
+        goes_on = resume == "auto" and self._progress.step > 0 and not needs_restore
         with self._trainer.setup_times.phase("restore"):
             resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
-        if in_doubt and resumed_from is None:
+        if needs_restore and resumed_from is None:
             raise ConfigError(
                 "an error has ended the training before, nobody knows where it has left the models, and there is no "
                 "checkpoint to go back to: make a new trainer"
             )
-        self.in_doubt = False
+        self.needs_restore = False
         reason = self._reached_limit()
         has_work = reason is None or self._progress.is_closing
         if has_work:
@@ -149,14 +150,14 @@ class Loop:
             self._heed()
             reason = self.why_it_ends()
         if reason is None:
-            self._is_running = self.in_doubt = True
+            self._is_running = self.needs_restore = True
             try:
                 self._trainer.loop()
             finally:
                 self._is_running = False
             # Before anybody goes on with these weights, saved or not.
             self.update.settle()
-            self.in_doubt = False
+            self.needs_restore = False
             reason = self.why_it_ends() or "loop() has returned"
             self._finish()
             # What a loop of one's own has left, saved before as in `train_epoch`.
@@ -205,7 +206,7 @@ class Loop:
                 "number of ranks, and train_step was given another: call train_epoch, or leave exact out"
             )
         if batch.global_num_samples is None:
-            total = self._world.sum_of(sum(batch.num_samples))[0]
+            total = self._world.sum_ints(sum(batch.num_samples))[0]
             batch = LoadedBatch(batch.micro_batches, batch.num_samples, total)
         applied = self._advance(batch, of_epoch=False)
         if not self._is_running:
@@ -222,7 +223,7 @@ class Loop:
 
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
-        self.let_weights_change()
+        self.wait_for_snapshot()
         with self._state.weights_of(checkpoint):
             return self.evaluate(sets)
 
@@ -237,7 +238,7 @@ class Loop:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Has the models as they are in an evaluation, and the time left out."""
-        self.let_weights_change()
+        self.wait_for_snapshot()
         with (
             self._in_phase("around an evaluation"),
             self.recorder.paused(),
@@ -246,14 +247,14 @@ class Loop:
         ):
             yield
 
-    def log(self, name: str, value: float | torch.Tensor, weight: Weight | None, reduce: Reduce) -> None:
+    def log(self, name: str, value: float | torch.Tensor, weight: LossWeight | None, reduce: Reduce) -> None:
         """Takes in a number that a step logs by itself."""
         if weight is None:
             in_hand = self.update.weight if self._evaluation is None else self._evaluation.weight
             weight = in_hand if reduce == "mean" else 1.0
         if self._evaluation is not None:
             self._evaluation.log(name, value, weight, reduce)
-        elif not self.update.is_padding and (not isinstance(self.update, ExactUpdate) or self.update.counts_here):
+        elif not self.update.is_padding and (not isinstance(self.update, ExactStep) or self.update.counts_here):
             metrics = self.update.logged if self.recorder.in_update else self.metrics
             metrics.log(f"{'train' if self._trainer.training else 'validation'}/{name}", value, weight, reduce)
 
@@ -283,7 +284,7 @@ class Loop:
         """
         self._stopped = None
         if self._saving is not None:
-            self._saving.wait(None if self._world.size == 1 else _PATIENCE_S)
+            self._saving.wait(None if self._world.size == 1 else _SAVE_TIMEOUT_S)
             self._requests.watch(None)
 
     def _begin_to_save(self) -> None:
@@ -321,14 +322,14 @@ class Loop:
                 error.add_note(f"besides, {type(failure).__name__}: {failure}")
             raise
 
-    def let_weights_change(self) -> None:
+    def wait_for_snapshot(self) -> None:
         """Waits for what a save in the background has yet to copy: averages may take the place of the weights."""
         if self._saving is not None:
             self._saving.hold()
 
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
-        self.let_weights_change()
+        self.wait_for_snapshot()
         try:
             with self._in_phase("around an evaluation"), self.recorder.paused():
                 return evaluation()
@@ -367,7 +368,11 @@ class Loop:
         generators = RngState()
         before = generators.state_dict()
         rehearsal = Evaluation(
-            self._trainer, self._validation, self._requests, max_batches=self._config.sanity_batches, is_rehearsal=True
+            self._trainer,
+            self._validation,
+            self._requests,
+            max_batches=self._config.sanity_batches,
+            is_sanity_check=True,
         )
         # A stop that cuts it short stays asked for, and is heeded when the hooks have heard that the run has begun.
         if metrics := self._run_evaluation(rehearsal):
@@ -389,7 +394,7 @@ class Loop:
             self._step_timeout = None
         samples = batch.global_num_samples
         if samples is None:
-            samples = self._world.sum_of(sum(batch.num_samples))[0]
+            samples = self._world.sum_ints(sum(batch.num_samples))[0]
         if of_epoch:
             progress.step_in_epoch += 1
             progress.offset += samples
@@ -496,7 +501,7 @@ class Loop:
         progress, trainer = self._progress, self._trainer
         trainer.history.dropped_samples = self._ragged_samples
         place = {"epoch": progress.epoch, "offset": progress.offset}
-        if isinstance(self._data, DropsTail) and is_read(self._data, steps=progress.step_in_epoch, **place):
+        if isinstance(self._data, HasDroppedTail) and is_exhausted(self._data, steps=progress.step_in_epoch, **place):
             trainer.history.dropped_samples = self._data.dropped_in_epoch(**place)
         self._ragged_samples = 0
         progress.epoch += 1
@@ -586,7 +591,7 @@ class Loop:
 
     def _stop(self, status: StopStatus) -> None:
         self._stopped = status
-        reasons = self._world.gather(self._requests.stop_reason)
+        reasons = self._world.all_gather_object(self._requests.stop_reason)
         self._requests.stop_reason = next(reason for reason in reasons if reason)
         self._trainer.callbacks.on_stop_requested(self._trainer, self._requests.stop_reason)
 
@@ -645,7 +650,7 @@ class Loop:
                 self.recorder.waited_s += self._activity.since_s - began_s
                 if must_agree:
                     own = batch.num_samples if batch is not None else ()
-                    count, squares, samples = self._world.sum_of(len(own), len(own) ** 2, sum(own))
+                    count, squares, samples = self._world.sum_ints(len(own), len(own) ** 2, sum(own))
                     # Equal only if every rank has as many micro-batches; the epoch ends where the shortest one does.
                     if batch is None or count**2 != self._world.size * squares:
                         # What other ranks have not read yet nobody can count.

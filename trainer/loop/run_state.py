@@ -20,7 +20,7 @@ from ..checkpoints.retention import Best
 from ..checkpoints.rng import RngState, seed_everything
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
 from ..config import CheckpointConfig
-from ..data.protocols import BatchStream, ExplainsChange, Stateful, is_read
+from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted
 from ..distributed.world import World
 from ..errors import ConfigError, DataError
 from ..metrics.means import MeanMetrics
@@ -28,7 +28,7 @@ from ..metrics.train_log import Recorder, as_plain
 from ..result import FitResult, Status, Table
 from ..setup.init_from import BorrowedWeights, InitialWeights
 from ..step.lr_stepping import schedulers_at
-from ..step.optimizer_step import Update
+from ..step.optimizer_step import OptimizerStep
 from .loss_spikes import SpikeDetector
 from .progress import Progress
 
@@ -61,7 +61,7 @@ class RunState:
         trainer: Trainer[Any],
         recorder: Recorder,
         metrics: MeanMetrics,
-        update: Update,
+        update: OptimizerStep,
         spikes: SpikeDetector,
         data: BatchStream,
     ) -> None:
@@ -113,7 +113,7 @@ class RunState:
             self._store.world = self._apart()
 
     def _apart(self) -> World:
-        return self._trainer.world.apart(timeout_s=self._trainer.config.parallel.timeout.amount)
+        return self._trainer.world.with_own_group(timeout_s=self._trainer.config.parallel.timeout.amount)
 
     def begin_save(self) -> Saving:
         """Begins to write a checkpoint in the background. Every rank must call this, and ask for the result later.
@@ -354,7 +354,7 @@ class RunState:
         if self._trainer.config.changed_data == "reset":
             self._trainer.print(f"the training data was {before} and is {now}: it is read from its beginning")
             return True
-        why = self._data.explain_change(str(before)) if isinstance(self._data, ExplainsChange) else None
+        why = self._data.explain_change(str(before)) if isinstance(self._data, SupportsDiff) else None
         if why is not None:
             raise DataError(
                 f"the training data is not read in the order of when {checkpoint.path} was saved: {why}, begin "
@@ -371,7 +371,7 @@ class RunState:
         progress, config = self._trainer.progress, self._trainer.config
         steps = progress.step_in_epoch
         is_cut_here = config.steps_per_epoch is not None and steps >= config.steps_per_epoch
-        has_ended = is_read(self._data, epoch=progress.epoch, steps=steps, offset=progress.offset)
+        has_ended = is_exhausted(self._data, epoch=progress.epoch, steps=steps, offset=progress.offset)
         # Iterables of unequal lengths end for all ranks where the shortest one does.
         return self._trainer.world.any(is_cut_here or has_ended)
 

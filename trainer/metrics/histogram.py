@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..distributed.parallelize import local
+from ..distributed.dtensor import to_local
 from ..distributed.world import World
 
 
@@ -24,7 +24,7 @@ class Histogram:
         non_finite: values that are NaN or infinite, which are in no bin and no sum.
 
     Example:
-        >>> histograms({"a": torch.tensor([0.0, 1.0, 1.0])}, World.alone("cpu"), bins=2)["a"].counts
+        >>> histograms({"a": torch.tensor([0.0, 1.0, 1.0])}, World.single("cpu"), bins=2)["a"].counts
         (1, 2)
     """
 
@@ -48,7 +48,7 @@ def histograms(tensors: Mapping[str, torch.Tensor], world: World, *, bins: int =
     parts = {name: _counted_here(tensor.detach(), world) for name, tensor in tensors.items()}
     finite = {name: part[part.isfinite()] for name, part in parts.items()}
     own = {name: (float(part.min()), float(part.max())) for name, part in finite.items() if part.numel()}
-    spans = world.gather(own)
+    spans = world.all_gather_object(own)
     edges = {name: _edges([span[name] for span in spans if name in span], bins) for name in tensors}
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
     rows = [
@@ -57,7 +57,7 @@ def histograms(tensors: Mapping[str, torch.Tensor], world: World, *, bins: int =
     ]
     if not rows:
         return {}
-    totals = world.sum(torch.stack(rows).to(world.device)).tolist()
+    totals = world.all_reduce_sum(torch.stack(rows).to(world.device)).tolist()
     return {
         name: Histogram(edges[name], tuple(int(each) for each in row[:bins]), row[bins], row[bins + 1], int(row[-1]))
         for name, row in zip(parts, totals, strict=True)
@@ -67,7 +67,7 @@ def histograms(tensors: Mapping[str, torch.Tensor], world: World, *, bins: int =
 
 def _counted_here(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """The values that this rank counts, flat, in float32 at least: no other rank counts them."""
-    part = local(tensor)
+    part = to_local(tensor)
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate() or ()
         counts = all(

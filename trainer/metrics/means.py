@@ -36,7 +36,7 @@ class MeanMetrics:
         >>> metrics = MeanMetrics()
         >>> metrics.add({"loss": torch.tensor(2.0)}, weight=3)
         >>> metrics.add({"loss": 6.0}, weight=1)
-        >>> metrics.read(World.alone("cpu"))
+        >>> metrics.read(World.single("cpu"))
         {'loss': 3.0}
     """
 
@@ -115,7 +115,9 @@ class MeanMetrics:
             total, strangers, others = self._over_ranks(sums, world, others=len(reduced))
             if strangers:
                 # Names change rarely, mostly at the first read; all ranks see the same count, so all go this way.
-                self._agreed = sorted({name for names in world.gather([*self._agreed, *sums]) for name in names})
+                self._agreed = sorted(
+                    {name for names in world.all_gather_object([*self._agreed, *sums]) for name in names}
+                )
                 total, _, _ = self._over_ranks(sums, world)
         self.weights = {name: each[1] for name, each in zip(self._agreed, total, strict=True) if each[1]}
         means = {
@@ -125,7 +127,9 @@ class MeanMetrics:
         }
         if not others and not self.reduced.kinds:
             return means
-        return dict(sorted((means | self.reduced.meet(world.gather(reduced) if others else [], means)).items()))
+        return dict(
+            sorted((means | self.reduced.meet(world.all_gather_object(reduced) if others else [], means)).items())
+        )
 
     def take_over(self, other: MeanMetrics) -> None:
         """Adds all that another one has; never waits for a device."""
@@ -219,7 +223,7 @@ class MeanMetrics:
         strangers = len(sums.keys() - set(self._agreed))
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
         packed = torch.tensor([*rows, [strangers, others, 0, 0]], dtype=dtype, device=world.device)
-        per_rank = world.join(packed.flatten()).view(world.size, *packed.shape).tolist()
+        per_rank = world.all_gather(packed.flatten()).view(world.size, *packed.shape).tolist()
         # In the order of the ranks, so that the result is equal on all of them.
         *total, last = (functools.reduce(_joined, each) for each in zip(*per_rank, strict=True))
         return total, int(last[0]), int(last[1])

@@ -15,7 +15,7 @@ import torch
 from ..data.protocols import GlobalBatch
 from ..loop.progress import Duration
 from ..result import PER_EPOCH
-from ..step.optimizer_step import Update
+from ..step.optimizer_step import OptimizerStep
 from ..trackers.base import RunInfo, Tracker, TrackerList
 from .means import MeanMetrics
 
@@ -31,7 +31,7 @@ SLOW_DATA_AFTER_S = 10.0
 
 _TOKENS = "tokens"
 
-Meter = Callable[[Mapping[str, float]], Mapping[str, float]]
+MetricSource = Callable[[Mapping[str, float]], Mapping[str, float]]
 """Gets a record that is due and returns what it adds to it; called on every rank, so it may use a collective."""
 
 
@@ -53,13 +53,13 @@ class Recorder:
         samples: samples of the interval of the last record.
     """
 
-    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: Update) -> None:
+    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: OptimizerStep) -> None:
         self._trainer, self._metrics, self._update = trainer, metrics, update
         self.trackers = TrackerList()
-        self.meters: list[Meter] = []
+        self.meters: list[MetricSource] = []
         self.in_update = False
         self.samples = 0
-        self._counts_tokens = trainer.counts_tokens
+        self._overrides_num_tokens = trainer.overrides_num_tokens
         self._began_s = time.perf_counter()
         self._flushed_samples = 0
         self._is_warm = self._has_warned_of_slow_data = False
@@ -96,7 +96,7 @@ class Recorder:
     def count(self, batch: GlobalBatch) -> None:
         """Takes note of an update, for the throughput and the tokens of the run."""
         tokens: int | torch.Tensor = 0
-        if self._counts_tokens:
+        if self._overrides_num_tokens:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
                 if num_samples:
                     tokens = tokens + self._trainer.num_tokens(micro_batch)
@@ -134,7 +134,7 @@ class Recorder:
         # After the read, which waits for the device: what it has yet to compute is not done.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
         times_s = (seconds, self._paused_s, self.elapsed_s())
-        per_rank = trainer.world.gather((*times_s, float(self._tokens), self.waited_s / seconds))
+        per_rank = trainer.world.all_gather_object((*times_s, float(self._tokens), self.waited_s / seconds))
         # The slowest rank's, so that records are equal on every rank.
         seconds, paused_s, elapsed_s = (max(each[i] for each in per_rank) for i in range(3))
         samples = progress.samples - self._samples
@@ -150,7 +150,7 @@ class Recorder:
                 record["data_wait_rank"] = slowest
             if waits[slowest] > _SLOW_DATA and seconds > SLOW_DATA_AFTER_S:
                 self._warn_of_slow_data(slowest, waits[slowest])
-            if self._counts_tokens:
+            if self._overrides_num_tokens:
                 record["tokens_per_s"] = sum(tokens for *_, tokens, _ in per_rank) / seconds
         if paused_s:
             record["paused_s"] = paused_s

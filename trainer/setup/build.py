@@ -57,7 +57,7 @@ def make_models(trainer: Trainer[Any]) -> None:
         check_exact_models(trainer.models)
 
 
-def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) -> None:
+def parallelize_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) -> None:
     """Shards, materialises, initialises and replicates the models, in place. Every rank must call this.
 
     Args:
@@ -95,7 +95,7 @@ def spread_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) 
                 _replace(trainer, name, parallelize.replicate(model, config.parallel, world))
 
 
-def join_again(trainer: Trainer[Any]) -> None:
+def rejoin_process_group(trainer: Trainer[Any]) -> None:
     """Goes on after a `fit`, which has ended the process group that the trainer began. Every rank must call this.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config import ParallelConfig, Precision
-from ..data.protocols import BatchStream, DropsTail
+from ..data.protocols import BatchStream, HasDroppedTail
 from ..distributed.parallelize import blocks_of
 from ..distributed.world import World
 
@@ -89,7 +89,7 @@ class MemoryPerRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sketch:
+class Estimate:
     """What a training would take.
 
     Attributes:
@@ -120,7 +120,9 @@ class Sketch:
         return self.optimizer_bytes + sum(each.parameter_bytes + each.buffer_bytes for each in self.models.values())
 
 
-def sketch_of(trainer: Trainer[Any], train: BatchStream, validation: Mapping[str, BatchStream], unknown: str) -> Sketch:
+def estimate_of(
+    trainer: Trainer[Any], train: BatchStream, validation: Mapping[str, BatchStream], unknown: str
+) -> Estimate:
     """Measures a trainer that has its models, data and optimizers, none of them more than a shape.
 
     Args:
@@ -137,7 +139,7 @@ def sketch_of(trainer: Trainer[Any], train: BatchStream, validation: Mapping[str
             optimizer_bytes = sum(state_bytes(each, config.precision) for each in trainer.optimizers.values())
         except Exception as error:
             unknown = f"its first step on the meta device raises {type(error).__name__}"
-    return Sketch(
+    return Estimate(
         models=models,
         optimizers={name: type(each).__name__ for name, each in trainer.optimizers.items()},
         optimizer_bytes=optimizer_bytes,
@@ -226,7 +228,7 @@ def _data_size(stream: BatchStream) -> DataSize:
     return DataSize(
         samples=stream.samples_in_epoch(0),
         steps=stream.steps_in_epoch(0),
-        dropped=stream.dropped_in_epoch(0) if isinstance(stream, DropsTail) else 0,
+        dropped=stream.dropped_in_epoch(0) if isinstance(stream, HasDroppedTail) else 0,
         guarantee=stream.guarantee,
         fingerprint=stream.fingerprint,
     )

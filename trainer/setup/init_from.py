@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..callbacks.base import CallbackList
 from ..checkpoints.model_state import ModelState, named_state
 from ..data.tree import map_tensors
-from ..distributed.parallelize import local
+from ..distributed.dtensor import to_local
 from ..errors import CheckpointError
 
 
@@ -120,7 +120,7 @@ class BorrowedWeights:
     def given_back(self) -> Iterator[None]:
         """Puts back at the end what there is at the beginning, whatever happens. Keeps it on the CPU meanwhile."""
         tensors = [value for model in self._models.values() for _, value in named_state(model)]
-        before = [local(value.detach()).to("cpu", copy=True) for value in tensors]
+        before = [to_local(value.detach()).to("cpu", copy=True) for value in tensors]
         callbacks = _EvaluationState(self._callbacks)
         states = map_tensors(torch.clone, callbacks.state_dict())
         try:
@@ -128,7 +128,7 @@ class BorrowedWeights:
         finally:
             with torch.no_grad():
                 for value, was in zip(tensors, before, strict=True):
-                    local(value).copy_(was)
+                    to_local(value).copy_(was)
             callbacks.load_state_dict(states)
             _forget_gathered(self._models)
 

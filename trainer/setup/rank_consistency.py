@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.model_state import named_state
-from ..distributed.parallelize import local
+from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from ..errors import ConfigError
 
@@ -35,7 +35,7 @@ def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
     """
     if world.size == 1:
         return
-    per_rank = world.gather(dict(_flat("", facts)))
+    per_rank = world.all_gather_object(dict(_flat("", facts)))
     names = sorted({name for rank in per_rank for name in rank})
     differing = [name for name in names if len({rank.get(name, "nothing") for rank in per_rank}) > 1]
     if differing:
@@ -91,7 +91,7 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     }
     on_meta = {name for name, value in parameters.items() if value.is_meta}
     floating = {
-        name: local(value.detach())
+        name: to_local(value.detach())
         for name, value in parameters.items()
         if not value.is_meta and value.is_floating_point()
     }
@@ -99,7 +99,7 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     verdicts = torch.stack([each.to(world.device) for each in finite]).tolist() if finite else []
     not_finite = {name for name, is_finite in zip(floating, verdicts, strict=True) if not is_finite}
     for what, names in (("are on the meta device, without values", on_meta), ("are not finite", not_finite)):
-        if everywhere := sorted({name for rank in world.gather(sorted(names)) for name in rank}):
+        if everywhere := sorted({name for rank in world.all_gather_object(sorted(names)) for name in rank}):
             shown = ", ".join(everywhere[:_SHOWN]) + (" and more" if len(everywhere) > _SHOWN else "")
             raise ConfigError(
                 f"before the first update, these parameters {what}: {shown}. Look at init_weights(), and at the "

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..distributed.parallelize import local, named_tensors
+from ..distributed.dtensor import to_local
+from ..distributed.parallelize import named_tensors
 from ..errors import ConfigError
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]
     for tensor in tensors.values():
         _spoil(tensor)
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    with torch.no_grad(), _SameRandomNumbers():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _ShardInvariantRandom():  # type: ignore[no-untyped-call]
         init_weights()
     after = dict(named_tensors(models))
     forgotten = [
@@ -52,7 +53,7 @@ def reset_parameters(model: nn.Module) -> None:
             reset()
 
 
-class _SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws for a sharded tensor what the unsharded one would get, and keeps this rank's part.
 
     On a CPU every rank would otherwise fill its shard from the same generator, so that the halves of a weight come out
@@ -97,13 +98,13 @@ def _unsharded(value: Any, has_values: bool) -> Any:
 
 def _spoil(tensor: torch.Tensor) -> None:
     """Fills a tensor so that a value that nobody sets is noticed."""
-    part = local(tensor.detach())
+    part = to_local(tensor.detach())
     if part.is_floating_point() or part.is_complex():
         part.fill_(float("nan"))
 
 
 def _is_spoilt(tensor: torch.Tensor, *, untouched: bool) -> bool:
-    part = local(tensor.detach())
+    part = to_local(tensor.detach())
     if part.is_floating_point() or part.is_complex():
         return bool(part.isnan().any())
     # Integers and booleans have no NaN; only a buffer can be one, and buffers are not sharded.

@@ -15,19 +15,20 @@ from torch.optim import Optimizer
 
 from ..checkpoints.rng import RngState
 from ..data.loaders import LoadedBatch
-from ..data.protocols import GlobalBatch, NamesRows
+from ..data.protocols import GlobalBatch, HasRowIds
 from ..data.tree import batch_size, map_tensors
-from ..distributed.parallelize import is_sharded, without_gradient_sync
+from ..distributed.dtensor import is_sharded
+from ..distributed.parallelize import without_gradient_sync
 from ..errors import ConfigError, StepError
 from ..metrics.means import MeanMetrics
 from .oom import is_out_of_memory
-from .optimizer_step import Update, Weight, zero_gradients
+from .optimizer_step import LossWeight, OptimizerStep, zero_gradients
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-class HalvingUpdate(Update):
+class AutoMicrobatchStep(OptimizerStep):
     """Makes one optimizer update; where memory does not suffice, again in micro-batches of half the size.
 
     The global batch, its order and the mean that is learned from stay: more micro-batches are accumulated. An update
@@ -39,7 +40,7 @@ class HalvingUpdate(Update):
 
     Args:
         trainer: set up; one rank, or models that are replicated.
-        metrics: as for `Update`.
+        metrics: as for `OptimizerStep`.
 
     Attributes:
         pieces: into how many each micro-batch of the data is cut.
@@ -63,12 +64,12 @@ class HalvingUpdate(Update):
         self._buffers = [buffer for model in self._models.values() for buffer in model.buffers()]
 
     def counters(self) -> dict[str, float]:
-        """Returns what `Update.counters` does, and the pieces of a micro-batch where it is cut."""
+        """Returns what `OptimizerStep.counters` does, and the pieces of a micro-batch where it is cut."""
         cut = {"micro_batch_pieces": float(self.pieces)} if self.pieces > 1 else {}
         return super().counters() | cut
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `Update.state_dict` does, and how micro-batches are cut."""
+        """Returns what `OptimizerStep.state_dict` does, and how micro-batches are cut."""
         return super().state_dict() | {"pieces": self.pieces, "pieces_of": self._config.micro_batch_size}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -106,7 +107,7 @@ class HalvingUpdate(Update):
             self._trainer.callbacks.on_out_of_memory(self._trainer, message)
 
     def _attempt(
-        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[Weight]
+        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
     ) -> list[Mapping[str, Any]]:
         with without_gradient_sync(self._models):
             return super()._attempt(batch, micro_batches, scales)
@@ -124,7 +125,7 @@ class HalvingUpdate(Update):
                 )
                 raise
             # The others ask when they are about to step.
-            self._world.sum_of(1, 0)
+            self._world.sum_ints(1, 0)
             raise _RanOut from error
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
@@ -132,7 +133,7 @@ class HalvingUpdate(Update):
             own = [p for o in optimizers for group in o.param_groups for p in group["params"] if p in self._shared]
             gradients = [p.grad for p in own if p.requires_grad and p.grad is not None]
             lacking = len(gradients) < sum(p.requires_grad for p in own)
-            ran_out, lacking_on = self._world.sum_of(0, int(lacking))
+            ran_out, lacking_on = self._world.sum_ints(0, int(lacking))
             if ran_out:
                 raise _RanOut
             if lacking_on:
@@ -141,7 +142,7 @@ class HalvingUpdate(Update):
                     "halve_on_out_of_memory those of replicated models must all get one: freeze it, or leave "
                     "halve_on_out_of_memory out"
                 )
-            self._world.average(gradients)
+            self._world.all_reduce_mean(gradients)
             self._share_buffers()
         return super()._step(optimizers)
 
@@ -165,7 +166,9 @@ class HalvingUpdate(Update):
             StepError: it cannot be done, and another rank has run out of memory; this one raises what it ran into.
         """
         largest = max(batch.num_samples)
-        told = self._world.gather(_Told(ran_out=error is not None, largest=largest, problem=_why_uncut(batch)))
+        told = self._world.all_gather_object(
+            _Told(ran_out=error is not None, largest=largest, problem=_why_uncut(batch))
+        )
         ranks = ", ".join(str(rank) for rank, each in enumerate(told) if each.ran_out)
         largest = math.ceil(max(each.largest for each in told) / self.pieces)
         what = f"rank {ranks} ran out of memory at step {self._trainer.progress.step + 1}"
@@ -210,7 +213,7 @@ def _cut(batch: GlobalBatch, pieces: int) -> LoadedBatch:
     """
     if problem := _why_uncut(batch):
         raise StepError(f"micro-batches were cut, since memory did not suffice, and this one cannot be: {problem}")
-    rows = batch.row_ids() if isinstance(batch, NamesRows) else ()
+    rows = batch.row_ids() if isinstance(batch, HasRowIds) else ()
     micro_batches: list[Any] = []
     num_samples: list[int] = []
     own_rows: list[Sequence[Any]] = []

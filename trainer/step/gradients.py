@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from ..checkpoints.model_state import plain_state
-from ..distributed.parallelize import whole
+from ..distributed.dtensor import to_full_tensor
 from ..errors import ConfigError, StepError
 
 _MOST_NAMES = 8
@@ -74,7 +74,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     Every rank must call this: parts of sharded gradients are put together.
     """
     if not _are_alike(gradients):
-        return whole(get_total_norm([numbers_of(each) for each in gradients]))
+        return to_full_tensor(get_total_norm([numbers_of(each) for each in gradients]))
     with torch.no_grad():
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return norm

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 
-class Turns:
+class GradientIsolation:
     """Keeps what the loss of one optimizer leaves in the parameters of another from becoming part of their gradient.
 
     A turn is one call of `backward` or several, and the calls of `step` that follow: the gradients are for the
@@ -19,7 +19,7 @@ class Turns:
         optimizers: all of the trainer.
 
     Attributes:
-        may_step: whether steps call `step` themselves, as far as is known; they do not if the first one did not.
+        may_step_manually: whether `training_step` calls `step` itself, as far as is known: not if the first did not.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -27,7 +27,7 @@ class Turns:
         self._owners: set[Optimizer] = set()
         self._before: dict[torch.Tensor, torch.Tensor] | None = None
         self._steps_itself = False
-        self.may_step = True
+        self.may_step_manually = True
 
     def begin_update(self) -> None:
         """Takes note that there are no gradients yet."""
@@ -43,12 +43,12 @@ class Turns:
 
     def step(self, optimizer: Optimizer) -> None:
         """Takes note of whose turn it is."""
-        self._steps_itself = self.may_step = True
+        self._steps_itself = self.may_step_manually = True
         self._owners.add(optimizer)
 
     def end_micro_batch(self) -> None:
         """Ends the last turn."""
-        self.may_step = self._steps_itself
+        self.may_step_manually = self._steps_itself
         self._end_turn()
 
     def _end_turn(self) -> None:

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ..config import TrainerConfig
 from ..errors import NonFiniteError
-from .nonfinite_report import Suspects
+from .nonfinite_report import NonFiniteReport
 
 
-class Arrival:
+class AsyncScalar:
     """A number on its way from a device to the host."""
 
     def __init__(self, number: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ class Arrival:
         else:
             self._host = number.detach().clone()
 
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait` would return at once."""
         return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
 
@@ -85,16 +85,16 @@ class NonFiniteGuard:
         self.retries = self._policy == "retry"
         self.skipped = self.retried = 0
         self._in_a_row = self._total = 0
-        self._pending: deque[tuple[int, Arrival, Suspects]] = deque()
+        self._pending: deque[tuple[int, AsyncScalar, NonFiniteReport]] = deque()
 
-    def watch(self, step: int, arrival: Arrival, suspects: Suspects) -> None:
+    def watch(self, step: int, arrival: AsyncScalar, suspects: NonFiniteReport) -> None:
         """Takes note of the norm of an update that is applied whatever it is, and looks at those that have arrived.
 
         Raises:
             NonFiniteError: one of them is not finite.
         """
         self._pending.append((step, arrival, suspects))
-        while self._pending and self._pending[0][1].is_here():
+        while self._pending and self._pending[0][1].is_ready():
             self._look_at(*self._pending.popleft())
 
     def settle(self) -> None:
@@ -106,7 +106,7 @@ class NonFiniteGuard:
         while self._pending:
             self._look_at(*self._pending.popleft())
 
-    def tolerate(self, step: int, norm: float, suspects: Suspects) -> None:
+    def tolerate(self, step: int, norm: float, suspects: NonFiniteReport) -> None:
         """Counts an update whose gradient is not finite and which has not been applied. Every rank must call this.
 
         Raises:
@@ -145,7 +145,7 @@ class NonFiniteGuard:
         self.skipped, self.retried = state["skipped"], state["retried"]
         self._in_a_row, self._total = state["in_a_row"], state["total"]
 
-    def _look_at(self, step: int, arrival: Arrival, suspects: Suspects) -> None:
+    def _look_at(self, step: int, arrival: AsyncScalar, suspects: NonFiniteReport) -> None:
         if not math.isfinite(norm := arrival.wait()):
             # Ranks may be at different updates, so nobody asks the others.
             raise NonFiniteError(

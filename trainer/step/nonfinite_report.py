@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.protocols import GlobalBatch, NamesRows
+from ..data.protocols import GlobalBatch, HasRowIds
 from ..data.tree import map_tensors
-from ..distributed.parallelize import local
+from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from .gradients import named_parameters, numbers_of
 
@@ -21,7 +21,7 @@ _MOST_ROWS = 16
 
 
 @dataclass(slots=True)
-class Testimony:
+class RankReport:
     """What one rank has to say.
 
     Attributes:
@@ -39,7 +39,7 @@ class Testimony:
     rows: list[Any] = field(default_factory=list)
 
 
-class Suspects:
+class NonFiniteReport:
     """What there is to know of one update if its gradient should not be finite. Making one looks at nothing.
 
     Args:
@@ -60,7 +60,7 @@ class Suspects:
 
     def describe(self) -> str:
         """Says what the ranks found. Every rank must call this, while the gradients are still there."""
-        return tell(self._world.gather(self._testify(with_gradients=True)))
+        return tell(self._world.all_gather_object(self._testify(with_gradients=True)))
 
     def describe_alone(self) -> str:
         """Says what this rank found, of an update that may have been applied and followed by others."""
@@ -68,8 +68,8 @@ class Suspects:
         spoilt = f"; not finite by now: {_first(found.parameters, _MOST_NAMES)}" if found.parameters else ""
         return f"on rank {self._world.rank}, {_tell_of_losses(found)}{spoilt}"
 
-    def _testify(self, *, with_gradients: bool) -> Testimony:
-        found = Testimony()
+    def _testify(self, *, with_gradients: bool) -> RankReport:
+        found = RankReport()
         for number, loss, counts in self._losses:
             # A micro-batch without a single token has NaN as its mean loss, and counts nothing.
             if float(counts) and not math.isfinite(value := float(loss.detach())):
@@ -79,29 +79,29 @@ class Suspects:
                 found.inputs.append(number)
         for name, parameter in named_parameters(self._models):
             looked_at = [parameter.grad] if with_gradients else [parameter.grad, parameter.detach()]
-            if not all(bool(numbers_of(local(each)).isfinite().all()) for each in looked_at if each is not None):
+            if not all(bool(numbers_of(to_local(each)).isfinite().all()) for each in looked_at if each is not None):
                 found.parameters.append(name)
-        if isinstance(self._batch, NamesRows) and (rows := self._batch.row_ids()):
+        if isinstance(self._batch, HasRowIds) and (rows := self._batch.row_ids()):
             # Without a gradient to look at, nothing points to these rows rather than to what the weights were.
             guilty = sorted({*found.losses, *found.inputs}) or (range(len(rows)) if with_gradients else ())
             found.rows = [row for number in guilty for row in rows[number]]
         return found
 
 
-def tell(testimonies: Sequence[Testimony]) -> str:
-    """Puts the testimonies of all ranks into one sentence: names at most 8 parameters, and 16 rows of each rank."""
-    names = list(dict.fromkeys(name for each in testimonies for name in each.parameters))
+def tell(reports: Sequence[RankReport]) -> str:
+    """Puts the reports of all ranks into one sentence: names at most 8 parameters, and 16 rows of each rank."""
+    names = list(dict.fromkeys(name for each in reports for name in each.parameters))
     if not names:
         return "the sum of finite gradients overflows"
-    guilty = {rank: each for rank, each in enumerate(testimonies) if each.losses or each.inputs}
+    guilty = {rank: each for rank, each in enumerate(reports) if each.losses or each.inputs}
     if not guilty:
         # Under DDP the gradients have met already, and every rank has the same.
-        guilty = {rank: each for rank, each in enumerate(testimonies) if each.parameters}
+        guilty = {rank: each for rank, each in enumerate(reports) if each.parameters}
     where = "; ".join(f"rank {rank}: {_tell_of_losses(each)}" for rank, each in guilty.items())
     return f"{where}; in the gradient of {_first(names, _MOST_NAMES)}"
 
 
-def _tell_of_losses(found: Testimony) -> str:
+def _tell_of_losses(found: RankReport) -> str:
     what = [f"the loss of micro-batch {number + 1} is {loss}" for number, loss in found.losses.items()][:_MOST_NAMES]
     if found.inputs:
         what.append(f"the data of micro-batch {', '.join(str(number + 1) for number in found.inputs)} is not finite")

@@ -22,21 +22,21 @@ from ..errors import StepError
 from ..metrics.means import MeanMetrics
 from .gradients import clip_norm, clip_value, norm_groups, report_unused, total_norm
 from .lr_stepping import schedulers_at
-from .multi_optimizer import Turns
-from .nonfinite import Arrival, NonFiniteGuard, can_skip, skipping
-from .nonfinite_report import Suspects
+from .multi_optimizer import GradientIsolation
+from .nonfinite import AsyncScalar, NonFiniteGuard, can_skip, skipping
+from .nonfinite_report import NonFiniteReport
 from .precision import autocast, loss_scaler, without_autocast
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-Weight = float | torch.Tensor
+LossWeight = float | torch.Tensor
 
-AT_ONCE = ("cpu",)
+HOST_READABLE = ("cpu",)
 """Kinds of devices whose numbers can be looked at without waiting for anything."""
 
 
-class Update:
+class OptimizerStep:
     """Makes one optimizer update of a global batch, calling `training_step` for each of this rank's micro-batches.
 
     It does what the step leaves undone. A step that returns a loss gets backward and optimizer step; one that called
@@ -76,18 +76,18 @@ class Update:
         self._optimizers = list(trainer.optimizers.values())
         self._group_names = _group_names(trainer.optimizers)
         self._norm_groups = norm_groups(trainer.models, trainer.config.grad_norm_groups)
-        self._weighs_itself = trainer.weighs_itself
-        self._prepares = trainer.prepares_batches
+        self._weighs_itself = trainer.overrides_loss_weight
+        self._prepares = trainer.overrides_prepare_batch
         self._moves = trainer.device.type != "cpu"
         self._scaler = loss_scaler(trainer.config.precision, self._optimizers)
         self._guard = NonFiniteGuard(trainer.config, sees_every_norm=self._scaler is not None)
-        self._turns = Turns(self._optimizers) if len(self._optimizers) > 1 else None
-        self._scale: Weight = 1.0
+        self._turns = GradientIsolation(self._optimizers) if len(self._optimizers) > 1 else None
+        self._scale: LossWeight = 1.0
         self._micro_batch = 0
         self._went_backward = self._is_applied = False
         self._refusal: str | None = None
         self._stepped: set[Optimizer] = set()
-        self._losses: list[tuple[int, torch.Tensor, Weight]] = []
+        self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._unchecked = set(self._optimizers)
         self._replicated = {
             p
@@ -98,8 +98,8 @@ class Update:
         self.stepping: Sequence[Optimizer] = ()
         self.is_last_micro_batch = True
         self.is_padding = False
-        self.weight: Weight = 1.0
-        self._weights_in_hand: Sequence[Weight] = ()
+        self.weight: LossWeight = 1.0
+        self._weights_in_hand: Sequence[LossWeight] = ()
         self.learning_rates: list[float | torch.Tensor] = []
         self.logged = MeanMetrics()
         self.hold: Callable[[], None] | None = None
@@ -211,7 +211,7 @@ class Update:
             self._scaler.load_state_dict(state["scaler"])
 
     def _attempt(
-        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[Weight]
+        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
     ) -> list[Mapping[str, Any]]:
         """Computes the gradients, steps if they are finite, and returns what each step returned."""
         trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
@@ -236,7 +236,7 @@ class Update:
                 outputs = self._forward_backward(micro_batch, batch_idx)
             else:
                 # A turn that ends takes gradients back, for which they have to be there.
-                with without_gradient_sync(self._models, also_sharded=turns is None or not turns.may_step):
+                with without_gradient_sync(self._models, also_sharded=turns is None or not turns.may_step_manually):
                     outputs = self._forward_backward(micro_batch, batch_idx)
             if turns is not None:
                 turns.end_micro_batch()
@@ -292,7 +292,7 @@ class Update:
         self._activity.enter("optimizer")
         if self._replicated and len(self._losses) > self._micro_batch + 1:
             # DDP reduces the gradients of the first backward after a forward, and lets those of a second one be.
-            self._world.average([p.grad for p in _with_gradient(optimizers) if p in self._replicated])
+            self._world.all_reduce_mean([p.grad for p in _with_gradient(optimizers) if p in self._replicated])
         if self._scaler is not None:
             self._scaler.unscale([p.grad for p in _with_gradient(optimizers)])
         self.stepping = optimizers
@@ -307,20 +307,20 @@ class Update:
             self._check_gradients(optimizers)
         norm = total_norm([p.grad for p in parameters])
         measured: float | torch.Tensor = norm
-        arrival: Arrival | None = None
+        arrival: AsyncScalar | None = None
         not_finite: torch.Tensor | None = None
-        if norm.device.type in AT_ONCE:
+        if norm.device.type in HOST_READABLE:
             measured = norm.item()
             if not math.isfinite(measured):
                 return self._refuse(optimizers, norm, measured)
         elif guard.waits:
-            arrival = Arrival(norm)
+            arrival = AsyncScalar(norm)
             if all(can_skip(optimizer) for optimizer in optimizers):
                 not_finite = norm.isfinite().logical_not().float()
             elif not math.isfinite(value := arrival.wait()):
                 return self._refuse(optimizers, norm, value)
         else:
-            guard.watch(trainer.progress.step + 1, Arrival(norm), self._suspects())
+            guard.watch(trainer.progress.step + 1, AsyncScalar(norm), self._suspects())
         norms = {"grad_norm": measured}
         for pattern, group in self._norm_groups.items():
             # In another optimizer's turn a group has no gradient.
@@ -367,8 +367,8 @@ class Update:
         if largest is not None:
             clip_value(parameters, largest)
 
-    def _suspects(self) -> Suspects:
-        return Suspects(self._world, self._models, self._batch, self._losses)
+    def _suspects(self) -> NonFiniteReport:
+        return NonFiniteReport(self._world, self._models, self._batch, self._losses)
 
     def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Names, once, the parameters that have no gradient in the first update of their optimizer."""
@@ -379,7 +379,7 @@ class Update:
         }
         report_unused(self._models, forgotten, is_main=self._world.is_main)
 
-    def _weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[Weight]:
+    def _weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[LossWeight]:
         if not self._weighs_itself:
             return batch.num_samples
         return [
@@ -387,11 +387,11 @@ class Update:
             for micro_batch, counts in zip(micro_batches, batch.num_samples, strict=True)
         ]
 
-    def _scales(self, batch: GlobalBatch, weights: Sequence[Weight]) -> Sequence[Weight]:
+    def _scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
         size = self._world.size
         if not self._weighs_itself and batch.global_num_samples is not None:
             return [weight * size / batch.global_num_samples for weight in weights]
-        own: Weight = sum(weights, start=0.0)
+        own: LossWeight = sum(weights, start=0.0)
         if size == 1 and not isinstance(own, torch.Tensor):
             return [weight / own if own else 0.0 for weight in weights]
         # float64 counts any number of tokens exactly; the device may be far behind, so nothing is read back, and no
@@ -401,7 +401,7 @@ class Update:
             total = own.to(device, torch.float64, non_blocking=True, copy=True)
         else:
             total = torch.full((), own, dtype=torch.float64, device=device)
-        self._world.sum(total)
+        self._world.all_reduce_sum(total)
         factor = (size / total.clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
 

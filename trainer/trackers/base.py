@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.base import key_by_class
+from ..callbacks.naming import key_by_class
 from ..errors import ConfigError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from headway.orchestrator.runs.run import find_run
 from headway.trainer import Callback, CheckpointConfig, CheckpointStore, Trainer, World, load_weights
 from tests.tiny import TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

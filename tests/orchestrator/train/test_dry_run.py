@@ -58,7 +58,7 @@ def test_what_is_planned_is_what_happens(tmp_path: Path, config: dict[str, Any])
     found = plan(experiment(tmp_path, workers=1, freeze=("model.first.*",), **config))
     assert not (tmp_path / "runs").exists()
     counts = Counts()
-    trainer = TinyTrainer(found.experiment.config, run_dir=tmp_path, world=World.alone("cpu"), callbacks=[counts])
+    trainer = TinyTrainer(found.experiment.config, run_dir=tmp_path, world=World.single("cpu"), callbacks=[counts])
     result = trainer.fit()
     assert (found.sketch.total_steps, found.num_evaluations, found.num_checkpoints) == (
         result.steps,
@@ -137,7 +137,7 @@ def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> N
             with torch.device("cpu"):
                 super().configure_models()
 
-    trainer = Has(TinyConfig(max_steps=3), world=World.alone("cpu"))
+    trainer = Has(TinyConfig(max_steps=3), world=World.single("cpu"))
     found = trainer.sketch()
     assert found.models["model"].parameters == 273
     assert all(type(each) is nn.Parameter and each.grad is None for each in trainer.model.parameters())

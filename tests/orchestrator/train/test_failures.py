@@ -122,7 +122,7 @@ class Raises(TinyTrainer):
     ],
 )
 def test_an_error_says_what_its_rank_was_doing(where: str, phase: str) -> None:
-    trainer = type("Raising", (Raises,), {"where": where})(TinyConfig(max_steps=1), world=World.alone("cpu"))
+    trainer = type("Raising", (Raises,), {"where": where})(TinyConfig(max_steps=1), world=World.single("cpu"))
     with pytest.raises(ValueError, match=where) as raised:
         trainer.fit()
     assert phase_of(raised.value) == phase

@@ -40,7 +40,7 @@ def train(run_dir: str) -> None:
     """Trains until somebody says that it is enough, in a process of its own."""
     config = TinyConfig(max_steps=10**9, checkpoint=CheckpointConfig(every=None))
     callbacks = [bridge(Folder(run_dir)), lambda *_: time.sleep(0.01)]
-    print(TinyTrainer(config, run_dir=run_dir, world=World.alone("cpu"), callbacks=callbacks).fit().status)
+    print(TinyTrainer(config, run_dir=run_dir, world=World.single("cpu"), callbacks=callbacks).fit().status)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def checkpoints(run: Run) -> list[str]:
 def test_the_events_say_how_long_getting_ready_took(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     config = TinyConfig(max_steps=4, log_every=1, evaluate_at_start=True)  # type: ignore[arg-type]
-    TinyTrainer(config, world=World.alone("cpu"), callbacks=[bridge(run.folder)]).fit()
+    TinyTrainer(config, world=World.single("cpu"), callbacks=[bridge(run.folder)]).fit()
     (told,) = (event for event in read_events(run.folder) if event["event"] == "set_up")
     assert told["step"] == 0
     assert {"configure", "restore", "first_batch", "first_update"} <= set(told["seconds"])
@@ -88,7 +88,7 @@ class Cramped(TinyTrainer):
 def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     config = TinyConfig(max_steps=2, halve_on_out_of_memory=True)
-    Cramped(config, world=World.alone("cpu"), callbacks=[bridge(run.folder)]).fit()
+    Cramped(config, world=World.single("cpu"), callbacks=[bridge(run.folder)]).fit()
     (told,) = (event for event in read_events(run.folder) if event["event"] == "out_of_memory")
     assert told["step"] == 0
     assert "up to 8 samples in a forward pass: the update begins again with up to 4" in told["reason"]
@@ -154,7 +154,7 @@ def noticed(
     config = TinyConfig(max_steps=100, checkpoint=CheckpointConfig(every=None, at_end=False))
     said: list[str] = []
     trainer = Noticed(
-        config, run_dir=run.run_dir, world=World.alone("cpu"), callbacks=[bridge(run.folder, noticed=True)],
+        config, run_dir=run.run_dir, world=World.single("cpu"), callbacks=[bridge(run.folder, noticed=True)],
         printer=said.append,
     )  # fmt: skip
     trainer.save_took = save_took_s

@@ -15,7 +15,7 @@ from tests.tiny import StopAt, TinyConfig, TinyTrainer
 from tests.trainer.checkpoints.test_best import Scripted
 
 NAN, INF = math.nan, math.inf
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:

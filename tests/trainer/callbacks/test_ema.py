@@ -16,7 +16,7 @@ from headway.trainer.config import Strategy
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:
@@ -101,7 +101,7 @@ def test_it_leaves_out_updates_that_were_skipped() -> None:
     ema, watch = Ema(0.7), Watch()
     trainer = SometimesBad(_config(num_rows=96, non_finite="skip"), world=ALONE, callbacks=[watch, ema])
     trainer.fit()
-    assert trainer.local_batches == 8
+    assert trainer.micro_batches_seen == 8
     assert len(watch.seen) == 7
     assert _equal(_flat(ema), _wanted(watch.seen, 0.7))
 

@@ -33,7 +33,7 @@ def records(
 
 def test_the_largest_are_in_the_records_of_its_updates() -> None:
     """What an update measures of groups of one parameter says whether they are right."""
-    alone = World.alone("cpu")
+    alone = World.single("cpu")
     norms = GradientNorms(every="2 steps", top=3)
     largest = records(alone, norms)
     trainer = TinyTrainer(TinyConfig(max_steps=1), world=alone)
@@ -51,7 +51,7 @@ def test_a_resumed_run_tells_what_was_measured_before(tmp_path: Path) -> None:
         losses = Losses()
         config = TinyConfig(max_steps=5, log_every="5 steps", evaluate_every=None, global_batch_size=8)  # type: ignore[arg-type]
         callbacks = [GradientNorms(every=3, top=1), losses, *stops]
-        world = World.alone("cpu")
+        world = World.single("cpu")
         TinyTrainer(config, world=world, run_dir=str(tmp_path / name), callbacks=callbacks, printer=print).fit()
         return {name: value for name, value in losses.records.get(5, {}).items() if "grad_norm/" in name}
 
@@ -67,7 +67,7 @@ def test_a_step_that_gives_no_gradient_is_what_is_complained_of() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return torch.zeros((), requires_grad=True)
 
-    trainer = Nothing(TinyConfig(max_steps=1), world=World.alone("cpu"), callbacks=[GradientNorms(every=1)])
+    trainer = Nothing(TinyConfig(max_steps=1), world=World.single("cpu"), callbacks=[GradientNorms(every=1)])
     with pytest.raises(StepError, match="no parameter of the optimizer got a gradient"):
         trainer.fit()
 
@@ -77,7 +77,7 @@ def on_ranks(world: World) -> list[dict[int, dict[str, float]]]:
 
 
 def test_they_are_those_of_the_whole_gradient_on_every_rank() -> None:
-    alone = records(World.alone("cpu"), GradientNorms(every=2, top=3))
+    alone = records(World.single("cpu"), GradientNorms(every=2, top=3))
     for rank in run_on_ranks(on_ranks, 2):
         for each in rank:
             for step, norms in alone.items():
@@ -123,7 +123,7 @@ def test_a_gradient_that_another_loss_has_left_is_nobodys() -> None:
     norms, kept = GradientNorms(every=1), Kept()
     config = TinyConfig(max_steps=1, global_batch_size=8, evaluate_every=None)
     callbacks = [norms, Histograms(every=1, parameters=False)]
-    trainer = TwoSided(config, world=World.alone("cpu"), callbacks=callbacks, trackers=[kept])
+    trainer = TwoSided(config, world=World.single("cpu"), callbacks=callbacks, trackers=[kept])
     trainer.fit()
     assert norms.norms == pytest.approx(trainer.own)
     told = kept.got[1]

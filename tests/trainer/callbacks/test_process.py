@@ -16,7 +16,7 @@ from headway.trainer.callbacks import GarbageCollection, ModelSummary, Profile, 
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, StopAt, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def config_of(**changes: Any) -> TinyConfig:

@@ -46,7 +46,7 @@ class Tiny(Trainer[Config]):
 
 def fit(stream: io.StringIO, *, live: bool | None = None, world: World | None = None) -> None:
     bar = ProgressBar(stream, live=live)
-    Tiny(Config(), callbacks=[bar], printer=bar.print, world=world or World.alone("cpu")).fit()
+    Tiny(Config(), callbacks=[bar], printer=bar.print, world=world or World.single("cpu")).fit()
 
 
 def test_without_a_terminal_there_is_one_line_per_record() -> None:
@@ -95,7 +95,7 @@ class OfTwoSets(Tiny):
 @pytest.mark.parametrize("live", [False, True])
 def test_named_evaluation_sets_each_have_their_numbers_in_the_line(live: bool) -> None:
     stream = io.StringIO()
-    OfTwoSets(Config(), callbacks=[ProgressBar(stream, live=live)], world=World.alone("cpu")).fit()
+    OfTwoSets(Config(), callbacks=[ProgressBar(stream, live=live)], world=World.single("cpu")).fit()
     lines = re.split(r"\n|\r\x1b\[2K", stream.getvalue())
     evaluations = [line for line in lines if "validation/" in line]
     assert len(evaluations) == 2

@@ -14,7 +14,7 @@ from headway.trainer.config import Strategy
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Kept(Tracker):

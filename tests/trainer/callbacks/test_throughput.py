@@ -18,7 +18,7 @@ from headway.trainer.step.oom import human_bytes, is_out_of_memory
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def config_of(**changes: Any) -> TinyConfig:
@@ -237,7 +237,7 @@ def test_between_two_records_nothing_waits_for_the_gpu() -> None:
         TimeLimit("1h"),
     ]
     config = config_of(max_steps=40, log_every=Duration(10, "steps"), max_grad_norm=1.0, micro_batch_size=4)
-    OnGpu(config, world=World.alone("cuda"), callbacks=[watch, *usual]).fit()
+    OnGpu(config, world=World.single("cuda"), callbacks=[watch, *usual]).fit()
     assert watch.watched == 35
 
 

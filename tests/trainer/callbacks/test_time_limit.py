@@ -13,7 +13,7 @@ from headway.trainer.callbacks import TimeLimit
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Clock:

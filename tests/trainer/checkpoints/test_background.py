@@ -31,11 +31,12 @@ from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
 from headway.trainer.checkpoints.rng import RngState
 from headway.trainer.checkpoints.staging import Copy
 from headway.trainer.checkpoints.store import read_checkpoint
-from headway.trainer.distributed.parallelize import replicate, shard, whole
+from headway.trainer.distributed.dtensor import to_full_tensor
+from headway.trainer.distributed.parallelize import replicate, shard
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class WithBuffer(nn.Module):
@@ -82,11 +83,11 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     moments = [state["exp_avg"] for state in optimizer.state.values()]
-    return [whole(each.detach()).clone() for each in (*model.parameters(), *model.buffers(), *moments)]
+    return [to_full_tensor(each.detach()).clone() for each in (*model.parameters(), *model.buffers(), *moments)]
 
 
 def _trains_on(world: World, folder: str, strategy: str) -> None:
-    store = CheckpointStore(folder, world=world.apart())
+    store = CheckpointStore(folder, world=world.with_own_group())
     model, optimizer = _training(strategy, world)
     for step in (1, 2):  # the second uses the buffers of the first
         before = _values(model, optimizer)
@@ -140,7 +141,7 @@ class Unsaveable:
 
 
 def _fails_on_one(world: World, folder: str) -> str:
-    store = CheckpointStore(folder, world=world.apart())
+    store = CheckpointStore(folder, world=world.with_own_group())
     model, optimizer = _training("ddp", world)
     parts = _parts(model, optimizer) | ({"lock": Unsaveable()} if world.rank == 1 else {})
     saving = store.begin_save(

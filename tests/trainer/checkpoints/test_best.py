@@ -33,7 +33,7 @@ class Scripted(TinyTrainer):
     """Evaluations give these values, one after the other; a resumed run goes on in the list."""
 
     def __init__(self, *args: Any, values: Sequence[float], metric: str = "loss", **kwargs: Any) -> None:
-        super().__init__(*args, **{"world": World.alone("cpu"), **kwargs})
+        super().__init__(*args, **{"world": World.single("cpu"), **kwargs})
         self.values, self.metric = values, metric
 
     def configure_dataloaders(self) -> Any:
@@ -54,7 +54,7 @@ def _config(*, steps: int, checkpoint: dict[str, Any], every: int = 1) -> TinyCo
 
 
 def _on_disk(run_dir: Path) -> list[int]:
-    store = CheckpointStore(str(run_dir / "checkpoints"), world=World.alone("cpu"))
+    store = CheckpointStore(str(run_dir / "checkpoints"), world=World.single("cpu"))
     return [each.step for each in store.list()]
 
 
@@ -184,7 +184,7 @@ def test_the_result_is_true_where_the_best_evaluation_was_not_saved(tmp_path: Pa
 def test_a_checkpoint_does_not_borrow_the_metric_of_earlier_weights(tmp_path: Path) -> None:
     config = _config(steps=4, every=3, checkpoint={"every": "1 steps", "keep_last": "all"})
     Scripted(config, values=[1.0, 5.0], run_dir=tmp_path).fit()
-    store = CheckpointStore(str(tmp_path / "checkpoints"), world=World.alone("cpu"))
+    store = CheckpointStore(str(tmp_path / "checkpoints"), world=World.single("cpu"))
     assert [each.metrics.get("validation/loss") for each in store.list()] == [None, None, 1.0, None]
 
 
@@ -274,7 +274,7 @@ def test_state_that_does_not_pickle_names_callback_and_key(tmp_path: Path) -> No
 
     trainer = TinyTrainer(
         _config(steps=1, checkpoint={"at_end": True}, every=100),
-        world=World.alone("cpu"),
+        world=World.single("cpu"),
         callbacks=[Callback(), Holds()],
         run_dir=tmp_path,
     )
@@ -290,7 +290,7 @@ def test_save_best_without_validation_data_is_refused() -> None:
 
     config = TinyConfig(max_steps=2, checkpoint=CheckpointConfig(save_best=True))
     with pytest.raises(ConfigError, match="save_best needs an evaluation"):
-        NoValidation(config, world=World.alone("cpu")).fit()
+        NoValidation(config, world=World.single("cpu")).fit()
 
 
 @pytest.mark.parametrize(

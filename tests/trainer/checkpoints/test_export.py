@@ -26,7 +26,7 @@ from headway.trainer import (
     load_weights,
 )
 from headway.trainer.callbacks import Ema
-from headway.trainer.distributed.parallelize import unwrap
+from headway.trainer.distributed.dtensor import unwrap
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
 
@@ -173,7 +173,7 @@ class GanTrainer(TinyTrainer):
 
 
 def test_one_of_several_models_is_exported_and_may_be_cast(tmp_path: Path) -> None:
-    trainer = train(GanTrainer, World.alone("cpu"), str(tmp_path), "none")
+    trainer = train(GanTrainer, World.single("cpu"), str(tmp_path), "none")
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
     with pytest.raises(ConfigError, match="has several models: say which by model=, one of model, critic"):
         load_weights(checkpoint)
@@ -198,13 +198,13 @@ def test_one_of_several_models_is_exported_and_may_be_cast(tmp_path: Path) -> No
 
 
 def test_averages_that_have_not_begun_are_not_exported(tmp_path: Path) -> None:
-    train(TinyTrainer, World.alone("cpu"), str(tmp_path), "none", Ema(0.5, start_step=100))
+    train(TinyTrainer, World.single("cpu"), str(tmp_path), "none", Ema(0.5, start_step=100))
     with pytest.raises(CheckpointError, match="was saved before the averages 'Ema/0' began"):
         load_weights(tmp_path / "checkpoints" / "step-00000003", ema=True)
 
 
 def test_a_checkpoint_that_is_damaged_or_none_is_not_exported(tmp_path: Path) -> None:
-    train(TinyTrainer, World.alone("cpu"), str(tmp_path), "none")
+    train(TinyTrainer, World.single("cpu"), str(tmp_path), "none")
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
     (shard,) = checkpoint.glob("*.distcp")
     content = bytearray(shard.read_bytes())

@@ -22,7 +22,7 @@ from headway.trainer.distributed.world import World
 from headway.trainer.errors import CheckpointError, ConfigError
 from tests.distributed import run_on_ranks
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")

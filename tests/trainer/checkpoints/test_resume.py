@@ -29,7 +29,7 @@ from headway.trainer.loop import loop
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 NO_SAVE = CheckpointConfig(every=None, at_end=False)
 
 
@@ -548,7 +548,7 @@ def test_after_an_error_inside_an_update_ranks_go_on_as_if_there_had_been_none(t
 
 
 def _break_in_a_slow_save(world: World, folder: str) -> tuple[str, int]:
-    loop._PATIENCE_S = 0.0
+    loop._SAVE_TIMEOUT_S = 0.0
     commit = storage._Local.commit
 
     def slowly(*args: Any) -> None:

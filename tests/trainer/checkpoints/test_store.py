@@ -39,7 +39,7 @@ from headway.trainer.distributed.world import World
 from headway.trainer.errors import CheckpointError, ConfigError
 from tests.distributed import run_on_ranks
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Held:
@@ -153,7 +153,7 @@ class Weights:
     def state_dict(self):
         return {"weights": torch.ones(5_000_000)}
 
-store = CheckpointStore(sys.argv[1], world=World.alone("cpu"))
+store = CheckpointStore(sys.argv[1], world=World.single("cpu"))
 store.begin_save({"part": Weights()}, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_steady=lambda it: True)
 """
 

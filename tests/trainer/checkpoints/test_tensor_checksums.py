@@ -16,7 +16,7 @@ from headway.trainer.checkpoints import tensor_checksums
 from headway.trainer.checkpoints.tensor_checksums import TensorSum, add_up, digest_of, sum_of_part, sums_of
 from tests.distributed import run_on_ranks
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 

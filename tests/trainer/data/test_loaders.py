@@ -36,7 +36,7 @@ from headway.trainer.metrics import train_log
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Numbers(Dataset[int]):

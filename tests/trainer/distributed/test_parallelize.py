@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, World
-from headway.trainer.distributed.parallelize import check_strategy, local, unwrap, whole
+from headway.trainer.distributed.dtensor import to_full_tensor, to_local, unwrap
+from headway.trainer.distributed.parallelize import check_strategy
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _config(**parallel: Any) -> TinyConfig:
@@ -344,7 +345,7 @@ def _train_tied(world: World, strategy: Any = "none") -> torch.Tensor:
     model = unwrap(trainer.model)
     assert model.up.weight is model.down.weight
     assert len(trainer.optimizer.param_groups[0]["params"]) == 3
-    return whole(model.up.weight.detach()).clone()
+    return to_full_tensor(model.up.weight.detach()).clone()
 
 
 def _train_tied_on_ranks(world: World) -> list[torch.Tensor]:
@@ -413,7 +414,7 @@ def _setup_on_ranks(world: World) -> dict[str, Any]:
             "weights": {
                 key.replace("_checkpoint_wrapped_module.", ""): value for key, value in weights(trainer).items()
             },
-            "held": sum(local(parameter).numel() for parameter in unwrap(model).parameters()),
+            "held": sum(to_local(parameter).numel() for parameter in unwrap(model).parameters()),
             "groups": len(sharded),
             "dtensors": all(isinstance(parameter, DTensor) for parameter in unwrap(model).parameters()),
         }

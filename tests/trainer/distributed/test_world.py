@@ -15,26 +15,26 @@ from tests.tiny import TinyConfig, TinyTrainer
 
 
 def test_alone_every_collective_is_the_identity() -> None:
-    world = World.alone("cpu")
+    world = World.single("cpu")
     assert world.is_main
-    assert world.sum(torch.tensor([2.0])).item() == 2.0
-    assert world.gather("a") == ["a"]
+    assert world.all_reduce_sum(torch.tensor([2.0])).item() == 2.0
+    assert world.all_gather_object("a") == ["a"]
     assert world.broadcast("a") == "a"
     assert world.any(True)
     assert not world.any(False)
-    assert world.start_maximum(torch.zeros(1)) is None
+    assert world.all_reduce_max_async(torch.zeros(1)) is None
     world.barrier()
     world.close()
 
 
 def _collectives(world: World) -> dict[str, Any]:
     return {
-        "sum": world.sum(torch.tensor(float(world.rank + 1))).item(),
-        "gather": world.gather(f"rank {world.rank}"),
+        "sum": world.all_reduce_sum(torch.tensor(float(world.rank + 1))).item(),
+        "gather": world.all_gather_object(f"rank {world.rank}"),
         "broadcast": world.broadcast({"from": world.rank}),
         "any": world.any(world.rank == 1),
         "none": world.any(False),
-        "sum_of": world.sum_of(world.rank, 2),
+        "sum_of": world.sum_ints(world.rank, 2),
     }
 
 
@@ -80,7 +80,7 @@ def test_a_rank_gives_up_on_others_sooner_after_the_first_step() -> None:
 def _keeps_its_time_apart(world: World) -> None:
     config = TinyConfig(max_steps=1, parallel=ParallelConfig(step_timeout=Duration(0.5, "seconds")))
     trainer = TinyTrainer(config, world=world)
-    apart = world.apart()
+    apart = world.with_own_group()
     trainer.fit()
     if world.is_main:
         time.sleep(1.2)  # over a save, say

@@ -31,7 +31,7 @@ def test_sums_are_those_of_the_tree() -> None:
             parameter.grad = torch.full_like(parameter, float(number) if parameter is not small else 1 + 2.0**-7 * part)
         tree.take(part)
         assert small.grad is None
-    tree.combine(World.alone("cpu"), [range(7)])
+    tree.combine(World.single("cpu"), [range(7)])
     a, b, c, d, e, f, g = numbers
     expected = (a + (b + c)) + ((d + e) + (f + g))
     assert expected > a + b + c + d + e + f + g

@@ -28,7 +28,7 @@ def test_means_of_what_is_not_finite(
     means = kind()
     for value, weight in pairs:
         means.add({"loss": value}, weight)
-    assert means.read(World.alone("cpu"))["loss"] == pytest.approx(expected, nan_ok=True)
+    assert means.read(World.single("cpu"))["loss"] == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize("kind", [MeanMetrics, ExactMeans])
@@ -37,7 +37,7 @@ def test_a_sum_beyond_all_numbers_is_infinite(kind: type[MeanMetrics], sign: flo
     means = kind()
     for _ in range(2):
         means.log("total", sign * 1.5e308, 1, "sum")
-    assert means.read(World.alone("cpu"))["total"] == sign * math.inf
+    assert means.read(World.single("cpu"))["total"] == sign * math.inf
 
 
 def test_a_mean_is_rounded_once() -> None:
@@ -48,7 +48,7 @@ def test_a_mean_is_rounded_once() -> None:
     resumed.load_state_dict(means.state_dict())
     for each in (means, resumed):
         each.add({"loss": 0.7}, 3)
-        assert each.read(World.alone("cpu")) == {"loss": 0.7}
+        assert each.read(World.single("cpu")) == {"loss": 0.7}
 
 
 def test_exact_means_go_on_from_others_and_others_from_exact_ones() -> None:
@@ -57,4 +57,4 @@ def test_exact_means_go_on_from_others_and_others_from_exact_ones() -> None:
         before.add({"loss": 1.0}, 3)
         after.load_state_dict(before.state_dict())
         after.add({"loss": 5.0}, 1)
-        assert after.read(World.alone("cpu")) == {"loss": 2.0}
+        assert after.read(World.single("cpu")) == {"loss": 2.0}

@@ -13,7 +13,7 @@ from tests.distributed import run_on_ranks
 
 
 def test_alone_a_request_holds_at_once_and_a_stop_stays() -> None:
-    requests = Requests(World.alone("cpu"))
+    requests = Requests(World.single("cpu"))
     assert requests.agree() == requests.agree_now() == Agreed()
     requests.evaluate()
     requests.save()
@@ -31,7 +31,7 @@ def test_alone_a_request_holds_at_once_and_a_stop_stays() -> None:
 
 @pytest.mark.parametrize("status", ["stopped", "time_limit", "interrupted"])
 def test_a_stop_has_a_reason(status: str) -> None:
-    requests = Requests(World.alone("cpu"))
+    requests = Requests(World.single("cpu"))
     requests.stop("", status)  # type: ignore[arg-type]
     assert requests.stop_reason == "a request without a reason"
     assert requests.agree().stop == status

@@ -16,7 +16,7 @@ from headway.trainer.trackers.jsonl import read_records
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:
@@ -128,7 +128,7 @@ def test_a_time_that_never_comes_is_refused(attribute: str, value: Any, message:
 
 
 def test_before_it_is_set_up_a_trainer_says_so() -> None:
-    trainer = TinyTrainer(TinyConfig(max_epochs=2), world=World.alone("cpu"))
+    trainer = TinyTrainer(TinyConfig(max_epochs=2), world=World.single("cpu"))
     with pytest.raises(ConfigError, match="is not set up yet"):
         trainer.log("a", 1.0)
     with pytest.raises(ConfigError, match="is not set up yet"):
@@ -149,7 +149,7 @@ class LooksInside(TinyTrainer):
 
 
 def test_an_evaluation_inside_an_evaluation_ends_neither() -> None:
-    trainer = LooksInside(TinyConfig(max_steps=1), world=World.alone("cpu"))
+    trainer = LooksInside(TinyConfig(max_steps=1), world=World.single("cpu"))
     trainer.fit()
     assert (trainer.training, trainer.model.training) == (True, True)
 
@@ -161,16 +161,16 @@ class TensorRate(TinyTrainer):
 
 
 def test_records_have_numbers_whatever_they_are_made_of(tmp_path: Path) -> None:
-    """The learning rate that made the update, also where it is a tensor; and what meters return, as floats."""
+    """The learning rate that made the update, also where it is a tensor; and what metric sources return, as floats."""
 
-    class Meter(Callback):
+    class AddMetrics(Callback):
         def on_setup_end(self, trainer: Any) -> None:
-            trainer.add_meter(lambda record: {"np": np.float32(1.5), "torch": torch.tensor(2.5)})
+            trainer.add_metric_source(lambda record: {"np": np.float32(1.5), "torch": torch.tensor(2.5)})
 
     epochs: list[int] = []
     config = TinyConfig(max_steps=3, steps_per_epoch=2, log_every=1)  # type: ignore[arg-type]
-    callbacks = [Meter(), lambda trainer, epoch, metrics: epochs.append(epoch)]
-    TensorRate(config, world=World.alone("cpu"), run_dir=tmp_path, callbacks=callbacks).fit()
+    callbacks = [AddMetrics(), lambda trainer, epoch, metrics: epochs.append(epoch)]
+    TensorRate(config, world=World.single("cpu"), run_dir=tmp_path, callbacks=callbacks).fit()
     records = [record for record in read_records(str(tmp_path / "metrics.jsonl")) if "lr" in record]
     assert [record["lr"] for record in records] == pytest.approx([0.1, 0.05, 0.025])
     assert [(record["np"], record["torch"]) for record in records] == [(1.5, 2.5)] * 3

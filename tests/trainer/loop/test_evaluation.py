@@ -19,7 +19,7 @@ from headway.trainer import Callback, ConfigError, DataError, ParallelConfig, St
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Evaluates(TinyTrainer):

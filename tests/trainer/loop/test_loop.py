@@ -26,12 +26,12 @@ from headway.trainer import (
     World,
 )
 from headway.trainer.callbacks.base import HOOKS
-from headway.trainer.distributed.parallelize import unwrap
+from headway.trainer.distributed.dtensor import unwrap
 from headway.trainer.metrics.train_log import Recorder
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 Notes = list[str]
 
@@ -631,7 +631,7 @@ def test_pieces_of_the_loop_work_without_fit(tmp_path: Path) -> None:
     metrics = trainer.train_step(batch)
     assert metrics["train/loss"] > 0
     assert metrics["grad_norm"] > 0
-    assert (trainer.global_step, trainer.progress.samples, trainer.local_batches) == (1, 5, 1)
+    assert (trainer.global_step, trainer.progress.samples, trainer.micro_batches_seen) == (1, 5, 1)
     after = trainer.evaluate()
     assert after != before
     assert trainer.evaluate(DataLoader(Rows(10), batch_size=4)) == pytest.approx(after)

@@ -23,12 +23,12 @@ from headway.trainer import (
     read_history,
 )
 from headway.trainer.callbacks import EarlyStopping
-from headway.trainer.distributed.parallelize import whole
+from headway.trainer.distributed.dtensor import to_full_tensor
 from headway.trainer.loop.loss_spikes import SpikeDetector
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ class Watches(Callback):
 
 def _learned(trainer: Trainer[Any]) -> dict[str, torch.Tensor]:
     moments = {
-        f"{number}/{name}": whole(value).clone()
+        f"{number}/{name}": to_full_tensor(value).clone()
         for number, state in trainer.optimizers["optimizer"].state_dict()["state"].items()
         for name, value in state.items()
     }
@@ -182,7 +182,7 @@ def _spike(world: World, folder: str, strategy: str = "ddp") -> dict[str, Any]:
         "seen": spy.seen,
         "printed": printed,
         "lines": lines,
-        "micro_batches": trainer.local_batches,
+        "micro_batches": trainer.micro_batches_seen,
         "samples": trainer.progress.offset,
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 from headway.trainer import CheckpointConfig, World
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 PHASES = [
     "configure", "parallelise", "initialise", "open_data", "optimizers", "restore", "first_batch", "first_update",
 ]  # fmt: skip

@@ -83,7 +83,7 @@ def test_the_phase_is_true_wherever_a_run_may_wait(tmp_path: Path, background: b
         evaluate_every=Duration(2, "steps"),
         checkpoint=CheckpointConfig(every=Duration(2, "steps"), background=background),
     )
-    trainer = Looks(config, run_dir=tmp_path, callbacks=[Saved()], world=World.alone("cpu"))
+    trainer = Looks(config, run_dir=tmp_path, callbacks=[Saved()], world=World.single("cpu"))
     trainer.fit()
     assert trainer.looks == {
         ("configure_models", "setting up"),

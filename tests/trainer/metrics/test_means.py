@@ -18,7 +18,7 @@ from headway.trainer.errors import StepError
 from headway.trainer.metrics.means import MeanMetrics, precise
 from tests.distributed import run_on_ranks
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -84,7 +84,7 @@ def test_numbers_keep_their_precision_beside_those_of_a_device(second: Any) -> N
     metrics = MeanMetrics()
     metrics._keep("a", torch.tensor(1.0), 0.1)
     metrics._keep("a", torch.tensor(2.0), second)
-    assert metrics.read(World.alone("cpu"))["a"] == pytest.approx(1.75, rel=1e-14)
+    assert metrics.read(World.single("cpu"))["a"] == pytest.approx(1.75, rel=1e-14)
 
 
 def test_without_any_weight_there_is_no_metric() -> None:
@@ -184,7 +184,7 @@ def test_parameter_that_moves_later_is_averaged_as_it_was(device: torch.device) 
         metrics.add({"whole": parameter[:1], "view": parameter[0], "plain": parameter.detach()[1]})
         with torch.no_grad():
             parameter.add_(1)
-    assert metrics.read(World.alone(device)) == {"plain": 2.0, "view": 2.0, "whole": 2.0}
+    assert metrics.read(World.single(device)) == {"plain": 2.0, "view": 2.0, "whole": 2.0}
 
 
 def test_what_is_kept_for_a_device_adds_up_the_same() -> None:
@@ -210,7 +210,7 @@ def test_values_and_weights_on_several_devices_mix_under_one_name() -> None:
         for weight in (2, torch.tensor(1), torch.tensor(3.0, device=gpu), torch.tensor(0, device=gpu)):
             metrics.add({"a": value}, weight)
     metrics.add({"a": torch.tensor(float("nan"), device=gpu)}, torch.tensor(0, device=gpu))
-    assert metrics.read(World.alone(gpu)) == {"a": 2.5}
+    assert metrics.read(World.single(gpu)) == {"a": 2.5}
 
 
 def test_interval_goes_on_after_a_resume() -> None:
@@ -260,13 +260,13 @@ def count_collectives(world: World) -> list[int]:
     class Counting:
         device, size, calls = world.device, world.size, 0
 
-        def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return world.join(tensor)
+            return world.all_gather(tensor)
 
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather_object(self, value: Any) -> list[Any]:
             self.calls += 1
-            return world.gather(value)
+            return world.all_gather_object(value)
 
     metrics, counting = MeanMetrics(), Counting()
     for _ in range(3):
@@ -328,7 +328,7 @@ def test_nothing_waits_for_the_gpu_before_the_read() -> None:
             metrics.add({"loss": loss, "number": 1.0, "tokens": torch.ones((), device=device)}, weight=2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert metrics.read(World.alone(device)) == {"loss": 2.0, "number": 1.0, "tokens": 1.0}
+    assert metrics.read(World.single(device)) == {"loss": 2.0, "number": 1.0, "tokens": 1.0}
 
 
 def test_a_rank_takes_over_what_ranks_that_are_gone_had_added() -> None:

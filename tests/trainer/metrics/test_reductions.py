@@ -15,7 +15,7 @@ from headway.trainer.metrics.means import MeanMetrics
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 REDUCES = ("mean", "sum", "max", "min", "last")
 
 
@@ -215,7 +215,7 @@ def test_numbers_and_tensors_mix_and_a_nan_is_seen(device: str) -> None:
         for reduce in ("sum", "max", "min", "last"):
             metrics.log(reduce, value, 1.0, reduce)
             metrics.log(f"nan/{reduce}", float("nan") if value == 2 else value, 1.0, reduce)
-    read = metrics.read(World.alone(device))
+    read = metrics.read(World.single(device))
     assert [read[reduce] for reduce in ("sum", "max", "min", "last")] == [6.5, 3.0, 0.5, 1.0]
     assert all(math.isnan(read[f"nan/{reduce}"]) for reduce in ("sum", "max", "min"))
     assert read["nan/last"] == 1.0

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from headway.trainer import ConfigError, World
 from tests.tiny import Losses, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def test_an_optimizer_over_a_parameter_in_no_module_is_refused_before_the_first_step() -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, World
-from headway.trainer.distributed.parallelize import local
+from headway.trainer.distributed.dtensor import to_local
 from headway.trainer.setup.freezing import freeze
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _frozen(*patterns: str) -> list[str]:
@@ -125,7 +125,7 @@ def _finetune(world: World, strategies: tuple[str, ...]) -> dict[str, Any]:
             "after": after,
             "states": len(trainer.optimizer.state),
             "gradients": sum(
-                local(parameter).numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+                to_local(parameter).numel() for parameter in trainer.model.parameters() if parameter.requires_grad
             ),
         }
     return found

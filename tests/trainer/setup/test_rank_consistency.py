@@ -14,7 +14,7 @@ from headway.trainer.setup.rank_consistency import check_agreement
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, TinyConfig, TinyTrainer
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class OtherModel(TinyTrainer):

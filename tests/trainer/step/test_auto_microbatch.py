@@ -25,7 +25,7 @@ from headway.trainer.errors import StepError
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Normed(nn.Module):
@@ -103,7 +103,7 @@ def outcome(world: World, *, room: int, micro_batch_size: int, ranks: tuple[int,
         "begun": told.begun,
         "reasons": told.reasons,
         "said": said,
-        "micro_batches": trainer.local_batches,
+        "micro_batches": trainer.micro_batches_seen,
     }
 
 

@@ -80,8 +80,8 @@ class EmbedsDensely(Embeds):
 def test_a_sparse_gradient_is_measured_and_clipped_as_a_dense_one(bounds: dict[str, float]) -> None:
     config = TinyConfig(max_steps=3, num_rows=40, log_every=1, evaluate_every=None, **bounds)  # type: ignore[arg-type]
     sparse, dense = Losses(), Losses()
-    one = Embeds(config, world=World.alone("cpu"), callbacks=[sparse, GradientNorms(every=1)])
-    other = EmbedsDensely(config, world=World.alone("cpu"), callbacks=[dense, GradientNorms(every=1)])
+    one = Embeds(config, world=World.single("cpu"), callbacks=[sparse, GradientNorms(every=1)])
+    other = EmbedsDensely(config, world=World.single("cpu"), callbacks=[dense, GradientNorms(every=1)])
     one.fit()
     other.fit()
     for name, value in weights(other).items():
@@ -92,7 +92,7 @@ def test_a_sparse_gradient_is_measured_and_clipped_as_a_dense_one(bounds: dict[s
 
 
 def test_a_sparse_gradient_that_is_not_finite_is_blamed() -> None:
-    trainer = Embeds(TinyConfig(max_steps=3, num_rows=40), world=World.alone("cpu"))
+    trainer = Embeds(TinyConfig(max_steps=3, num_rows=40), world=World.single("cpu"))
     trainer.factor = float("inf")
     with pytest.raises(NonFiniteError, match=r"model\.weight"):
         trainer.fit()

@@ -14,7 +14,7 @@ from headway.trainer import ParallelConfig, Trainer, World
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, TinyConfig, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 class Gan(Trainer[TinyConfig]):

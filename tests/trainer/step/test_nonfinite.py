@@ -11,12 +11,12 @@ import torch
 
 from headway.trainer import Callback, CheckpointConfig, ConfigError, NonFiniteError, ParallelConfig, Trainer, World
 from headway.trainer.checkpoints.store import CheckpointWarning
-from headway.trainer.distributed.parallelize import whole
+from headway.trainer.distributed.dtensor import to_full_tensor
 from headway.trainer.step import nonfinite, optimizer_step
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 NAN = float("nan")
 
 
@@ -55,13 +55,13 @@ class Explodes(TinyTrainer):
 class ExplodesOnce(Explodes):
     """In the last micro-batch of the third global batch, of which two ranks have two each, and one rank four."""
 
-    guilty = staticmethod(lambda trainer: trainer.local_batches == (5 if trainer.world.size == 2 else 11))
+    guilty = staticmethod(lambda trainer: trainer.micro_batches_seen == (5 if trainer.world.size == 2 else 11))
 
 
 def _everything(trainer: Trainer[Any]) -> dict[str, Any]:
     """All that a skipped update must leave alone, as it is now."""
     moments = {
-        f"{number}/{name}": whole(value).clone()
+        f"{number}/{name}": to_full_tensor(value).clone()
         for number, state in trainer.optimizers["optimizer"].state_dict()["state"].items()
         for name, value in state.items()
     }
@@ -186,10 +186,10 @@ def test_one_gradient_that_is_not_finite_is_named() -> None:
 def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Late(nonfinite.Arrival):
+    class Late(nonfinite.AsyncScalar):
         """Arrives when it is waited for: the update has been applied by then."""
 
-        def is_here(self) -> bool:
+        def is_ready(self) -> bool:
             return False
 
     class OneGradient(TinyTrainer):
@@ -198,10 +198,10 @@ def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows(
             self.model.last.bias.register_hook(lambda gradient: gradient * float("inf"))
             return outputs
 
-    monkeypatch.setattr(optimizer_step, "AT_ONCE", ())
+    monkeypatch.setattr(optimizer_step, "HOST_READABLE", ())
     said = "step 1 is nan: on rank 0, every loss is finite; not finite by now: model.last.bias; weights from there on"
-    for arrival in (nonfinite.Arrival, Late):
-        monkeypatch.setattr(optimizer_step, "Arrival", arrival)
+    for arrival in (nonfinite.AsyncScalar, Late):
+        monkeypatch.setattr(optimizer_step, "AsyncScalar", arrival)
         with pytest.raises(NonFiniteError) as raised:
             OneGradient(_config(max_steps=1), world=ALONE).fit()
         assert said in str(raised.value)
@@ -212,7 +212,7 @@ def test_where_norms_arrive_late_the_guilty_rows_and_parameters_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(optimizer_step, "AT_ONCE", ())
+    monkeypatch.setattr(optimizer_step, "HOST_READABLE", ())
     result = _explode(ALONE, str(tmp_path), non_finite=policy, max_non_finite=1)
     assert "the loss of micro-batch 4 is nan, rows " in result["message"]
     assert result["message"].count("model.") == 8
@@ -289,7 +289,7 @@ def _skip_on_ranks(world: World) -> list[dict[str, Any]]:
     results = [_skip(world, "ddp"), _skip(world, "fsdp")]
     # As on a GPU, where the norm arrives later: the host waits before the step of an optimizer that cannot be told on
     # the device, and after that of one that can.
-    optimizer_step.AT_ONCE = ()
+    optimizer_step.HOST_READABLE = ()
     for fused in (False, True):
         results += [_skip(world, "ddp", fused=fused), _skip(world, "fsdp", fused=fused)]
     return results
@@ -313,7 +313,7 @@ def test_gradients_that_stay_not_finite_end_the_run_with_a_finite_checkpoint(tmp
 
 def test_gradients_that_are_not_finite_again_and_again_end_the_run() -> None:
     class EverySecond(Explodes):
-        guilty = staticmethod(lambda trainer: trainer.local_batches // 4 % 2 == 1)
+        guilty = staticmethod(lambda trainer: trainer.micro_batches_seen // 4 % 2 == 1)
 
     config = _config(max_steps=20, non_finite="skip", max_non_finite=1, max_non_finite_total=3)
     trainer = EverySecond(config, world=ALONE)
@@ -405,14 +405,14 @@ def test_all_ranks_try_again_together() -> None:
 
 def test_where_norms_arrive_late_nothing_is_saved_that_is_not_finite(tmp_path: Path) -> None:
     """Under "raise" no update waits for its norm on a GPU: weights may be spoilt, checkpoints are not."""
-    optimizer_step.AT_ONCE, before = (), optimizer_step.AT_ONCE
+    optimizer_step.HOST_READABLE, before = (), optimizer_step.HOST_READABLE
     try:
         config = _config(checkpoint=CheckpointConfig(every=1))  # type: ignore[arg-type]
         trainer = Explodes(config, run_dir=tmp_path, world=ALONE)
         with pytest.raises(NonFiniteError, match="step 3 is nan: on rank 0, the loss of micro-batch 1 is nan"):
             trainer.fit()
     finally:
-        optimizer_step.AT_ONCE = before
+        optimizer_step.HOST_READABLE = before
     resumed = TinyTrainer(_config(max_steps=2), run_dir=tmp_path, world=ALONE)
     _fit_although_changed(resumed)
     assert resumed.global_step == 2
@@ -434,8 +434,8 @@ def test_weights_whose_norms_are_still_on_their_way_do_not_leave_the_run(
             self.backward(loss)
             return {"loss": loss} if returns else None
 
-    monkeypatch.setattr(optimizer_step, "AT_ONCE", ())
-    monkeypatch.setattr(nonfinite.Arrival, "is_here", lambda self: False)
+    monkeypatch.setattr(optimizer_step, "HOST_READABLE", ())
+    monkeypatch.setattr(nonfinite.AsyncScalar, "is_ready", lambda self: False)
     config = _config(micro_batch_size=None, checkpoint=CheckpointConfig(every=None, at_end=False))
     trainer = Last(config, world=ALONE)
     with pytest.raises(NonFiniteError, match="the norm of the gradient of step 6 is nan"):

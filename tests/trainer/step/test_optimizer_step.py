@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from headway.trainer import Callback, CheckpointConfig, ConfigError, ParallelConfig, StepError, Trainer, World
 from headway.trainer.data.loaders import LoadedBatch
-from headway.trainer.distributed.parallelize import whole
+from headway.trainer.distributed.dtensor import to_full_tensor
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 NOTHING_BETWEEN = CheckpointConfig(every=None)
 
 
@@ -41,7 +41,7 @@ class Gradients(Callback):
 
     def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
         parameters = trainer.unwrap(trainer.models["model"]).named_parameters()
-        self.gradients.append({name: whole(p.grad).clone() for name, p in parameters if p.grad is not None})
+        self.gradients.append({name: to_full_tensor(p.grad).clone() for name, p in parameters if p.grad is not None})
 
 
 # ---- What a step gets ----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class _Kernels(TorchDispatchMode):
 def test_weights_that_are_numbers_get_to_the_device_without_a_copy_that_waits(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    trainer = CountingTrainer(_config(max_steps=1), world=World.alone(device))
+    trainer = CountingTrainer(_config(max_steps=1), world=World.single(device))
     trainer.fit()
     update = trainer._loop.update
     update._world = _Sums()  # type: ignore[assignment]

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.trainer import Callback, CheckpointConfig, ConfigError, NonFiniteError, ParallelConfig, Trainer, World
-from headway.trainer.distributed.parallelize import whole
+from headway.trainer.distributed.dtensor import to_full_tensor
 from headway.trainer.step.precision import LossScaler
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 
-ALONE = World.alone("cpu")
+ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:
@@ -121,7 +121,7 @@ class ScaleFrom(Callback):
         _scaler(trainer).scale = self.scale
 
     def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
-        gradients = [whole(p.grad) for p in trainer.models["model"].parameters() if p.grad is not None]
+        gradients = [to_full_tensor(p.grad) for p in trainer.models["model"].parameters() if p.grad is not None]
         self.largest.append(max(gradient.abs().max().item() for gradient in gradients))
 
     def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
@@ -288,7 +288,7 @@ def _resume_in_bf16(world: World, folder: str, strategies: tuple[str, ...]) -> l
                 callbacks = [] if stop is None else [StopAt(stop)]
                 trainer = PureBf16(config, run_dir=f"{folder}/{strategy}/{name}", world=world, callbacks=callbacks)
                 trainer.fit()
-            moments = {i: whole(state["momentum"]) for i, state in enumerate(trainer.optimizer.state.values())}
+            moments = {i: to_full_tensor(state["momentum"]) for i, state in enumerate(trainer.optimizer.state.values())}
             assert {value.dtype for value in weights(trainer).values()} == {torch.bfloat16}
             assert {value.dtype for value in moments.values()} == {torch.float32}
             states.append({**weights(trainer), **moments})

@@ -501,7 +501,7 @@ def test_tensorboard_takes_texts_as_they_are_and_histograms(tmp_path: Path) -> N
     tracker = TensorBoardTracker()
     tracker.start(run_info(tmp_path), step=0)
     tracker.log_text({"poem": "# no title\nbut *this*"}, step=3)
-    tracker.log_histograms(histograms({"weights": values}, World.alone("cpu"), bins=4), step=3)
+    tracker.log_histograms(histograms({"weights": values}, World.single("cpu"), bins=4), step=3)
     tracker.finish("completed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -550,7 +550,7 @@ def test_wandb_offline_is_one_run_with_every_step_once(tmp_path: Path, monkeypat
             tracker.log({"validation/loss": 2.0 * step}, step=step, epoch=0)
         tracker.log_images({"image": torch.rand(3, 4, 5), "byte": torch.zeros(1, 4, 5, dtype=torch.uint8)}, step=step)
         tracker.log_text({"poem": "<b>no tag"}, step=step)
-        tracker.log_histograms(histograms({"weights": torch.rand(9)}, World.alone("cpu")), step=step)
+        tracker.log_histograms(histograms({"weights": torch.rand(9)}, World.single("cpu")), step=step)
         tracker.rewind(step - 1)
         tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
         state = tracker.state_dict()

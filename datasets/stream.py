@@ -27,7 +27,7 @@ Engine = Literal["auto", "ray", "threads"]
 class ParquetStream:
     """Streams Parquet rows to one rank, exactly and in an order that any number of ranks agrees on.
 
-    Making one touches nothing, so it can be made anywhere and pickled; `open` reads the files' footers.
+    Making one touches nothing, so it can be made anywhere and pickled; `setup` reads the files' footers.
 
     Args:
         path: a file, a folder (searched to its bottom), a glob, an fsspec URI of one of these, or a list of them.
@@ -106,7 +106,7 @@ class ParquetStream:
         """The files and row groups."""
         return self._open.source
 
-    def open(self, context: StreamContext) -> None:
+    def setup(self, context: StreamContext) -> None:
         """Reads the files' footers and checks that the run can be fed from them.
 
         Raises:

@@ -143,10 +143,10 @@ class History:
 
     def so_far(self) -> dict[str, float]:
         """Returns the means over the part of the epoch that has been, without closing it."""
-        from .metrics.means import within
+        from .metrics.means import clamp
 
         means = {
-            name: within(total / weight, least, greatest)
+            name: clamp(total / weight, least, greatest)
             for name, (total, weight, least, greatest) in self._sums.items()
             if weight
         }

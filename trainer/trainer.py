@@ -26,7 +26,7 @@ from .distributed import dtensor, parallelize
 from .distributed.world import World
 from .errors import ConfigError, DataError, HeadwayError
 from .exact.checks import check_exact_config, check_exact_metrics
-from .exact.determinism import pinned
+from .exact.determinism import deterministic_mode
 from .exact.step import ExactStep
 from .loop.control import Requests, StopStatus
 from .loop.evaluation_metrics import EvaluationMetrics
@@ -43,7 +43,7 @@ from .setup import build, weight_init
 from .setup.dry_run import Estimate, estimate_of
 from .setup.float8 import check_float8, convert_to_float8
 from .step.lr_stepping import Interval
-from .step.oom import explain, is_out_of_memory
+from .step.oom import add_memory_advice, is_out_of_memory
 from .step.optimizer_step import LossWeight
 from .step.precision import autocast
 from .trackers.base import Tracker
@@ -350,7 +350,7 @@ class Trainer(OwnHooks, Generic[C]):
     @property
     def should_stop(self) -> bool:
         """Whether a limit is reached or all ranks have agreed to stop, and `loop` is to return. Equal on every rank."""
-        return self._is_set_up and self._loop.why_it_ends() is not None
+        return self._is_set_up and self._loop.end_reason() is not None
 
     @property
     def parameters_being_stepped(self) -> frozenset[torch.Tensor]:
@@ -358,13 +358,13 @@ class Trainer(OwnHooks, Generic[C]):
 
         With several optimizers others may have gradients too, left by a loss that went through their models.
         """
-        stepping = self._loop.update.stepping
+        stepping = self._loop.optimizer_step.stepping
         return frozenset(p for optimizer in stepping for group in optimizer.param_groups for p in group["params"])
 
     @property
     def is_accumulating_gradients(self) -> bool:
         """Whether the micro-batch in hand is not the last of its update."""
-        return not self._loop.update.is_last_micro_batch
+        return not self._loop.optimizer_step.is_last_micro_batch
 
     def backward(self, loss: torch.Tensor) -> None:
         """Replaces `loss.backward()` in a `training_step` that wants to call it itself; weighs the loss.
@@ -372,14 +372,14 @@ class Trainer(OwnHooks, Generic[C]):
         In an evaluation it does nothing, as `step`, so that a training step serves as a validation step.
         """
         if self.training:
-            self._loop.update.backward(loss)
+            self._loop.optimizer_step.backward(loss)
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Replaces `optimizer.step()` in a `training_step` that wants to call it itself.
 
         Returns the norm of the gradient before clipping, or None while gradients are accumulated and nothing was done.
         """
-        return self._loop.update.step(optimizer) if self.training else None
+        return self._loop.optimizer_step.step(optimizer) if self.training else None
 
     def autocast(self) -> Any:
         """A context in which a forward pass computes in the precision of the config; steps run in one already."""
@@ -412,14 +412,14 @@ class Trainer(OwnHooks, Generic[C]):
         self.callbacks.on_log_images(self, images)
         self._loop.recorder.trackers.log_images(images, step=self._loop.recorder.step)
 
-    def add_metric_source(self, meter: MetricSource) -> None:
+    def add_metric_source(self, source: MetricSource) -> None:
         """Asks a function for numbers to add to every training record, under names of its own: from `on_setup_end` on.
 
         Args:
-            meter: gets the record so far, when it is due. Every rank must add the same, in the same order: a meter may
-                use a collective, and what it returns must be equal on every rank.
+            source: gets the record so far, when it is due. Every rank must add the same sources in the same order: a
+                source may use a collective, and what it returns must be equal on every rank.
         """
-        self._loop.recorder.meters.append(meter)
+        self._loop.recorder.metric_sources.append(source)
 
     def log_text(self, texts: Mapping[str, str]) -> None:
         """Gives texts by name to the trackers that take them. Every rank may; the main rank's count."""
@@ -497,7 +497,7 @@ class Trainer(OwnHooks, Generic[C]):
             if checkpoint is not None:
                 path = checkpoint.path if isinstance(checkpoint, Checkpoint) else str(checkpoint)
                 return self._loop.evaluate_weights_of(path, sets) or {}
-            self._loop.initialise()
+            self._loop.load_initial_weights()
             return self._loop.evaluate(sets) or {}
 
     def save_checkpoint(self) -> Checkpoint:
@@ -508,7 +508,7 @@ class Trainer(OwnHooks, Generic[C]):
             CheckpointError: it could not be written.
         """
         self.setup()
-        self._loop.begin_alone()
+        self._loop.begin_without_restore()
         return self._loop.save()
 
     def export(self, file: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -578,21 +578,21 @@ class Trainer(OwnHooks, Generic[C]):
         status: Status = "failed"
         try:
             self.activity.enter("setting up")
-            pins = pinned(self.device) if self.config.exact else nullcontext()
+            pins = deterministic_mode(self.device) if self.config.exact else nullcontext()
             with pins, stop_on_signals(lambda name: self.request_stop(name, status="interrupted")):
                 self._check_config()
                 self.setup()
-                self._tell_of_guarantee()
+                self._report_data_guarantee()
                 result = self._loop.run(resume, restore, accept_changes=accept_changes, began_s=began_s)
             status = result.status
             return result
         except BaseException as raised:
             error = raised
             if is_out_of_memory(error):
-                explain(error, self)
+                add_memory_advice(error, self)
             raise
         finally:
-            self._end(error, status)
+            self._clean_up(error, status)
 
     def train_epoch(self) -> dict[str, float]:
         """Trains to the end of the epoch in progress and returns its metrics. Every rank must call this.
@@ -601,7 +601,7 @@ class Trainer(OwnHooks, Generic[C]):
             ConfigError: `run_dir` has checkpoints of a run that `fit` has not gone on from.
         """
         self.setup()
-        self._loop.begin_alone()
+        self._loop.begin_without_restore()
         return self._loop.train_epoch()
 
     def train_step(self, batch: Any) -> dict[str, float]:
@@ -614,7 +614,7 @@ class Trainer(OwnHooks, Generic[C]):
             ConfigError: as `train_epoch`.
         """
         self.setup()
-        self._loop.begin_alone()
+        self._loop.begin_without_restore()
         rows = batch_size(batch)
         return self._loop.train_step(LoadedBatch([batch], [rows], rows if self.world.size == 1 else None))
 
@@ -636,11 +636,11 @@ class Trainer(OwnHooks, Generic[C]):
             for stream in self._streams():
                 stream.close()
 
-    def sketch(self) -> Estimate:
+    def estimate(self) -> Estimate:
         """Finds out what this training would take. Takes no memory, reads no row and needs no other rank.
 
-        Models and optimizers are made on the meta device, and the data is opened. A trainer of which a sketch was made
-        is good for nothing else.
+        Models and optimizers are made on the meta device, and the data is opened. The trainer cannot be used for
+        anything else afterwards.
 
         Raises:
             ConfigError, DataError: what `fit` would refuse.
@@ -700,15 +700,15 @@ class Trainer(OwnHooks, Generic[C]):
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
             # Who follows the run from outside reads this file.
             trackers = [JsonlTracker(), *trackers]
-        self._loop.recorder.use(trackers if self.world.is_main else ())
+        self._loop.recorder.set_trackers(trackers if self.world.is_main else ())
         seed_everything(self.config.seed, rank=0 if self.config.exact else self.world.rank)
-        if isinstance(update := self._loop.update, ExactStep):
+        if isinstance(update := self._loop.optimizer_step, ExactStep):
             self.print(update.describe())
             self.add_metric_source(update.measure)
         self._is_set_up = True
         self.callbacks.on_setup_end(self)
 
-    def _tell_of_guarantee(self) -> None:
+    def _report_data_guarantee(self) -> None:
         """Says before the first step what of its place in the data a resumed run will not find again."""
         assert self._data is not None
         if self.run_dir is None or self._data.guarantee == "exact":
@@ -775,15 +775,15 @@ class Trainer(OwnHooks, Generic[C]):
         write: Callable[[nn.Module, dict[str, torch.Tensor]], None],
     ) -> None:
         self.setup()
-        self._loop.initialise()
-        self._loop.update.settle()
+        self._loop.load_initial_weights()
+        self._loop.optimizer_step.check_pending_norms()
         module = self.models[choose_model(name, self.models, type(self).__name__)]
         weights = gather_weights(module, self.world)
         write_on_main(self.world, where, lambda: write(module, cast(weights, dtype)))
 
-    def _end(self, error: BaseException | None, status: Status) -> None:
+    def _clean_up(self, error: BaseException | None, status: Status) -> None:
         """Whatever happened. No collective: the other ranks may not be here."""
-        self._requests.forget()
+        self._requests.clear()
         try:
             with ExitStack() as last_first:
                 if self._owns_world:
@@ -792,7 +792,7 @@ class Trainer(OwnHooks, Generic[C]):
                     last_first.callback(stream.close)
                 if self._is_set_up:
                     last_first.callback(self._loop.recorder.finish, status)
-                    last_first.callback(self._loop.end)
+                    last_first.callback(self._loop.clean_up)
                 self.callbacks.on_fit_end(self, error)
         except BaseException as failure:
             if error is None:

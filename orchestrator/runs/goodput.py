@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.trainer.loop.timing import FIRST_UPDATE, OF_AN_UPDATE
+from headway.trainer.loop.timing import FIRST_UPDATE, UPDATE_PHASES
 
 from ..storage.events import Event, read_events
 from ..train.elastic import RESIZING
@@ -51,7 +51,7 @@ _CLASS_OF: dict[str, str] = {
     "between updates": "hooks and logging",
     "ended": "ending",
     FIRST_UPDATE: "compiling",
-    **dict.fromkeys(OF_AN_UPDATE, "compute"),
+    **dict.fromkeys(UPDATE_PHASES, "compute"),
 }
 
 
@@ -242,7 +242,7 @@ class _Book:
             if hung is not None:
                 self._take_hang(spent, last, hung)
             for phase, seconds in spent.items():
-                if phase in OF_AN_UPDATE or phase in (FIRST_UPDATE, "between updates"):
+                if phase in UPDATE_PHASES or phase in (FIRST_UPDATE, "between updates"):
                     continue
                 self.seconds[_CLASS_OF.get(phase, self.setting_up)] += seconds
             self._work(spent, marks, at_first)
@@ -281,7 +281,7 @@ class _Book:
     def _work(self, spent: dict[str, float], marks: Sequence[dict[str, Any]], at_first: int | None) -> None:
         """Accounts for the updates of an attempt and what lies in between: those that count, and those made again."""
         updates, first_s = marks[-1]["updates"], spent.get(FIRST_UPDATE, 0.0)
-        compute_s = sum(spent.get(phase, 0.0) for phase in OF_AN_UPDATE)
+        compute_s = sum(spent.get(phase, 0.0) for phase in UPDATE_PHASES)
         usual_s = min(first_s, compute_s / (updates - 1)) if updates > 1 else 0.0
         self.seconds["compiling"] += first_s - usual_s
         first = marks[0]["step"] if at_first is None else at_first
@@ -318,7 +318,7 @@ def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usu
     """
     points = [(first, 0.0)]
     for mark in marks:
-        seconds = sum(each for name, each in mark["seconds"].items() if name in (*OF_AN_UPDATE, "between updates"))
+        seconds = sum(each for name, each in mark["seconds"].items() if name in (*UPDATE_PHASES, "between updates"))
         seconds += usual_s if mark["updates"] else 0.0
         points.append((max(mark["step"], points[-1][0]), max(seconds, points[-1][1])))
     again_s, steps = 0.0, 0

@@ -146,7 +146,7 @@ def _is_of_another(checkpoint: str, past: Run) -> bool:
 def _data_now(past: Run, experiment: Experiment, *, accept_changes: bool) -> dict[str, str | None]:
     """The identity of the training data here and now; reads no row. Empty where any will do, and there is none here."""
     try:
-        train = plan(experiment).sketch.train
+        train = plan(experiment).estimate.train
     except ConfigError as error:
         if accept_changes:
             return {}

@@ -23,26 +23,26 @@ class Plan:
 
     Attributes:
         experiment: the run.
-        sketch: sizes and counts of what it trains.
+        estimate: sizes and counts of what it trains.
         goes_on: whether a run of this name is there already, which `fit` would go on with or refuse.
     """
 
     experiment: Experiment
-    sketch: Estimate
+    estimate: Estimate
     goes_on: bool
 
     @property
     def epochs(self) -> float | None:
         """Passes over the training data, where that is known."""
         in_epoch = self._steps_in_epoch
-        total = self.sketch.total_steps
+        total = self.estimate.total_steps
         return None if total is None or not in_epoch else total / in_epoch
 
     @property
     def num_evaluations(self) -> int | None:
         """How often the validation data is gone through: when it is due, and at the end. None where a clock decides."""
         config = self.experiment.config
-        times = self._times(config.evaluate_every, at_end=True) if self.sketch.validation else 0
+        times = self._times(config.evaluate_every, at_end=True) if self.estimate.validation else 0
         return times + 1 if times and config.evaluate_at_start else times
 
     @property
@@ -54,24 +54,24 @@ class Plan:
     @property
     def storage_bytes(self) -> int | None:
         """About what the checkpoints that are kept take; None where nobody can tell."""
-        each, config = self.sketch.checkpoint_bytes, self.experiment.config.checkpoint
+        each, config = self.estimate.checkpoint_bytes, self.experiment.config.checkpoint
         number = self.num_checkpoints
         if config.keep_last != "all":
             if config.keep_every_time is not None:
                 return None
             # The first of the best is mostly one of the last.
-            best = config.keep_best - 1 if self.sketch.validation and config.keep_best else 0
+            best = config.keep_best - 1 if self.estimate.validation and config.keep_best else 0
             kept = config.keep_last + best + (self._times(config.keep_every, at_end=False) or 0)
             number = min(kept, number or kept)
         return None if each is None or number is None else each * number
 
     @property
     def _steps_in_epoch(self) -> int | None:
-        of_config, of_data = self.experiment.config.steps_per_epoch, self.sketch.train.steps
+        of_config, of_data = self.experiment.config.steps_per_epoch, self.estimate.train.steps
         return min((each for each in (of_config, of_data) if each), default=None)
 
     def _times(self, every: Duration | None, *, at_end: bool) -> int | None:
-        total = self.sketch.total_steps
+        total = self.estimate.total_steps
         if every is None:
             return int(at_end)
         if every.unit == "seconds" or total is None:
@@ -109,35 +109,38 @@ def plan(experiment: Experiment) -> Plan:
         if most > fewest:
             experiment.trainer(experiment.config, world=first_world(experiment, most)).check()
         # On the fewest ranks each has the most to hold.
-        sketch = experiment.trainer(experiment.config, world=first_world(experiment, fewest)).sketch()
+        estimate = experiment.trainer(experiment.config, world=first_world(experiment, fewest)).estimate()
     except ConfigError:
         raise
     except Exception as error:
         if type(error).__module__.startswith("headway."):
             raise ConfigError(str(error)) from error
         raise
-    return Plan(experiment=experiment, sketch=sketch, goes_on=folder.exists("run.json"))
+    return Plan(experiment=experiment, estimate=estimate, goes_on=folder.exists("run.json"))
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    scaling, config, sketch = plan.experiment.scaling, plan.experiment.config, plan.sketch
+    scaling, config, estimate = plan.experiment.scaling, plan.experiment.config, plan.estimate
     each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
     yield "workers", f"{scaling.in_words.split(' worker')[0]}, each with {each}"
     yield "strategy", _strategy(plan.experiment)
     yield "precision", config.precision + (", linear layers in float8" if config.float8 else "")
-    for name, size in sketch.models.items():
+    for name, size in estimate.models.items():
         frozen = f", {size.frozen:,} of them frozen" if size.frozen else ""
         yield name, f"{size.kind}, {_many(size.parameters, 'parameter')}{frozen}, {_about(size.parameter_bytes)}"
-    state = sketch.optimizer_bytes
-    for name, kind in sketch.optimizers.items():
+    state = estimate.optimizer_bytes
+    for name, kind in estimate.optimizers.items():
         yield name, kind
     yield "batch", _batch(plan.experiment)
-    dropped = f", {sketch.train.dropped:,} left out" if sketch.train.dropped else ""
-    yield "data", f"{_amount(sketch.train)} an epoch{dropped}; found again after a restart: {sketch.train.guarantee}"
+    dropped = f", {estimate.train.dropped:,} left out" if estimate.train.dropped else ""
+    yield (
+        "data",
+        f"{_amount(estimate.train)} an epoch{dropped}; found again after a restart: {estimate.train.guarantee}",
+    )
     yield "steps", _steps(plan)
     yield "evaluation", _evaluation(plan)
     yield "checkpoints", _checkpoints(plan)
-    memory = sketch.memory
+    memory = estimate.memory
     known = [("weights", memory.parameters), ("gradients", memory.gradients)]
     known += [("optimizer", memory.optimizer)] if memory.optimizer is not None else []
     known += [(name, size) for name, size in (("buffers", memory.buffers), ("gathered", memory.gathered)) if size]
@@ -148,7 +151,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if memory.offloaded:
         yield "", "weights, gradients and optimizer of it in the memory of the CPU"
     if state is None:
-        yield "", f"and the state of the optimizer, which cannot be told ({sketch.unknown})"
+        yield "", f"and the state of the optimizer, which cannot be told ({estimate.unknown})"
     yield "", "and activations, which grow with the micro-batch, and what libraries take"
 
 
@@ -179,14 +182,14 @@ def _batch(experiment: Experiment) -> str:
 
 
 def _steps(plan: Plan) -> str:
-    config, total, epochs = plan.experiment.config, plan.sketch.total_steps, plan.epochs
+    config, total, epochs = plan.experiment.config, plan.estimate.total_steps, plan.epochs
     if total is None:
         return f"unknown, {_many(config.max_epochs or 0, 'epoch')} of data that does not tell its length"
     return f"{total:,}" + ("" if epochs is None else f", {epochs:.3g} epochs")
 
 
 def _evaluation(plan: Plan) -> str:
-    sets, config, times = plan.sketch.validation, plan.experiment.config, plan.num_evaluations
+    sets, config, times = plan.estimate.validation, plan.experiment.config, plan.num_evaluations
     if not sets:
         return "none: there is no data for it"
     every = "at the end" if config.evaluate_every is None else f"every {config.evaluate_every}"
@@ -197,14 +200,14 @@ def _evaluation(plan: Plan) -> str:
 
 
 def _checkpoints(plan: Plan) -> str:
-    config, each, number = plan.experiment.config.checkpoint, plan.sketch.checkpoint_bytes, plan.num_checkpoints
+    config, each, number = plan.experiment.config.checkpoint, plan.estimate.checkpoint_bytes, plan.num_checkpoints
     every = "on request only" if config.every is None else f"every {config.every}"
     every += " and at the end" if config.at_end else ""
     size = "of unknown size" if each is None else f"of about {_about(each)}"
     many = "" if number is None else f"{number:,} "
     kept = "all are kept" if config.keep_last == "all" else f"the last {config.keep_last} are kept"
     if config.keep_last != "all":
-        kept += f", the {config.keep_best} best" if config.keep_best > 1 and plan.sketch.validation else ""
+        kept += f", the {config.keep_best} best" if config.keep_best > 1 and plan.estimate.validation else ""
         for every_so in (config.keep_every, config.keep_every_time):
             kept += f", and one every {every_so}" if every_so is not None else ""
     return f"{every}: {many}{size}; {kept}" + ("" if plan.storage_bytes is None else f" ({_about(plan.storage_bytes)})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headway.trainer.loop.timing import FIRST_UPDATE, OF_AN_UPDATE, Activity
+from headway.trainer.loop.timing import FIRST_UPDATE, UPDATE_PHASES, Activity
 
 
 def spent(activity: Activity, *, attempt: int, step: int) -> dict[str, Any]:
@@ -22,6 +22,6 @@ def spent(activity: Activity, *, attempt: int, step: int) -> dict[str, Any]:
         "at": round(time.time(), 3),
         "step": step,
         "updates": updates,
-        "phase": FIRST_UPDATE if phase in OF_AN_UPDATE and not updates else phase,
+        "phase": FIRST_UPDATE if phase in UPDATE_PHASES and not updates else phase,
         "seconds": {name: round(seconds, 3) for name, seconds in activity.spent_s().items() if seconds >= 0.0005},
     }

@@ -28,7 +28,7 @@ def write(path: Path, ids: range, *, length: int = 4, group: int = 16, **columns
 
 
 def context_of(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-    """What the trainer tells a stream; `headway.trainer.data.protocols.Feed` by shape."""
+    """What the trainer tells a stream; `headway.trainer.data.protocols.ShardInfo` by shape."""
     defaults = {"global_batch_size": 8, "micro_batch_size": None, "accumulation": 1, "seed": 0, "training": True}
     fixed = {"rank": rank, "world_size": world_size, "device": torch.device("cpu"), "by_shard": False}
     return SimpleNamespace(**{**fixed, **defaults, **options})

@@ -20,7 +20,7 @@ from headway.datasets.errors import DataError
 from headway.datasets.show import read_row
 from headway.datasets.stream import ParquetStream
 from headway.trainer import NonFiniteError, Trainer, TrainerConfig
-from headway.trainer.data.protocols import Feed, HasRowIds, SupportsPeek, is_stream
+from headway.trainer.data.protocols import HasRowIds, ShardInfo, SupportsPeek, is_stream
 from headway.trainer.distributed.world import World
 
 from .conftest import context_of, write
@@ -30,7 +30,7 @@ def opened(
     path: Any, *, rank: int = 0, world_size: int = 1, context: dict[str, Any] | None = None, **options: Any
 ) -> ParquetStream:
     stream = ParquetStream(path, **{"engine": "threads", **options})
-    stream.open(context_of(rank, world_size, **(context or {})))
+    stream.setup(context_of(rank, world_size, **(context or {})))
     return stream
 
 
@@ -59,7 +59,7 @@ def test_it_keeps_the_trainers_contract(folder: Path) -> None:
     assert is_stream(ParquetStream(folder))
     assert isinstance(opened(folder), SupportsPeek)
     assert {"rank", "world_size", "global_batch_size", "micro_batch_size", "seed", "device", "training"} <= set(
-        inspect.signature(Feed).parameters
+        inspect.signature(ShardInfo).parameters
     )
 
 
@@ -149,7 +149,7 @@ def test_who_reads_from_a_stream_that_is_opened_again_is_told(folder: Path) -> N
     stream = opened(folder)
     batches = stream.epoch(0)
     next(batches)
-    stream.open(context_of(0, 1, training=False))
+    stream.setup(context_of(0, 1, training=False))
     with pytest.raises(DataError, match="opened again, while somebody read"):
         list(batches)
 
@@ -422,7 +422,7 @@ def test_a_relative_path_means_the_same_in_another_process(folder: Path, monkeyp
     monkeypatch.chdir(folder.parent)
     stream = pickle.loads(pickle.dumps(ParquetStream("data", engine="threads")))
     monkeypatch.chdir("/")
-    stream.open(context_of())
+    stream.setup(context_of())
     assert len(list(stream.epoch(0))) == 12
     stream.close()
 
@@ -461,7 +461,7 @@ def test_what_does_not_fit_is_refused_before_a_row_is_read_E5(
 ) -> None:
     stream = ParquetStream(folder, engine="threads", **options)
     with pytest.raises(DataError, match=message):
-        stream.open(context_of(**context))
+        stream.setup(context_of(**context))
 
 
 @pytest.mark.parametrize("options", [{"tail": "pad"}, {"engine": "spark"}, {"readers": 0}])

@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from ..checkpoints.rng import RngState, seed_torch
 from ..errors import ConfigError, DataError
-from .protocols import BatchStream, Feed, GlobalBatch, Guarantee, is_stream
+from .protocols import BatchStream, GlobalBatch, Guarantee, ShardInfo, is_stream
 from .tree import batch_size
 
 
@@ -99,20 +99,20 @@ class LoaderStream:
         own = getattr(self._dataset, "fingerprint", None)
         return f"{what} {own}" if isinstance(own, str) else what
 
-    def open(self, feed: Feed) -> None:
+    def setup(self, shard: ShardInfo) -> None:
         """Works out the batch sizes.
 
         Raises:
             DataError: the dataset is empty, or smaller than one global batch whose tail is dropped, and is to be
                 trained on; an evaluation leaves out what is empty.
         """
-        loader, self._feed = self._loader, feed
+        loader, self._shard = self._loader, shard
         assert loader.batch_size is not None
-        self._micro_batch_size = feed.micro_batch_size or loader.batch_size
-        own = loader.batch_size * feed.world_size * (feed.accumulation if feed.training else 1)
-        self._global_batch_size = ((feed.training or feed.by_shard) and feed.global_batch_size) or own
-        self._drop_last = loader.drop_last and feed.training
-        if feed.training and not len(self._dataset):
+        self._micro_batch_size = shard.micro_batch_size or loader.batch_size
+        own = loader.batch_size * shard.world_size * (shard.accumulation if shard.training else 1)
+        self._global_batch_size = ((shard.training or shard.by_shard) and shard.global_batch_size) or own
+        self._drop_last = loader.drop_last and shard.training
+        if shard.training and not len(self._dataset):
             raise DataError(f"the {type(self._dataset).__name__} of the training loader has no rows")
         if self._drop_last and len(self._dataset) < self._global_batch_size:
             raise DataError(
@@ -181,23 +181,23 @@ class LoaderStream:
 
     def _order(self, epoch: int) -> torch.Tensor:
         rows = len(self._dataset)
-        if not self._shuffle or not self._feed.training:
+        if not self._shuffle or not self._shard.training:
             return torch.arange(rows)
-        return torch.randperm(rows, generator=_generator(self._feed.seed, epoch))
+        return torch.randperm(rows, generator=_generator(self._shard.seed, epoch))
 
     @property
     def _seeds_here(self) -> bool:
         """Whether rows are read in this process, by random numbers of their own all the same."""
-        return self._feed.by_shard and not self._loader.num_workers
+        return self._shard.by_shard and not self._loader.num_workers
 
     @property
     def _seeds_rows(self) -> bool:
-        return self._feed.by_shard or self._loader.num_workers > 0
+        return self._shard.by_shard or self._loader.num_workers > 0
 
     def _split(self, rows: list[int]) -> tuple[list[list[int]], list[int], int]:
         """Cuts the rows of a global batch into this rank's micro-batches; every rank gets equally many of them."""
-        rank, size, length = self._feed.rank, self._feed.world_size, self._micro_batch_size
-        if self._feed.by_shard:
+        rank, size, length = self._shard.rank, self._shard.world_size, self._micro_batch_size
+        if self._shard.by_shard:
             first, last = self.num_shards * rank // size, self.num_shards * (rank + 1) // size
             parts = [rows[shard * length : (shard + 1) * length] for shard in range(first, last)]
             return [part or rows[:1] for part in parts], [len(part) for part in parts], len(rows)
@@ -213,7 +213,7 @@ class LoaderStream:
     def _read(self, epoch: int) -> DataLoader[Any]:
         """Returns the loader that reads, whose workers, if they begin now, are seeded by run, epoch and rank."""
         # Without a generator, every start of an epoch draws from the global one, and a resumed run draws once more.
-        generator = _generator(self._feed.seed, epoch, self._feed.rank)
+        generator = _generator(self._shard.seed, epoch, self._shard.rank)
         if self._reader is None:
             loader = self._loader
             workers: dict[str, Any] = {}
@@ -226,7 +226,7 @@ class LoaderStream:
                     "timeout": loader.timeout,
                 }
             self._reader = DataLoader(
-                _SeededRows(self._dataset, self._feed.seed) if self._seeds_rows else self._dataset,
+                _SeededRows(self._dataset, self._shard.seed) if self._seeds_rows else self._dataset,
                 batch_sampler=self._indices,
                 collate_fn=loader.collate_fn,
                 num_workers=loader.num_workers,
@@ -264,25 +264,25 @@ class IterableStream:
         """Nobody can tell what an iterable holds without reading it."""
         return
 
-    def open(self, feed: Feed) -> None:
+    def setup(self, shard: ShardInfo) -> None:
         """Takes note of the accumulation.
 
         Raises:
             ConfigError: a global batch size is asked for, which only a stream that knows its rows can keep.
             DataError: the iterable has no batches, and is to be trained on.
         """
-        self._feed = feed
-        if feed.training and feed.global_batch_size is not None:
+        self._shard = shard
+        if shard.training and shard.global_batch_size is not None:
             own = _reads_by(self._data) if isinstance(self._data, DataLoader) else None
             why = f"This one is read as it comes, because of {own}, and" if own else "An iterable"
             raise ConfigError(
-                f"global_batch_size={feed.global_batch_size} needs data that can be cut to size: a DataLoader over a "
+                f"global_batch_size={shard.global_batch_size} needs data that can be cut to size: a DataLoader over a "
                 "map-style dataset, with no sampler but torch's sequential, random and distributed ones, or a Headway "
                 f"stream. {why} brings its own batches; set gradient_accumulation_steps instead"
             )
-        if feed.training and self._num_batches == 0:
+        if shard.training and self._num_batches == 0:
             raise DataError(f"the training data, a {type(self._data).__name__}, has no batches")
-        if feed.rank == 0 and feed.world_size > 1:
+        if shard.rank == 0 and shard.world_size > 1:
             self._warn_of_ranks()
 
     def samples_in_epoch(self, epoch: int) -> None:
@@ -331,12 +331,12 @@ class IterableStream:
 
     def _warn_of_ranks(self) -> None:
         """Says that a loader whose rows could have been shared out is not."""
-        data, feed = self._data, self._feed
+        data, shard = self._data, self._shard
         if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or _knows_ranks(data):
             return
         warnings.warn(
-            f"each of the {feed.world_size} ranks reads all that the {_role(feed)} loader gives, and each row "
-            f"{'is trained on' if feed.training else 'counts'} as often: the loader is read as it comes, because of "
+            f"each of the {shard.world_size} ranks reads all that the {_role(shard)} loader gives, and each row "
+            f"{'is trained on' if shard.training else 'counts'} as often: the loader is read as it comes, because of "
             f"{_reads_by(data)}. Let it take the part of self.world.rank, or give a DataLoader without that",
             stacklevel=2,
         )
@@ -351,11 +351,11 @@ class IterableStream:
 
     @property
     def _window(self) -> int:
-        return self._feed.accumulation if self._feed.training else 1
+        return self._shard.accumulation if self._shard.training else 1
 
     def _group(self, window: list[Any]) -> LoadedBatch:
         num_samples = [batch_size(batch) for batch in window]
-        return LoadedBatch(window, num_samples, sum(num_samples) if self._feed.world_size == 1 else None)
+        return LoadedBatch(window, num_samples, sum(num_samples) if self._shard.world_size == 1 else None)
 
 
 class _Indices:
@@ -480,5 +480,5 @@ def _length(data: Any) -> int | None:
         return None
 
 
-def _role(feed: Feed) -> str:
-    return "training" if feed.training else "validation"
+def _role(shard: ShardInfo) -> str:
+    return "training" if shard.training else "validation"

@@ -109,9 +109,9 @@ class Mergeable(Protocol):
 class SupportsShards(Protocol):
     """A `BatchStream` that can cut every global batch by logical shards, in the same way for any number of ranks.
 
-    Told to by `Feed.by_shard`, it gives a rank equally many micro-batches for each of its logical shards, those of one
-    shard after the other; how many, no number of ranks decides. Rank r of R owns the shards from `num_shards * r // R`
-    up to `num_shards * (r + 1) // R`.
+    With `ShardInfo.by_shard` it gives a rank equally many micro-batches for each of its logical shards, those of one
+    shard after the other, independent of the number of ranks. Rank r of R owns the shards from `num_shards * r // R` up
+    to `num_shards * (r + 1) // R`.
     """
 
     @property
@@ -135,7 +135,7 @@ def micro_batch_ranges(num_shards: int, world_size: int, *, num_own: int, rank: 
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class ShardInfo:
     """What a stream must know of the run before it can be read; other packages take it by shape, not by import.
 
     Attributes:
@@ -177,7 +177,7 @@ class BatchStream(Protocol):
         """Changes when the data changes; None where nobody can tell."""
         ...
 
-    def open(self, feed: Feed) -> None:
+    def setup(self, shard: ShardInfo) -> None:
         """Tells the stream who reads it. Called once, before anything else; opening checks, and reads no rows."""
         ...
 
@@ -221,7 +221,7 @@ def is_exhausted(data: BatchStream, *, epoch: int, steps: int, offset: int) -> b
 
 
 def is_stream(data: Any) -> TypeGuard[BatchStream]:
-    """Whether something has all that a `BatchStream` has. Looks at its class: before `open` it may have no answers."""
+    """Whether something has all that a `BatchStream` has. Looks at its class: before `setup` it may have no answers."""
     wanted = {name for name in vars(BatchStream) if not name.startswith("_")}
     return wanted <= set(dir(type(data)))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..metrics.means import within
+from ..metrics.means import clamp
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -> Any:
@@ -96,7 +96,7 @@ def average_records(
         counted = [(value, weight) for value, weight in numbers if weight and not (exclude_nan and math.isnan(value))]
         if total := sum(weight for _, weight in counted):
             values = [value for value, _ in counted]
-            means[name] = within(sum(value * weight for value, weight in counted) / total, min(values), max(values))
+            means[name] = clamp(sum(value * weight for value, weight in counted) / total, min(values), max(values))
         else:
             means[name] = math.nan
     return means

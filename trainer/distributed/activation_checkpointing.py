@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
-def recomputed(block: nn.Module, policy: Literal["full", "selective"]) -> nn.Module:
+def wrap_checkpointed(block: nn.Module, policy: Literal["full", "selective"]) -> nn.Module:
     """Returns a block that keeps less for backward; what it computes, and its random numbers, stay the same.
 
     Args:
@@ -21,10 +21,10 @@ def recomputed(block: nn.Module, policy: Literal["full", "selective"]) -> nn.Mod
     """
     if policy == "full":
         return checkpoint_wrapper(block)
-    return checkpoint_wrapper(block, context_fn=partial(create_selective_checkpoint_contexts, _dear()))
+    return checkpoint_wrapper(block, context_fn=partial(create_selective_checkpoint_contexts, _ops_to_save()))
 
 
-def _dear() -> list[Any]:
+def _ops_to_save() -> list[Any]:
     """The operators whose results are worth their memory.
 
     Source: the list, not the code, of pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py and

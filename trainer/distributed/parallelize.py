@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import ParallelConfig, Precision
 from ..errors import ConfigError
 from ..step.precision import cast_weights
-from .activation_checkpointing import recomputed
+from .activation_checkpointing import wrap_checkpointed
 from .dtensor import is_sharded
 from .world import World, set_group_timeout
 
@@ -49,7 +49,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
             materialising the rest would lose.
     """
     check_strategy(config, world)
-    _check_birth(model)
+    _check_all_on_meta_or_none(model)
     cast_weights(model, precision)
     if is_sharded(model):
         _materialise(model, world.device, world.device)
@@ -57,7 +57,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     blocks = blocks_of(model, config)
     if config.activation_checkpointing != "none":
         for parent, name, block in blocks:
-            parent.register_module(name, recomputed(block, config.activation_checkpointing))
+            parent.register_module(name, wrap_checkpointed(block, config.activation_checkpointing))
     blocks = [(parent, name, parent.get_submodule(name)) for parent, name, _ in blocks]
     if config.compile:
         for module in [block for _, _, block in blocks] or [model]:
@@ -65,7 +65,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     shards = world.size > 1 and config.strategy in ("fsdp", "hsdp")
     if shards:
         if not on_meta(model):
-            synchronise(model, world)
+            broadcast_weights(model, world)
         _fully_shard(model, [block for _, _, block in blocks], config, precision, world)
     offloads = shards and config.cpu_offload
     _materialise(model, torch.device("cpu") if offloads else world.device, world.device)
@@ -84,7 +84,7 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
     )
 
 
-def replicate_again(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
+def rewrap_ddp(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
     """Wraps a model for the process group that follows the one in which it was replicated."""
     return replicate(model.module, config, world) if isinstance(model, DistributedDataParallel) else model
 
@@ -102,7 +102,7 @@ def check_unsharded(model: nn.Module) -> None:
         )
 
 
-def check_unbroken(model: nn.Module) -> None:
+def check_no_partial_gradients(model: nn.Module) -> None:
     """Refuses a sharded model that an error may have left in the midst of an update.
 
     Raises:
@@ -239,7 +239,7 @@ def _fully_shard(
 
 def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torch.device) -> None:
     if on_meta(model):
-        _take_memory(model, parameters_on)
+        _materialise_tied(model, parameters_on)
     else:
         model.to(parameters_on)
     if parameters_on != buffers_on:
@@ -248,14 +248,14 @@ def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torc
                 setattr(module, name, buffer.to(buffers_on))
 
 
-def synchronise(model: nn.Module, world: World) -> None:
+def broadcast_weights(model: nn.Module, world: World) -> None:
     """Gives every rank the main rank's weights and buffers. Every rank must call this."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(world.broadcast_tensor(tensor.to(world.device, copy=True)))
 
 
-def _check_birth(model: nn.Module) -> None:
+def _check_all_on_meta_or_none(model: nn.Module) -> None:
     tensors = dict(named_tensors({"model": model}))
     born = [name.removeprefix("model.") for name, tensor in tensors.items() if not tensor.is_meta]
     if born and len(born) < len(tensors):
@@ -266,7 +266,7 @@ def _check_birth(model: nn.Module) -> None:
         )
 
 
-def _take_memory(model: nn.Module, device: torch.device) -> None:
+def _materialise_tied(model: nn.Module, device: torch.device) -> None:
     """Materialises a model, with tied weights still tied: `to_empty` gives each place a tensor of its own."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

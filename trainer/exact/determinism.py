@@ -1,4 +1,4 @@
-"""Computing one micro-batch to the same bits in every process of one kind of machine."""
+"""Computing one micro-batch to the same bits in every process on one kind of hardware."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from ..data.tree import map_tensors
 
 
-def apart(batch: Any) -> Any:
+def clone_batch(batch: Any) -> Any:
     """Returns a batch in memory of its own: what a matrix product rounds may depend on where its rows begin."""
     return map_tensors(torch.Tensor.clone, batch)
 
 
 @contextmanager
-def pinned(device: torch.device) -> Iterator[None]:
+def deterministic_mode(device: torch.device) -> Iterator[None]:
     """Computes in the way that does not depend on the process: deterministic algorithms, and on a CPU one thread."""
     threads, benchmarks = torch.get_num_threads(), torch.backends.cudnn.benchmark
     mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def pinned(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def machine(device: torch.device) -> dict[str, str]:
+def hardware_fingerprint(device: torch.device) -> dict[str, str]:
     """Returns what the rounding of a micro-batch depends on besides the code: equal on all ranks, and on resume."""
     cpu = f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
     return {
@@ -55,4 +55,4 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return names[0] if names else platform.hardware_fingerprint()

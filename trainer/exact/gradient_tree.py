@@ -47,7 +47,7 @@ class GradientTree:
             self._kinds.setdefault(kind, []).append(parameter)
         self._sums: list[tuple[Node, list[torch.Tensor]]] = []
 
-    def take(self, part: int) -> None:
+    def add(self, part: int) -> None:
         """Takes the gradients that a part has left in the parameters, and leaves none there.
 
         Raises:
@@ -72,7 +72,7 @@ class GradientTree:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def take_nothing(self, part: int) -> None:
+    def add_empty(self, part: int) -> None:
         """Counts a part that has no rows: its gradient is zero."""
         device = self._parameters[0].device
         flat = [
@@ -82,16 +82,16 @@ class GradientTree:
             flat.append(torch.zeros(len(self._parameters), device=device))
         self._push(part, flat)
 
-    def combine(self, world: World, runs: Sequence[range]) -> None:
+    def combine(self, world: World, rank_ranges: Sequence[range]) -> None:
         """Leaves the gradient of the whole update in the parameters. Every rank must call this.
 
         Args:
             world: the ranks.
-            runs: the parts of each rank.
+            rank_ranges: the parts of each rank.
         """
-        assert [node for node, _ in self._sums] == cover(runs[world.rank], self._num_parts)
+        assert [node for node, _ in self._sums] == covering_nodes(rank_ranges[world.rank], self._num_parts)
         flat = [
-            _over_ranks([sums[i] for _, sums in self._sums], world, runs, self._num_parts)
+            _sum_over_ranks([sums[i] for _, sums in self._sums], world, rank_ranges, self._num_parts)
             for i in range(len(self._kinds) + self._may_miss)
         ]
         present = flat.pop().tolist() if self._may_miss else None
@@ -105,7 +105,7 @@ class GradientTree:
 
     def _push(self, part: int, flat: list[torch.Tensor]) -> None:
         """Adds a leaf, and every node that it completes."""
-        node, tree = Node(part, part + 1), middles(self._num_parts)
+        node, tree = Node(part, part + 1), split_points(self._num_parts)
         while self._sums and tree.get(Node(self._sums[-1][0].low, node.high)) == node.low:
             left, before = self._sums.pop()
             for total, more in zip(before, flat, strict=True):
@@ -115,7 +115,7 @@ class GradientTree:
 
 
 @cache
-def middles(num_parts: int) -> Mapping[Node, int]:
+def split_points(num_parts: int) -> Mapping[Node, int]:
     """Returns every node of the tree over so many parts that is no leaf, with the part where its second half begins."""
     found: dict[Node, int] = {}
     todo = [Node(0, num_parts)]
@@ -127,30 +127,32 @@ def middles(num_parts: int) -> Mapping[Node, int]:
     return found
 
 
-def cover(run: range, num_parts: int) -> list[Node]:
+def covering_nodes(run: range, num_parts: int) -> list[Node]:
     """Returns the fewest nodes that make up a run of parts, in their order.
 
     Example:
-        >>> cover(range(3, 8), 8)
+        >>> covering_nodes(range(3, 8), 8)
         [Node(low=3, high=4), Node(low=4, high=8)]
     """
-    return _cover(run, Node(0, num_parts), middles(num_parts))
+    return _covering_nodes(run, Node(0, num_parts), split_points(num_parts))
 
 
-def _cover(run: range, node: Node, tree: Mapping[Node, int]) -> list[Node]:
+def _covering_nodes(run: range, node: Node, tree: Mapping[Node, int]) -> list[Node]:
     if node.high <= run.start or run.stop <= node.low or node.low == node.high:
         return []
     if run.start <= node.low and node.high <= run.stop:
         return [node]
     middle = tree[node]
-    return _cover(run, Node(node.low, middle), tree) + _cover(run, Node(middle, node.high), tree)
+    return _covering_nodes(run, Node(node.low, middle), tree) + _covering_nodes(run, Node(middle, node.high), tree)
 
 
-def _over_ranks(own: Sequence[torch.Tensor], world: World, runs: Sequence[range], num_parts: int) -> torch.Tensor:
+def _sum_over_ranks(
+    own: Sequence[torch.Tensor], world: World, rank_ranges: Sequence[range], num_parts: int
+) -> torch.Tensor:
     """Returns the root of the tree. Each rank adds a slice of it up, of its own nodes and those that it gets."""
     if world.size == 1:
         return own[0]
-    nodes = [cover(run, num_parts) for run in runs]
+    nodes = [covering_nodes(run, num_parts) for run in rank_ranges]
     counts = [len(each) for each in nodes]
     in_order = [node for each in nodes for node in each]
     length = len(own[0])
@@ -166,7 +168,7 @@ def _over_ranks(own: Sequence[torch.Tensor], world: World, runs: Sequence[range]
                 sent[rank, i, : max(0, last - first)] = each[first:last]
         received = world.all_to_all(sent.view(-1), give=len(own) * width, take=[count * width for count in counts])
         sums = dict(zip(in_order, received.split(width), strict=True))  # type: ignore[no-untyped-call]
-        whole[start:stop] = world.all_gather(_root(Node(0, num_parts), sums, middles(num_parts)))[: stop - start]
+        whole[start:stop] = world.all_gather(_root(Node(0, num_parts), sums, split_points(num_parts)))[: stop - start]
     return whole
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed.world import World
 from ..errors import StepError
-from ..metrics.means import MeanMetrics, not_a_number, precise
+from ..metrics.means import MeanMetrics, not_a_number_error, to_float64
 from ..metrics.reductions import Reduce
 
 _SMALLEST = 1074
@@ -52,7 +52,7 @@ class _Sums:
         else:
             self.not_finite += weight * value
 
-    def add_all(self, other: _Sums) -> None:
+    def merge(self, other: _Sums) -> None:
         self.weighted += other.weighted
         self.weight += other.weight
         self.not_finite += other.not_finite
@@ -99,11 +99,11 @@ class ExactMeans(MeanMetrics):
                 continue
             if isinstance(value, Tensor):
                 if value.numel() != 1:
-                    raise not_a_number(name, value)
+                    raise not_a_number_error(name, value)
                 if value.is_cpu:
                     value = value.item()
             elif not isinstance(value, numbers.Real):
-                raise not_a_number(name, value)
+                raise not_a_number_error(name, value)
             if isinstance(value, Tensor) or isinstance(weight, Tensor):
                 own = (
                     value.detach().clone()
@@ -132,31 +132,31 @@ class ExactMeans(MeanMetrics):
             return
         if isinstance(weight, Tensor) or weight != 1:
             raise StepError(f"log({name!r}) has a weight and reduce={reduce!r}: only a mean is weighted")
-        self.reduced.check(name, reduce)
+        self.reduced.check_kind(name, reduce)
         self._exact.setdefault(name, _Sums(is_total=True))
         self.add({name: value})
 
     def read(self, world: World) -> dict[str, float]:
         """Returns the means since the last read, equal on every rank and at every number of them. Every rank must."""
-        per_rank = world.all_gather_object((self._taken(), self.reduced.take()))
-        sums = _joined([sums for sums, _ in per_rank])
+        per_rank = world.all_gather_object((self._drain_exact(), self.reduced.drain()))
+        sums = _merge([sums for sums, _ in per_rank])
         for name, each in sums.items():
             if each.is_total:
-                self.reduced.check(name, "sum")
+                self.reduced.check_kind(name, "sum")
         self.weights = {name: each.weight / _ONE for name, each in sums.items() if each.weight and not each.is_total}
         values = {name: each.value() for name, each in sums.items() if each.weight or each.not_finite}
         means = [name for name in values if not sums[name].is_total]
-        return dict(sorted((values | self.reduced.meet([reduced for _, reduced in per_rank], means)).items()))
+        return dict(sorted((values | self.reduced.merge_ranks([reduced for _, reduced in per_rank], means)).items()))
 
-    def take_over(self, other: MeanMetrics) -> None:
+    def merge(self, other: MeanMetrics) -> None:
         """Adds all that another one has, which is of the same kind."""
         assert isinstance(other, ExactMeans)
-        self._exact = _joined([self._exact, other._exact])
+        self._exact = _merge([self._exact, other._exact])
         self._kept += other._kept
         self._stacks += other._stacks
-        self.reduced.take_over(other.reduced)
+        self.reduced.merge(other.reduced)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begins anew without a read."""
         self._exact = {}
         self._kept, self._stacks = [], []
@@ -164,7 +164,7 @@ class ExactMeans(MeanMetrics):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank has added since the last read; "sums" is for a run that goes on without exact mode."""
-        self._exact = sums = self._taken()
+        self._exact = sums = self._drain_exact()
         return {
             "sums": {
                 name: [each.not_finite + each.weighted / _ONE**2, each.weight / _ONE]
@@ -180,7 +180,7 @@ class ExactMeans(MeanMetrics):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Goes on from what `state_dict` returned, or that of `MeanMetrics`."""
-        self.forget()
+        self.reset()
         if "reduced" in state_dict:
             self.reduced.load_state_dict(state_dict["reduced"])
         if "exact products" in state_dict:
@@ -197,19 +197,19 @@ class ExactMeans(MeanMetrics):
         """Takes over what another rank, which is gone, had added since the last read."""
         gone = ExactMeans()
         gone.load_state_dict(state_dict)
-        self.take_over(gone)
+        self.merge(gone)
 
     def _stack(self) -> None:
         """Makes one tensor [N, 2] of the values and weights that are kept."""
         kept, self._kept = self._kept, []
         device = next(each.device for _, *pair in kept for each in pair if isinstance(each, Tensor) and not each.is_cpu)
         columns = [
-            torch.stack([precise(each, device) for each in column])
+            torch.stack([to_float64(each, device) for each in column])
             for column in ([value for _, value, _ in kept], [weight for *_, weight in kept])
         ]
         self._stacks.append(([name for name, *_ in kept], torch.stack(columns, dim=1)))
 
-    def _taken(self) -> dict[str, _Sums]:
+    def _drain_exact(self) -> dict[str, _Sums]:
         """Brings all that this rank has to the host, and forgets it."""
         if self._kept:
             self._stack()
@@ -222,11 +222,11 @@ class ExactMeans(MeanMetrics):
         return sums
 
 
-def _joined(each: list[dict[str, _Sums]]) -> dict[str, _Sums]:
+def _merge(each: list[dict[str, _Sums]]) -> dict[str, _Sums]:
     joined: dict[str, _Sums] = {}
     for sums in each:
         for name, more in sums.items():
-            joined.setdefault(name, _Sums()).add_all(more)
+            joined.setdefault(name, _Sums()).merge(more)
     return joined
 
 

@@ -3,7 +3,7 @@
 Each global batch is cut into the same *parts* everywhere, whole logical shards or equal pieces of them, and a part is
 one micro-batch. Its random numbers are keyed by (seed, step, part), its gradient is computed alone, and the gradients
 of all parts are added up in the order of one tree (gradient_tree.py); sums of metrics are exact (exact_means.py). What
-remains is the arithmetic of one micro-batch, which is pinned (determinism.py).
+remains is the arithmetic of one micro-batch, for which kernels are deterministic (determinism.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..data.protocols import GlobalBatch, SupportsShards, micro_batch_ranges
 from ..errors import StepError
 from ..metrics.means import MeanMetrics
 from ..step.optimizer_step import LossWeight, OptimizerStep
-from .determinism import apart, pinned
-from .gradient_tree import GradientTree, cover
+from .determinism import clone_batch, deterministic_mode
+from .gradient_tree import GradientTree, covering_nodes
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -40,19 +40,20 @@ class ExactStep(OptimizerStep):
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, logged: MeanMetrics, data: SupportsShards) -> None:
         super().__init__(trainer, metrics)
         self.logged = logged
-        self._turns = None
+        self._isolation = None
         self._num_shards = data.num_shards
-        self._in_part = False
+        self._inside_part = False
         self._combining_s = 0.0
         self._num_combined = 0
 
     def describe(self) -> str:
         """Says what exact mode costs: what a rank sends in an update, where DDP would send twice the gradient."""
         world, shards = self._world, self._num_shards
-        numbers = sum(p.numel() * max(p.element_size(), 4) for p in _learning(self._optimizers))
+        numbers = sum(p.numel() * max(p.element_size(), 4) for p in _trainable(self._optimizers))
         own = shards * (world.rank + 1) // world.size - shards * world.rank // world.size
         most = max(
-            len(cover(run, shards)) for run in micro_batch_ranges(shards, world.size, num_own=own, rank=world.rank)
+            len(covering_nodes(run, shards))
+            for run in micro_batch_ranges(shards, world.size, num_own=own, rank=world.rank)
         )
         share = (world.size - 1) / world.size
         return (
@@ -68,11 +69,11 @@ class ExactStep(OptimizerStep):
 
     def __call__(self, batch: GlobalBatch) -> str | None:
         """Makes the update, and leaves all ranks with the same random numbers for what comes between two updates."""
-        self._in_part = False
-        with pinned(self._trainer.device):
-            refusal = super().__call__(batch)
-        seed_for(self._config.seed, "between updates", self._trainer.progress.step, self._tries())
-        return refusal
+        self._inside_part = False
+        with deterministic_mode(self._trainer.device):
+            rejection = super().__call__(batch)
+        seed_for(self._config.seed, "between updates", self._trainer.progress.step, self._attempts())
+        return rejection
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Refuses: the gradients of other parts are not here yet.
@@ -86,42 +87,42 @@ class ExactStep(OptimizerStep):
         )
 
     @property
-    def counts_here(self) -> bool:
+    def should_log(self) -> bool:
         """Whether what is logged now counts: inside a part on its rank, else on the main one, so once."""
-        return self._in_part or self._world.is_main
+        return self._inside_part or self._world.is_main
 
-    def _tries(self) -> int:
+    def _attempts(self) -> int:
         return self._guard.skipped + self._guard.retried
 
-    def _attempt(
+    def _compute_and_step(
         self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
     ) -> list[Mapping[str, Any]]:
         trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
         self._stepped.clear()
-        self._batch, self._losses, self._refusal, self._is_applied = batch, [], None, False
-        runs = self._runs_of(batch)
-        num_parts, first, before = runs[-1].stop, progress.micro_batches, self._versions()
+        self._batch, self._losses, self._rejection, self._is_applied = batch, [], None, False
+        rank_ranges = self._rank_ranges(batch)
+        num_parts, first, before = rank_ranges[-1].stop, progress.micro_batches, self._tensor_versions()
         may_miss = self._config.parallel.find_unused_parameters
-        gradients = GradientTree(_learning(self._optimizers), num_parts, may_miss=may_miss)
+        gradients = GradientTree(_trainable(self._optimizers), num_parts, may_miss=may_miss)
         taken: list[Mapping[str, Any]] = []
-        for i, part in enumerate(runs[self._world.rank]):
+        for i, part in enumerate(rank_ranges[self._world.rank]):
             if not batch.num_samples[i]:
-                gradients.take_nothing(part)
+                gradients.add_empty(part)
                 taken.append({})
                 continue
-            seed_for(self._config.seed, "part", progress.step, self._tries(), part)
-            micro_batch, batch_idx = apart(micro_batches[i]), first + part
+            seed_for(self._config.seed, "part", progress.step, self._attempts(), part)
+            micro_batch, batch_idx = clone_batch(micro_batches[i]), first + part
             self._activity.begin_batch("forward")
-            if self._prepares:
+            if self._overrides_prepare_batch:
                 micro_batch = trainer.prepare_batch(micro_batch)
-            self.weight = self._weights_in_hand[i]
+            self.weight = self._current_weights[i]
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = part == num_parts - 1
-            self._scale, self._micro_batch = scales[i], i
-            self._in_part = True
+            self._loss_scale, self._micro_batch = scales[i], i
+            self._inside_part = True
             outputs = self._forward_backward(micro_batch, batch_idx)
-            self._in_part = False
-            gradients.take(part)
+            self._inside_part = False
+            gradients.add(part)
             taken.append(outputs)
             callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
             self.weight = 1.0
@@ -129,32 +130,32 @@ class ExactStep(OptimizerStep):
         self._check_unchanged(before)
         self._activity.enter("optimizer")
         began_s = time.perf_counter()
-        gradients.combine(self._world, runs)
+        gradients.combine(self._world, rank_ranges)
         self._combining_s += time.perf_counter() - began_s
         self._num_combined += 1
         self._step(self._optimizers)
         return taken
 
-    def _scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
-        if not self._weighs_itself:
+    def _loss_scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
+        if not self._overrides_loss_weight:
             assert batch.global_num_samples is not None
             return [weight / batch.global_num_samples for weight in weights]
-        runs = self._runs_of(batch)
-        device, own = self._trainer.device, runs[self._world.rank]
+        rank_ranges = self._rank_ranges(batch)
+        device, own = self._trainer.device, rank_ranges[self._world.rank]
         # Weights may be fractions, so these are added up in one order too: to a zero no sum is rounded.
-        weight_P = torch.zeros(runs[-1].stop, dtype=torch.float64, device=device)
+        weight_P = torch.zeros(rank_ranges[-1].stop, dtype=torch.float64, device=device)
         weight_P[own.start : own.stop] = torch.stack(
             [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for weight in weights]
         )
         factor = (1 / self._world.all_reduce_sum(weight_P).sum().clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
 
-    def _runs_of(self, batch: GlobalBatch) -> list[range]:
+    def _rank_ranges(self, batch: GlobalBatch) -> list[range]:
         """The parts of each rank: as many of every logical shard."""
         world = self._world
         return micro_batch_ranges(self._num_shards, world.size, num_own=len(batch.micro_batches), rank=world.rank)
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _tensor_versions(self) -> list[tuple[int, int]]:
         """Tells whether a parameter or buffer has been replaced, or changed in place."""
         models = self._models.values()
         return [
@@ -170,7 +171,7 @@ class ExactStep(OptimizerStep):
         Raises:
             StepError: with the names.
         """
-        if (now := self._versions()) == before:
+        if (now := self._tensor_versions()) == before:
             return
         names = {
             id(tensor): f"{model}.{name}"
@@ -185,6 +186,6 @@ class ExactStep(OptimizerStep):
         )
 
 
-def _learning(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+def _trainable(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     each = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     return list(dict.fromkeys(p for p in each if p.requires_grad))

@@ -52,14 +52,14 @@ class Requests:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._wanted = [0, 0, 0]
+        self._requested = [0, 0, 0]
         self._in_flight: tuple[torch.Tensor, Any] | None = None
         # Counts updates: a reduction begins where 1 is left, and is read where none is.
         self._interval, self._left = 1, 2
         self._updates = 0
         self._began_s = time.perf_counter()
         self._saving: Saving | None = None
-        self._asks_for_save = False
+        self._covers_save = False
         self.stop_reason = ""
 
     def watch(self, saving: Saving | None) -> None:
@@ -68,16 +68,16 @@ class Requests:
 
     def evaluate(self) -> None:
         """Asks for an evaluation. Any rank may, from any thread."""
-        self._wanted[0] = 1
+        self._requested[0] = 1
 
     def save(self, *, at_once: bool = False) -> None:
         """Asks for a checkpoint, where that is so by cutting an evaluation short. Any rank may, from any thread."""
-        self._wanted[1] = max(self._wanted[1], 2 if at_once else 1)
+        self._requested[1] = max(self._requested[1], 2 if at_once else 1)
 
     def stop(self, reason: str, status: StopStatus) -> None:
         """Asks for an orderly end. Any rank may, from any thread or signal handler; the first reason stays."""
         self.stop_reason = self.stop_reason or reason or "a request without a reason"
-        self._wanted[2] = max(self._wanted[2], 1 + _STATUSES.index(status))
+        self._requested[2] = max(self._requested[2], 1 + _STATUSES.index(status))
 
     def agree(self, *, often: bool = False) -> Agreed:
         """Returns what all ranks are to do at this update. Every rank must call this, once per update.
@@ -87,7 +87,7 @@ class Requests:
         """
         if self._world.size == 1:
             saved = self._saving is not None and self._saving.is_done
-            return _as_agreed(self._take(), saved=saved) if saved or any(self._wanted) else _NOTHING
+            return _as_agreed(self._drain(), saved=saved) if saved or any(self._requested) else _NOTHING
         self._updates += 1
         self._left = min(self._left, 2) if often else self._left
         self._left -= 1
@@ -119,17 +119,17 @@ class Requests:
         self._read()
         self._left = 2
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drops what was asked for: the run that it was meant for has ended."""
-        self._wanted = [0, 0, 0]
+        self._requested = [0, 0, 0]
         self.stop_reason = ""
         # Of a run that an error ended: nobody may read an answer to what that run was asked, or meet out of step.
         self._in_flight = None
         self._interval, self._left = 1, 2
 
-    def _take(self) -> list[int]:
+    def _drain(self) -> list[int]:
         # A stop stays asked for, so that no race with a signal handler can lose it.
-        taken, self._wanted = self._wanted, [0, 0, self._wanted[2]]
+        taken, self._requested = self._requested, [0, 0, self._requested[2]]
         return taken
 
     def _begin(self) -> None:
@@ -138,9 +138,9 @@ class Requests:
         self._began_s, self._updates = now_s, 0
         # The longest update of any rank travels along: from it all ranks derive the same interval.
         # A save that is begun while the reduction is under way must not be taken for one that has ended.
-        self._asks_for_save = self._saving is not None
+        self._covers_save = self._saving is not None
         is_busy = self._saving is not None and not self._saving.is_done
-        values = torch.tensor([*self._take(), int(is_busy), update_us], dtype=torch.int32)
+        values = torch.tensor([*self._drain(), int(is_busy), update_us], dtype=torch.int32)
         self._in_flight = values, self._world.all_reduce_max_async(values)
 
     def _read(self) -> Agreed:
@@ -151,7 +151,7 @@ class Requests:
         work.wait()
         *values, is_busy, update_us = tensor.tolist()
         self._interval = max(1, min(_MOST_UPDATES, int(WITHIN_S * 1e6 / max(update_us, 1))))
-        saved = self._asks_for_save and not is_busy
+        saved = self._covers_save and not is_busy
         return _as_agreed(values, saved=saved) if saved or any(values) else _NOTHING
 
 

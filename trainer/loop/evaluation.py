@@ -17,7 +17,7 @@ from ..data.protocols import BatchStream, GlobalBatch, SupportsShards, micro_bat
 from ..data.tree import move
 from ..distributed.world import World
 from ..errors import ConfigError, DataError, StepError
-from ..exact.determinism import apart, pinned
+from ..exact.determinism import clone_batch, deterministic_mode
 from ..exact.means import ExactMeans
 from ..metrics.means import MeanMetrics
 from ..metrics.reductions import Reduce
@@ -77,7 +77,7 @@ class Evaluation:
         trainer = self._trainer
         computed: dict[str, float] = {}
         num_batches = 0
-        exactly = pinned(trainer.device) if trainer.config.exact else nullcontext()
+        exactly = deterministic_mode(trainer.device) if trainer.config.exact else nullcontext()
         with exactly, evaluating(trainer), trainer.metrics.counting():
             self._callbacks.on_evaluation_start(trainer)
             for name, stream in self._sets.items():
@@ -87,7 +87,7 @@ class Evaluation:
                 if seen is None:
                     return None
                 if seen == 0:
-                    self._complain_of_no_data(name, stream)
+                    self._report_no_data(name, stream)
                 num_batches += seen
                 # Ahead of a rank that is still in its last batch.
                 trainer.activity.begin_batch("around an evaluation")
@@ -119,9 +119,9 @@ class Evaluation:
         trainer, callbacks, metrics = self._trainer, self._callbacks, self._trainer.metrics
         overrides_loss_weight = trainer.overrides_loss_weight
         num_batches = first = 0
-        with closing(_in_step(stream, trainer.world, trainer.activity)) as batches:
+        with closing(_aligned_batches(stream, trainer.world, trainer.activity)) as batches:
             for batch in islice(batches, self._max_batches):
-                own, first = self._numbers(stream, batch, first)
+                own, first = self._batch_indices(stream, batch, first)
                 micro_batches = zip(own, batch.micro_batches, batch.num_samples, strict=True)
                 for batch_idx, micro_batch, num_samples in micro_batches:
                     if trainer.device.type != "cpu":
@@ -130,7 +130,7 @@ class Evaluation:
                         if not num_samples:
                             continue
                         seed_for(trainer.config.seed, self._prefix, trainer.progress.step, batch_idx)
-                        micro_batch = apart(micro_batch)
+                        micro_batch = clone_batch(micro_batch)
                     # A row that is there to keep the ranks in step counts nowhere.
                     metrics.counts = num_samples > 0
                     trainer.activity.begin_batch("evaluation")
@@ -156,16 +156,16 @@ class Evaluation:
                     return None
         return num_batches
 
-    def _numbers(self, stream: BatchStream, batch: GlobalBatch, first: int) -> tuple[range, int]:
+    def _batch_indices(self, stream: BatchStream, batch: GlobalBatch, first: int) -> tuple[range, int]:
         """Returns the numbers of this rank's micro-batches, and the first of the next batch: in exact mode over all."""
         num_own, world = len(batch.micro_batches), self._trainer.world
         if not (self._trainer.config.exact and isinstance(stream, SupportsShards)):
             return range(first, first + num_own), first + num_own
-        runs = micro_batch_ranges(stream.num_shards, world.size, num_own=num_own, rank=world.rank)
-        own = runs[world.rank]
-        return range(first + own.start, first + own.stop), first + runs[-1].stop
+        rank_ranges = micro_batch_ranges(stream.num_shards, world.size, num_own=num_own, rank=world.rank)
+        own = rank_ranges[world.rank]
+        return range(first + own.start, first + own.stop), first + rank_ranges[-1].stop
 
-    def _complain_of_no_data(self, name: str, stream: BatchStream) -> None:
+    def _report_no_data(self, name: str, stream: BatchStream) -> None:
         what = f"the validation data{f' {name!r}' if name else ''}"
         if stream.guarantee == "none":
             raise DataError(
@@ -188,7 +188,7 @@ def _as_dict(trainer: Trainer[Any], outputs: Any) -> Mapping[str, Any]:
     return outputs
 
 
-def _in_step(stream: BatchStream, world: World, activity: Activity) -> Generator[GlobalBatch, None, None]:
+def _aligned_batches(stream: BatchStream, world: World, activity: Activity) -> Generator[GlobalBatch, None, None]:
     """Yields equally many batches on every rank: a rank that has run out repeats its last, which then counts nothing.
 
     Raises:

@@ -110,11 +110,11 @@ class EvaluationMetric:
         self._function: Callable[..., Any] | None = metric if lacks else None
         self._object: Any = None if lacks else metric.to(world.device) if hasattr(metric, "to") else metric
         self._parts = [] if lacks else _parts(self._object)
-        self._meets_by_state = world.size > 1 and bool(self._parts) and all(map(_merges_exactly, self._parts))
+        self._merges_states = world.size > 1 and bool(self._parts) and all(map(_merges_exactly, self._parts))
         for part in self._parts:
             # torchmetrics' own way hangs where a rank had no rows.
-            part.dist_sync_fn, part.distributed_available_fn = self._gathered, lambda: self._meets_by_state
-        self._keeps = bool(lacks) or (world.size > 1 and not self._meets_by_state)
+            part.dist_sync_fn, part.distributed_available_fn = self._gather_states, lambda: self._merges_states
+        self._keeps_calls = bool(lacks) or (world.size > 1 and not self._merges_states)
         self._calls: list[Call] = []
         self.num_updates = 0
 
@@ -123,7 +123,7 @@ class EvaluationMetric:
         if not self._owner.counts:
             return
         self.num_updates += 1
-        if self._keeps:
+        if self._keeps_calls:
             self._calls.append((map_tensors(torch.Tensor.detach, args), map_tensors(torch.Tensor.detach, kwargs)))
         else:
             self._object.update(*args, **kwargs)
@@ -136,7 +136,7 @@ class EvaluationMetric:
 
     def compute(self) -> Any:
         """Returns its value over all ranks. Every rank must call this, if any rank has an update."""
-        if not self._keeps:
+        if not self._keeps_calls:
             with warnings.catch_warnings():
                 warnings.filterwarnings(
                     "ignore", "The ``compute`` method"
@@ -150,7 +150,7 @@ class EvaluationMetric:
             self._object.update(*args, **kwargs)
         return self._object.compute()
 
-    def _gathered(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    def _gather_states(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         states = [each.to(self._world.device) for each in self._world.all_gather_object(state.cpu())]
         # A list that is still empty on some rank comes as a tensor without rows, and perhaps of another shape.
         return [each for each in states if each.numel()] or states[:1]

@@ -17,7 +17,7 @@ from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
 from ..data.loaders import LoadedBatch
 from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, SupportsShards, is_exhausted
-from ..distributed.parallelize import check_unbroken
+from ..distributed.parallelize import check_no_partial_gradients
 from ..errors import CheckpointError, ConfigError, DataError, LossSpikeError
 from ..exact.means import ExactMeans
 from ..exact.step import ExactStep
@@ -26,7 +26,7 @@ from ..metrics.reductions import Reduce
 from ..metrics.train_log import Recorder
 from ..result import FitResult
 from ..step.auto_microbatch import AutoMicrobatchStep
-from ..step.lr_stepping import follow_evaluation, schedulers_at
+from ..step.lr_stepping import schedulers_at, step_after_evaluation
 from ..step.optimizer_step import LossWeight, OptimizerStep
 from ..step.precision import autocast
 from .control import Requests, StopStatus
@@ -64,19 +64,19 @@ class Loop:
         self._progress, self._world = trainer.progress, trainer.world
         self._data, self._validation = data, validation
         self.metrics: MeanMetrics
-        self.update: OptimizerStep
+        self.optimizer_step: OptimizerStep
         if config.exact:
             assert isinstance(data, SupportsShards)
             self.metrics = ExactMeans()
-            self.update = ExactStep(trainer, self.metrics, ExactMeans(), data)
+            self.optimizer_step = ExactStep(trainer, self.metrics, ExactMeans(), data)
         else:
             self.metrics = MeanMetrics()
-            self.update = (AutoMicrobatchStep if config.halve_on_out_of_memory else OptimizerStep)(
+            self.optimizer_step = (AutoMicrobatchStep if config.halve_on_out_of_memory else OptimizerStep)(
                 trainer, self.metrics
             )
-        self.recorder = Recorder(trainer, self.metrics, self.update)
+        self.recorder = Recorder(trainer, self.metrics, self.optimizer_step)
         self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
-        self._state = RunState(trainer, self.recorder, self.metrics, self.update, self._spikes, data)
+        self._state = RunState(trainer, self.recorder, self.metrics, self.optimizer_step, self._spikes, data)
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
         self._checkpoints = Schedule(config.checkpoint.every)
@@ -91,8 +91,8 @@ class Loop:
         self._is_running = False
         self._stopped: StopStatus | None = None
         self._evaluation: Evaluation | None = None
-        self._best_is_unsaved = False
-        self._ragged_samples = 0
+        self._must_save_best = False
+        self._uneven_samples = 0
         self._has_warned = False
         self._saving: Saving | None = None
         if config.loss_spike is not None and trainer.run_dir is None:
@@ -117,7 +117,7 @@ class Loop:
         needs_restore = bool(broken or half_restored)
         if broken:
             for model in self._trainer.models.values():
-                check_unbroken(model)
+                check_no_partial_gradients(model)
         goes_on = resume == "auto" and self._progress.step > 0 and not needs_restore
         with self._trainer.setup_times.phase("restore"):
             resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
@@ -131,14 +131,14 @@ class Loop:
         has_work = reason is None or self._progress.is_closing
         if has_work:
             self._state.check_storage()
-            self._warn_of_no_end()
+            self._warn_if_data_is_endless()
         self.recorder.start(resumed=goes_on or resumed_from is not None, began_s=began_s)
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self.recorder.elapsed_s())
         self._activity.enter("between updates")
         if has_work:
             if self._config.sanity_batches and self._progress.step == 0:
-                self._rehearse()
+                self._sanity_check()
             self._trainer.callbacks.on_fit_start(self._trainer)
             if self._config.evaluate_at_start and self._progress.step == 0:
                 self._evaluate()
@@ -147,8 +147,8 @@ class Loop:
                 self._evaluate()
             if self._progress.is_closing:
                 self._close_epoch()
-            self._heed()
-            reason = self.why_it_ends()
+            self._handle_requests()
+            reason = self.end_reason()
         if reason is None:
             self._is_running = self.needs_restore = True
             try:
@@ -156,17 +156,17 @@ class Loop:
             finally:
                 self._is_running = False
             # Before anybody goes on with these weights, saved or not.
-            self.update.settle()
+            self.optimizer_step.check_pending_norms()
             self.needs_restore = False
-            reason = self.why_it_ends() or "loop() has returned"
-            self._finish()
+            reason = self.end_reason() or "loop() has returned"
+            self._evaluate_and_save_last()
             # What a loop of one's own has left, saved before as in `train_epoch`.
             self._flush()
         else:
-            self._finish()
+            self._evaluate_and_save_last()
         self._requests.close()
         # Asked again: a stop may have cut the last evaluation short.
-        return self._state.result(self._stopped or "completed", self.why_it_ends() or reason, resumed_from)
+        return self._state.result(self._stopped or "completed", self.end_reason() or reason, resumed_from)
 
     def train_epoch(self) -> dict[str, float]:
         """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
@@ -174,22 +174,26 @@ class Loop:
         if progress.is_closing:
             return self._close_epoch()
         # Who trains on beyond a limit gets whole epochs.
-        had_enough = self._has_enough()
+        had_enough = self._reaches_limit_mid_epoch()
         self._trainer.callbacks.on_epoch_start(self._trainer)
         with closing(self._global_batches(epoch)) as batches:
             for batch in batches:
-                self._do_what_is_due(applied=self._advance(batch))
-                if self._stopped or (self._has_enough() and not had_enough) or self._is_cut_here():
+                self._run_due_actions(applied=self._run_step(batch))
+                if (
+                    self._stopped
+                    or (self._reaches_limit_mid_epoch() and not had_enough)
+                    or self._reached_steps_per_epoch()
+                ):
                     break
             else:
                 if progress.step_in_epoch == 0:
                     raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty, or has run out")
                 return self._end_epoch()
         # A stop leaves even a whole epoch open: the resumed run closes it, with the evaluation that belongs to it.
-        if not self._stopped and self._state.is_epoch_whole():
+        if not self._stopped and self._state.is_epoch_complete():
             return self._end_epoch()
         # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
-        self._finish()
+        self._evaluate_and_save_last()
         self._flush()
         metrics = self._trainer.history.so_far()
         self._trainer.callbacks.on_epoch_end(self._trainer, metrics)
@@ -208,18 +212,18 @@ class Loop:
         if batch.global_num_samples is None:
             total = self._world.sum_ints(sum(batch.num_samples))[0]
             batch = LoadedBatch(batch.micro_batches, batch.num_samples, total)
-        applied = self._advance(batch, of_epoch=False)
+        applied = self._run_step(batch, of_epoch=False)
         if not self._is_running:
             return self._flush()
-        return self._do_what_is_due(applied=applied)
+        return self._run_due_actions(applied=applied)
 
-    def initialise(self) -> None:
+    def load_initial_weights(self) -> None:
         """Takes the weights that the config begins with, for what is called without `run`."""
-        self._state.initialise()
+        self._state.load_initial_weights()
 
-    def begin_alone(self) -> None:
+    def begin_without_restore(self) -> None:
         """Does the same for what trains or saves, and refuses where it would do so over another run."""
-        self._state.begin_alone()
+        self._state.begin_without_restore()
 
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
@@ -230,7 +234,7 @@ class Loop:
     def evaluate(self, sets: Mapping[str, BatchStream], *, may_repeat: bool = False) -> dict[str, float] | None:
         """Evaluates on these sets; None if a request cuts it short, one to save only where that may be repeated."""
         config, requests = self._config, self._requests
-        self.update.settle()
+        self.optimizer_step.check_pending_norms()
         return self._run_evaluation(
             Evaluation(self._trainer, sets, requests, max_batches=config.evaluate_batches, may_repeat=may_repeat)
         )
@@ -250,20 +254,22 @@ class Loop:
     def log(self, name: str, value: float | torch.Tensor, weight: LossWeight | None, reduce: Reduce) -> None:
         """Takes in a number that a step logs by itself."""
         if weight is None:
-            in_hand = self.update.weight if self._evaluation is None else self._evaluation.weight
+            in_hand = self.optimizer_step.weight if self._evaluation is None else self._evaluation.weight
             weight = in_hand if reduce == "mean" else 1.0
         if self._evaluation is not None:
             self._evaluation.log(name, value, weight, reduce)
-        elif not self.update.is_padding and (not isinstance(self.update, ExactStep) or self.update.counts_here):
-            metrics = self.update.logged if self.recorder.in_update else self.metrics
+        elif not self.optimizer_step.is_padding and (
+            not isinstance(self.optimizer_step, ExactStep) or self.optimizer_step.should_log
+        ):
+            metrics = self.optimizer_step.logged if self.recorder.in_update else self.metrics
             metrics.log(f"{'train' if self._trainer.training else 'validation'}/{name}", value, weight, reduce)
 
     def save(self) -> Checkpoint:
         """Saves the whole state, between two updates, and waits until that is done."""
-        self._finish_saving()
-        self.update.settle()
+        self._finish_background_save()
+        self.optimizer_step.check_pending_norms()
         self._save_began_s = time.perf_counter()
-        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+        with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
             self._trainer.callbacks.on_checkpoint_start(self._trainer)
             checkpoint = self._state.save()
         self.save_took_s = time.perf_counter() - self._save_began_s
@@ -277,7 +283,7 @@ class Loop:
         # Its first update may have to find its peers again.
         self._step_timeout = self._config.parallel.step_timeout
 
-    def end(self) -> None:
+    def clean_up(self) -> None:
         """Lets go of a stop that was heeded, whatever happened; where the run has failed, other ranks may be gone.
 
         A save that is under way gets the time to end well; one that takes longer is waited for by the next `run`.
@@ -287,31 +293,31 @@ class Loop:
             self._saving.wait(None if self._world.size == 1 else _SAVE_TIMEOUT_S)
             self._requests.watch(None)
 
-    def _begin_to_save(self) -> None:
+    def _start_background_save(self) -> None:
         """Saves the whole state while training goes on."""
-        self._finish_saving()
-        self.update.settle()
+        self._finish_background_save()
+        self.optimizer_step.check_pending_norms()
         self._save_began_s = time.perf_counter()
-        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+        with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
             self._trainer.callbacks.on_checkpoint_start(self._trainer)
             self._saving = self._state.begin_save()
-        self.update.hold = self._saving.hold
+        self.optimizer_step.wait_for_snapshot = self._saving.hold
         self._requests.watch(self._saving)
         self._checkpoints.done(self._progress.elapsed_s)
 
-    def _finish_saving(self) -> None:
+    def _finish_background_save(self) -> None:
         """Waits for the save that is under way, if there is one, and tells of it. Every rank calls it at one update."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
         self._requests.watch(None)
-        with self._in_phase("saving"), self.recorder.paused(), self._telling_of_failure():
+        with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
             checkpoint = saving.result()
         self.save_took_s = time.perf_counter() - self._save_began_s
         self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
 
     @contextmanager
-    def _telling_of_failure(self) -> Iterator[None]:
+    def _reporting_save_failure(self) -> Iterator[None]:
         """Lets the hooks hear of a save that has failed; what one of them raises does not hide why."""
         try:
             yield
@@ -345,7 +351,7 @@ class Loop:
         yield
         self._activity.enter("between updates")
 
-    def _warn_of_no_end(self) -> None:
+    def _warn_if_data_is_endless(self) -> None:
         """Says before the first epoch what may never come, where nobody can tell whether the data has an end."""
         config, data, progress = self._config, self._data, self._progress
         if config.steps_per_epoch or data.guarantee == "exact" or data.steps_in_epoch(0) or progress.epoch:
@@ -363,11 +369,11 @@ class Loop:
                 stacklevel=2,
             )
 
-    def _rehearse(self) -> None:
+    def _sanity_check(self) -> None:
         """Finds out before the first step whether an evaluation works. Draws no random number of the run's."""
         generators = RngState()
         before = generators.state_dict()
-        rehearsal = Evaluation(
+        evaluation = Evaluation(
             self._trainer,
             self._validation,
             self._requests,
@@ -375,17 +381,17 @@ class Loop:
             is_sanity_check=True,
         )
         # A stop that cuts it short stays asked for, and is heeded when the hooks have heard that the run has begun.
-        if metrics := self._run_evaluation(rehearsal):
+        if metrics := self._run_evaluation(evaluation):
             # Hours before the first evaluation may be due.
             self._state.has_monitor(metrics)
         generators.load_state_dict(before)
 
-    def _advance(self, batch: GlobalBatch, *, of_epoch: bool = True) -> bool:
+    def _run_step(self, batch: GlobalBatch, *, of_epoch: bool = True) -> bool:
         """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
         progress = self._progress
         self.recorder.in_update = True
         try:
-            refusal = self.update(batch)
+            rejection = self.optimizer_step(batch)
         finally:
             self.recorder.in_update = False
         self._activity.end_update()
@@ -398,10 +404,10 @@ class Loop:
         if of_epoch:
             progress.step_in_epoch += 1
             progress.offset += samples
-        if refusal is not None:
+        if rejection is not None:
             # What was saved at this step stands before the batch that was skipped.
             self._state.last_saved_step = None
-            self._trainer.callbacks.on_step_skipped(self._trainer, refusal)
+            self._trainer.callbacks.on_step_skipped(self._trainer, rejection)
             return False
         progress.step += 1
         progress.samples += samples
@@ -409,23 +415,23 @@ class Loop:
         self._trainer.callbacks.on_step_end(self._trainer)
         return True
 
-    def _do_what_is_due(self, *, applied: bool) -> dict[str, float]:
+    def _run_due_actions(self, *, applied: bool) -> dict[str, float]:
         """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update. Returns what it logs.
 
         What comes every so many updates has been done already where the last one was not applied.
         """
         progress, agreed = self._progress, self._requests.agree()
         if agreed.saved:
-            self._finish_saving()
+            self._finish_background_save()
         record = self._flush() if applied and self._logs.due(progress, ended="steps") else {}
-        if record and self._goes_back(record):
+        if record and self._maybe_roll_back(record):
             applied = False
         if agreed.stop:
             self._stop(agreed.stop)
             return record
         if agreed.evaluate or (applied and self._evaluations.due(progress, ended="steps")):
             self._evaluate()
-            self._heed()
+            self._handle_requests()
         self._save_if_best()
         if agreed.save or (applied and self._checkpoints.due(progress, ended="steps")):
             self._save_unless_saved()
@@ -446,7 +452,7 @@ class Loop:
         if math.isfinite(loss := record.get("train/loss", 0.0)):
             return record
         # The gradient may not be finite either, and nobody have looked yet.
-        self.update.settle()
+        self.optimizer_step.check_pending_norms()
         if not self._has_warned and self._world.is_main:
             self._has_warned = True
             warnings.warn(
@@ -456,7 +462,7 @@ class Loop:
             )
         return record
 
-    def _goes_back(self, record: Mapping[str, float]) -> bool:
+    def _maybe_roll_back(self, record: Mapping[str, float]) -> bool:
         """Judges the loss of an interval; if it has jumped away, goes back to a checkpoint from before, and says so.
 
         Raises:
@@ -478,17 +484,17 @@ class Loop:
                 f"{what}, and the run has gone back {spikes.rollbacks} times already (max_rollbacks): lower the "
                 "learning rate, clip the gradient, or look at the data"
             )
-        self._finish_saving()
-        self.update.settle()
+        self._finish_background_save()
+        self.optimizer_step.check_pending_norms()
         with self.recorder.paused():
-            checkpoint = self._state.go_back(up_to=spikes.good_step)
+            checkpoint = self._state.roll_back(up_to=spikes.good_step)
         if checkpoint is None:
             self._trainer.print(f"{what}; there is no checkpoint from before to go back to, so training goes on")
             return False
-        spikes.went_back(progress.step)
+        spikes.rolled_back(progress.step)
         self.recorder.trackers.rewind(progress.step)
         self._trainer.history.rewind(progress.step)
-        self.recorder.note({"rollbacks": float(spikes.rollbacks)})
+        self.recorder.log_event({"rollbacks": float(spikes.rollbacks)})
         self._trainer.print(
             f"{what}; went back to the weights of step {progress.step} ({checkpoint.path}), and on behind the data "
             f"that did it ({spikes.rollbacks} of at most {config.max_rollbacks} times)"
@@ -499,18 +505,18 @@ class Loop:
 
     def _end_epoch(self) -> dict[str, float]:
         progress, trainer = self._progress, self._trainer
-        trainer.history.dropped_samples = self._ragged_samples
+        trainer.history.dropped_samples = self._uneven_samples
         place = {"epoch": progress.epoch, "offset": progress.offset}
         if isinstance(self._data, HasDroppedTail) and is_exhausted(self._data, steps=progress.step_in_epoch, **place):
             trainer.history.dropped_samples = self._data.dropped_in_epoch(**place)
-        self._ragged_samples = 0
+        self._uneven_samples = 0
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0
         # What is saved from here on goes on with the closing.
         progress.is_closing = True
         for scheduler in schedulers_at(trainer, "epoch"):
             scheduler.step()
-        self._goes_back(self._flush())
+        self._maybe_roll_back(self._flush())
         return self._close_epoch()
 
     def _close_epoch(self) -> dict[str, float]:
@@ -520,23 +526,23 @@ class Loop:
             return trainer.history.so_far()
         progress.is_closing = False
         metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
-        self.recorder.epoch(metrics)
+        self.recorder.log_epoch(metrics)
         trainer.callbacks.on_epoch_end(trainer, metrics)
         # What was saved of this update before does not know that the epoch has ended.
         self._state.last_saved_step = None
         self._save_if_best()
         if self._checkpoints.due(progress, ended="epochs"):
             self._save_unless_saved()
-        self._heed()
+        self._handle_requests()
         if not self._is_running:
-            self._finish_saving()
+            self._finish_background_save()
         return metrics
 
-    def _heed(self) -> None:
+    def _handle_requests(self) -> None:
         """Does at once what was asked for during an evaluation or at the end of an epoch, unless the run ends here."""
         agreed = self._requests.agree_now()
         if agreed.saved:
-            self._finish_saving()
+            self._finish_background_save()
         if agreed.evaluate:
             self._evaluate()
         self._save_if_best()
@@ -569,23 +575,23 @@ class Loop:
         # What was saved of this update before does not know of it.
         self._state.last_saved_step = None
         if metrics:
-            self.recorder.evaluation(metrics)
-            self._best_is_unsaved = self._state.judge(metrics) and self._config.checkpoint.save_best
-            follow_evaluation(self._trainer, metrics)
+            self.recorder.log_evaluation(metrics)
+            self._must_save_best = self._state.record_evaluation(metrics) and self._config.checkpoint.save_best
+            step_after_evaluation(self._trainer, metrics)
         return True
 
     def _save_unless_saved(self) -> None:
         if self._trainer.run_dir is None or self._state.last_saved_step == self._progress.step:
             return
         # What ends the run is saved at once: there is nothing left to do meanwhile.
-        if self._config.checkpoint.background and self.why_it_ends() is None:
-            self._begin_to_save()
+        if self._config.checkpoint.background and self.end_reason() is None:
+            self._start_background_save()
         else:
             self.save()
 
     def _save_if_best(self) -> None:
         """Saves the state of the evaluation that has just been, if it is the best and that is asked for."""
-        best, self._best_is_unsaved = self._best_is_unsaved, False
+        best, self._must_save_best = self._must_save_best, False
         if best:
             self._save_unless_saved()
 
@@ -595,16 +601,16 @@ class Loop:
         self._requests.stop_reason = next(reason for reason in reasons if reason)
         self._trainer.callbacks.on_stop_requested(self._trainer, self._requests.stop_reason)
 
-    def _finish(self) -> None:
+    def _evaluate_and_save_last(self) -> None:
         """Evaluates and saves the last state, unless that has been done; one that was told to stop only saves."""
         if self._stopped is None:
             self._evaluate()
         self._save_if_best()
         if self._config.checkpoint.at_end:
             self._save_unless_saved()
-        self._finish_saving()
+        self._finish_background_save()
 
-    def why_it_ends(self) -> str | None:
+    def end_reason(self) -> str | None:
         """Returns why the run is to end here, or None if it is to go on; equal on every rank."""
         return self._requests.stop_reason if self._stopped else self._reached_limit()
 
@@ -620,7 +626,7 @@ class Loop:
             return f"max_epochs={config.max_epochs} reached"
         return None
 
-    def _has_enough(self) -> bool:
+    def _reaches_limit_mid_epoch(self) -> bool:
         """Whether the run ends inside the epoch in progress."""
         progress, config = self._progress, self._config
         return (
@@ -629,13 +635,13 @@ class Loop:
             or (config.max_tokens is not None and progress.tokens >= config.max_tokens)
         )
 
-    def _is_cut_here(self) -> bool:
+    def _reached_steps_per_epoch(self) -> bool:
         cut_at: int | None = self._config.steps_per_epoch
         return cut_at is not None and self._progress.step_in_epoch >= cut_at
 
     def _global_batches(self, epoch: int) -> Generator[GlobalBatch, None, None]:
         """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""
-        if self._progress.step_in_epoch and self._state.is_epoch_whole():
+        if self._progress.step_in_epoch and self._state.is_epoch_complete():
             # What was saved was saved at the last update of the epoch, which is closed now.
             return
         must_agree = self._world.size > 1 and self._data.guarantee != "exact"
@@ -654,7 +660,7 @@ class Loop:
                     # Equal only if every rank has as many micro-batches; the epoch ends where the shortest one does.
                     if batch is None or count**2 != self._world.size * squares:
                         # What other ranks have not read yet nobody can count.
-                        self._ragged_samples = samples
+                        self._uneven_samples = samples
                         return
                     batch = LoadedBatch(batch.micro_batches, batch.num_samples, samples)
                 if batch is None:

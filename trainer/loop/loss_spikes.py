@@ -51,7 +51,7 @@ class SpikeDetector:
         self.good_step = step
         return False
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """Takes note that the run stands at an earlier update again."""
         self.rollbacks += 1
         self.good_step = step

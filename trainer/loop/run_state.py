@@ -66,7 +66,7 @@ class RunState:
         data: BatchStream,
     ) -> None:
         self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
-        self._update, self._spikes = update, spikes
+        self._optimizer_step, self._spikes = update, spikes
         self._certifier = Certifier(trainer, data)
         self._store: CheckpointStore | None = None
         config = trainer.config.checkpoint
@@ -74,7 +74,7 @@ class RunState:
             self._store = CheckpointStore(
                 f"{trainer.run_dir.rstrip('/')}/checkpoints",
                 # Its thread's collectives must not get between those of the training.
-                world=self._apart(),
+                world=self._saving_world(),
                 keep_last=config.keep_last,
                 monitor=config.monitor,
                 mode=config.mode,
@@ -85,8 +85,8 @@ class RunState:
                 retry_after_s=config.retry_after.amount,
             )
         self._best = Best(config.mode)
-        self._misses_monitor = False
-        self._is_initialised = self._has_begun = False
+        self._has_warned_of_monitor = False
+        self._loaded_initial_weights = self._has_begun = False
         self.last_saved_step: int | None = None
         self.is_half_restored = False
 
@@ -110,9 +110,9 @@ class RunState:
     def rejoin(self) -> None:
         """Lets the ranks' saving threads meet in another process group. Every rank must call this."""
         if self._store is not None:
-            self._store.world = self._apart()
+            self._store.world = self._saving_world()
 
-    def _apart(self) -> World:
+    def _saving_world(self) -> World:
         return self._trainer.world.with_own_group(timeout_s=self._trainer.config.parallel.timeout.amount)
 
     def begin_save(self) -> Saving:
@@ -154,11 +154,11 @@ class RunState:
         return {
             "step": trainer.progress.step,
             "epoch": trainer.progress.epoch,
-            "metrics": self._metrics_of_this_state(),
+            "metrics": self._current_metrics(),
             "meta": complete,
         }
 
-    def judge(self, metrics: Mapping[str, float]) -> bool:
+    def record_evaluation(self, metrics: Mapping[str, float]) -> bool:
         """Takes note of an evaluation, and returns whether it is the best of the run so far.
 
         A metric that is not there makes no evaluation the best; it costs a warning, where somebody asked for it.
@@ -168,12 +168,12 @@ class RunState:
         return False
 
     def has_monitor(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation, or a rehearsal of one, gives the metric; warns once of one that was asked for."""
+        """Whether an evaluation, or a sanity check of one, gives the metric; warns once of one that was asked for."""
         config = self._trainer.config.checkpoint
         if config.monitor in metrics:
             return True
         asked = config.save_best or config.monitor != CheckpointConfig.monitor
-        if asked and not self._misses_monitor and self._trainer.world.is_main:
+        if asked and not self._has_warned_of_monitor and self._trainer.world.is_main:
             when = f"evaluation after step {self._trainer.progress.step}"
             warnings.warn(
                 f"checkpoint.monitor is {config.monitor!r}, but the {when} gave "
@@ -181,7 +181,7 @@ class RunState:
                 CheckpointWarning,
                 stacklevel=2,
             )
-        self._misses_monitor = True
+        self._has_warned_of_monitor = True
         return False
 
     def check_storage(self) -> None:
@@ -214,7 +214,7 @@ class RunState:
             if store is not None:
                 store.begin_anew()
             self._has_begun = True
-            self.initialise()
+            self.load_initial_weights()
             return None
         if config.init_from is not None and resume != "auto":
             raise ConfigError(
@@ -224,7 +224,7 @@ class RunState:
         checkpoint = store.newest_good() if resume == "auto" else store.read(resume)
         if checkpoint is None:
             self._has_begun = True
-            self.initialise()
+            self.load_initial_weights()
             return None
         # A run that began with other weights goes on with its own; it must be the run that began with them.
         began_from = checkpoint.meta.get("config", {}).get("init_from")
@@ -243,19 +243,19 @@ class RunState:
         if resume == "auto" or store.holds(checkpoint):
             store.began_after = checkpoint.meta.get("began_after", 0)
         if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
-            self._give_numbers_to_new_ranks(checkpoint)
+            self._seed_new_ranks(checkpoint)
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
-        keeps_place = self._find_place(begin_epoch_again="data" not in components or is_other_data)
+        keeps_place = self._restore_data_position(begin_epoch_again="data" not in components or is_other_data)
         self._certifier.check_restored(
             checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
         )
-        self._tell_of_another_length(checkpoint)
+        self._report_changed_length(checkpoint)
         self._has_begun = True
         self._trainer.callbacks.on_restored(self._trainer)
         self.is_half_restored = False
         return checkpoint
 
-    def go_back(self, *, up_to: int) -> Checkpoint | None:
+    def roll_back(self, *, up_to: int) -> Checkpoint | None:
         """Takes what learns back to the newest good checkpoint of at most so many updates. Every rank must call this.
 
         Models, optimizers, schedulers, callbacks and random numbers are as they were then, and so is the count of
@@ -285,7 +285,7 @@ class RunState:
         trainer.callbacks.on_restored(trainer)
         return checkpoint
 
-    def begin_alone(self) -> None:
+    def begin_without_restore(self) -> None:
         """Begins a run of what is called without `restore`. Every rank must call this.
 
         Raises:
@@ -299,9 +299,9 @@ class RunState:
                     "on from: call fit(), which goes on from the newest, or take another run_dir"
                 )
             self._has_begun = True
-        self.initialise()
+        self.load_initial_weights()
 
-    def initialise(self) -> None:
+    def load_initial_weights(self) -> None:
         """Takes the weights that `init_from` names, once, before the first update. Every rank must call this.
 
         Raises:
@@ -309,11 +309,11 @@ class RunState:
         """
         trainer = self._trainer
         config = trainer.config
-        if config.init_from is None or self._is_initialised or trainer.progress.step:
+        if config.init_from is None or self._loaded_initial_weights or trainer.progress.step:
             return
         weights = InitialWeights(trainer.models, config.init_keys)
-        checkpoint = self._load_alone(config.init_from, {"models": weights})
-        self._is_initialised = True
+        checkpoint = self._load_parts_from(config.init_from, {"models": weights})
+        self._loaded_initial_weights = True
         trainer.print(f"began with the weights of {checkpoint.path}: {weights.report()}")
 
     @contextmanager
@@ -326,12 +326,12 @@ class RunState:
             CheckpointError: it is not there, or not of these models.
         """
         borrowed = BorrowedWeights(self._trainer.models, self._trainer.callbacks)
-        with borrowed.given_back():
-            self._load_alone(checkpoint, borrowed.parts)
-            with borrowed.alone():
+        with borrowed.restored_afterwards():
+            self._load_parts_from(checkpoint, borrowed.parts)
+            with borrowed.without_missing_averages():
                 yield
 
-    def _give_numbers_to_new_ranks(self, checkpoint: Checkpoint) -> None:
+    def _seed_new_ranks(self, checkpoint: Checkpoint) -> None:
         """Seeds the ranks that join a run; in exact mode they draw what all others draw. Every rank must call this."""
         world, config = self._trainer.world, self._trainer.config
         if config.exact:
@@ -340,7 +340,7 @@ class RunState:
         elif world.rank >= checkpoint.world_size:
             seed_everything(config.seed, rank=world.rank, step=checkpoint.step)
 
-    def _load_alone(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
+    def _load_parts_from(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
         store = CheckpointStore(path, world=self._trainer.world)
         checkpoint = store.read(path)
         store.load(parts, rank_parts={}, checkpoint=checkpoint)
@@ -366,7 +366,7 @@ class RunState:
             "the data from its beginning"
         )
 
-    def is_epoch_whole(self) -> bool:
+    def is_epoch_complete(self) -> bool:
         """Whether the epoch in progress has all its updates, as far as the data has a length. Every rank must ask."""
         progress, config = self._trainer.progress, self._trainer.config
         steps = progress.step_in_epoch
@@ -375,11 +375,11 @@ class RunState:
         # Iterables of unequal lengths end for all ranks where the shortest one does.
         return self._trainer.world.any(is_cut_here or has_ended)
 
-    def _find_place(self, *, begin_epoch_again: bool) -> bool:
+    def _restore_data_position(self, *, begin_epoch_again: bool) -> bool:
         """Begins the epoch in progress again, where the data cannot go on or is not to; returns whether it goes on."""
         progress = self._trainer.progress
         begun = progress.step_in_epoch > 0 and not begin_epoch_again
-        if begun and self._data.guarantee != "exact" and not self.is_epoch_whole():
+        if begun and self._data.guarantee != "exact" and not self.is_epoch_complete():
             warnings.warn(
                 f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} "
                 f"begins again, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
@@ -390,7 +390,7 @@ class RunState:
             progress.step_in_epoch = progress.offset = 0
         return not begin_epoch_again
 
-    def _tell_of_another_length(self, checkpoint: Checkpoint) -> None:
+    def _report_changed_length(self, checkpoint: Checkpoint) -> None:
         """Says what becomes of the learning rate where the limit of the run has been moved."""
         before, now = checkpoint.meta.get("total_steps"), self._trainer.total_steps
         if before != now and self._trainer.schedulers:
@@ -422,7 +422,7 @@ class RunState:
             data_guarantee=self._data.guarantee,
         )
 
-    def _metrics_of_this_state(self) -> dict[str, float]:
+    def _current_metrics(self) -> dict[str, float]:
         """What was measured last, without the results of an evaluation of earlier weights: they are not these."""
         progress, latest = self._trainer.progress, self._trainer.history.latest
         if progress.evaluations and progress.evaluated_step == progress.step:
@@ -436,7 +436,7 @@ class RunState:
             "models": ModelState(models),
             **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in trainer.optimizers.items()},
             **{f"schedulers/{name}": each for name, each in trainer.schedulers.items()},
-            "update": self._update,
+            "update": self._optimizer_step,
             "progress": trainer.progress,
             "history": trainer.history,
             "best": self._best,

@@ -27,7 +27,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 FIRST_UPDATE = "first update"
 """What `Activity.spent_s` calls the steps of the first update of a process, in which torch compiles and allocates."""
 
-OF_AN_UPDATE: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+UPDATE_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 """The phases in which an update is made."""
 
 _NOT_USUAL = 2
@@ -65,7 +65,7 @@ class Activity:
         stay_s = now_s - self.since_s
         self._spent_s[self.phase] += stay_s
         if stay_s > self._longest_s[self.phase]:
-            self._take_note(stay_s)
+            self._record_stay(stay_s)
         self.since_s = now_s
         self.phase = phase
 
@@ -80,7 +80,7 @@ class Activity:
         self.batches = 0
         self.enter("between updates")
         if self.updates == 1:
-            _set_apart(self._spent_s)
+            _book_as_first_update(self._spent_s)
 
     def spent_s(self) -> dict[str, float]:
         """Seconds since the beginning, by phase, which add up to all of them; the first update's are apart."""
@@ -89,23 +89,23 @@ class Activity:
         spent_s[phase] = 0.0
         spent_s[phase] = max(0.0, time.monotonic() - self._began_s - sum(spent_s.values()))
         if not self.updates:
-            _set_apart(spent_s)
+            _book_as_first_update(spent_s)
         return spent_s
 
     def usual_s(self, phase: Phase) -> float | None:
         """How long a stay in a phase has taken at most, leaving out the first two; None before there was another."""
         return self._longest_s[phase] if self._stays[phase] > _NOT_USUAL else None
 
-    def _take_note(self, stay_s: float) -> None:
+    def _record_stay(self, stay_s: float) -> None:
         """Counts a stay that may be the longest of its phase, as every one of the first is."""
         self._stays[self.phase] += 1
         if self._stays[self.phase] > _NOT_USUAL:
             self._longest_s[self.phase] = stay_s
 
 
-def _set_apart(spent_s: dict[str, float]) -> None:
+def _book_as_first_update(spent_s: dict[str, float]) -> None:
     """Makes all updates so far the first one."""
-    for phase in OF_AN_UPDATE:
+    for phase in UPDATE_PHASES:
         spent_s[FIRST_UPDATE] += spent_s[phase]
         spent_s[phase] = 0.0
 

@@ -42,10 +42,10 @@ class MeanMetrics:
 
     def __init__(self) -> None:
         # Of weight * value and of weight; the least and the greatest value.
-        self._sums: defaultdict[str, list[float]] = defaultdict(_nothing)
+        self._sums: defaultdict[str, list[float]] = defaultdict(_empty_sums)
         self._on_device: defaultdict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
         self._folded: list[tuple[str, Tensor]] = []
-        self._agreed: list[str] = []
+        self._known_names: list[str] = []
         self.reduced = Reductions()
         self.weights: dict[str, float] = {}
 
@@ -67,7 +67,7 @@ class MeanMetrics:
             name = prefix + key
             if isinstance(value, Tensor):
                 if value.numel() != 1:
-                    raise not_a_number(name, value)
+                    raise not_a_number_error(name, value)
                 if not value.is_cpu:
                     self._keep(name, value, weight)
                     continue
@@ -77,9 +77,9 @@ class MeanMetrics:
                     self.add(value, weight, f"{name}/")
                     continue
                 if not isinstance(value, numbers.Real):  # NumPy's scalars are
-                    raise not_a_number(name, value)
+                    raise not_a_number_error(name, value)
             if isinstance(weight, Tensor):
-                self._keep(name, precise(float(value), weight.device), weight)
+                self._keep(name, to_float64(float(value), weight.device), weight)
             elif weight:
                 value, sums = float(value), self._sums[name]
                 sums[0] += weight * value
@@ -107,43 +107,45 @@ class MeanMetrics:
 
         Every rank must call this; it waits for the device. A name whose weights sum to zero is left out.
         """
-        sums, reduced = self._take(), self.reduced.take()
+        sums, reduced = self._drain(), self.reduced.drain()
         if world.size == 1:
-            self._agreed = sorted(sums)
-            total, others = [sums[name] for name in self._agreed], len(reduced)
+            self._known_names = sorted(sums)
+            total, others = [sums[name] for name in self._known_names], len(reduced)
         else:
-            total, strangers, others = self._over_ranks(sums, world, others=len(reduced))
+            total, strangers, others = self._merge_ranks(sums, world, others=len(reduced))
             if strangers:
                 # Names change rarely, mostly at the first read; all ranks see the same count, so all go this way.
-                self._agreed = sorted(
-                    {name for names in world.all_gather_object([*self._agreed, *sums]) for name in names}
+                self._known_names = sorted(
+                    {name for names in world.all_gather_object([*self._known_names, *sums]) for name in names}
                 )
-                total, _, _ = self._over_ranks(sums, world)
-        self.weights = {name: each[1] for name, each in zip(self._agreed, total, strict=True) if each[1]}
+                total, _, _ = self._merge_ranks(sums, world)
+        self.weights = {name: each[1] for name, each in zip(self._known_names, total, strict=True) if each[1]}
         means = {
-            name: within(weighted / weight, least, greatest)
-            for name, (weighted, weight, least, greatest) in zip(self._agreed, total, strict=True)
+            name: clamp(weighted / weight, least, greatest)
+            for name, (weighted, weight, least, greatest) in zip(self._known_names, total, strict=True)
             if weight
         }
         if not others and not self.reduced.kinds:
             return means
         return dict(
-            sorted((means | self.reduced.meet(world.all_gather_object(reduced) if others else [], means)).items())
+            sorted(
+                (means | self.reduced.merge_ranks(world.all_gather_object(reduced) if others else [], means)).items()
+            )
         )
 
-    def take_over(self, other: MeanMetrics) -> None:
+    def merge(self, other: MeanMetrics) -> None:
         """Adds all that another one has; never waits for a device."""
         for name, sums in other._sums.items():
-            self._sums[name] = _joined(self._sums[name], sums)
+            self._sums[name] = _merge(self._sums[name], sums)
         for name, kept in other._on_device.items():
             self._on_device[name] += kept
             if len(self._on_device[name]) >= _FOLD_AT:
                 self._fold(name)
         self._folded += other._folded
         if other.reduced.values:
-            self.reduced.take_over(other.reduced)
+            self.reduced.merge(other.reduced)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begins anew without a read."""
         self._sums.clear()
         self._on_device.clear()
@@ -152,7 +154,7 @@ class MeanMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank has added since the last read."""
-        sums = self._take()
+        sums = self._drain()
         # They stay, as one sum: reading them later adds what comes then.
         self._sums.update(sums)
         return {
@@ -164,7 +166,7 @@ class MeanMetrics:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Goes on from what `state_dict` returned, and from nothing that has been added since."""
-        self.forget()
+        self.reset()
         extremes = state_dict.get("extremes", {})
         for name, sums in state_dict["sums"].items():
             self._sums[name] = [*sums, *extremes.get(name, (-math.inf, math.inf))]
@@ -176,7 +178,7 @@ class MeanMetrics:
         together = MeanMetrics()
         together.load_state_dict(state_dict)
         # In this order: of what is logged as the last value, this rank's counts.
-        together.take_over(self)
+        together.merge(self)
         self.load_state_dict(together.state_dict())
 
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
@@ -191,9 +193,9 @@ class MeanMetrics:
         """Replaces the kept values of a name by their sums and extremes."""
         kept = self._on_device.pop(name)
         device = kept[0][0].device
-        value_N = torch.stack([precise(value, device) for value, _ in kept])
+        value_N = torch.stack([to_float64(value, device) for value, _ in kept])
         if any(isinstance(weight, Tensor) for _, weight in kept):
-            weight_N = torch.stack([precise(weight, device) for _, weight in kept])
+            weight_N = torch.stack([to_float64(weight, device) for _, weight in kept])
         else:
             weight_N = torch.tensor([weight for _, weight in kept], dtype=value_N.dtype).to(device, non_blocking=True)
         ignored_N = weight_N == 0
@@ -202,7 +204,7 @@ class MeanMetrics:
         greatest = torch.where(ignored_N, -math.inf, value_N).amax()
         self._folded.append((name, torch.stack([weighted_N.sum(), weight_N.sum(), least, greatest])))
 
-    def _take(self) -> dict[str, list[float]]:
+    def _drain(self) -> dict[str, list[float]]:
         """Brings all sums of this rank to the host, in one transfer, and forgets them."""
         for name in list(self._on_device):
             self._fold(name)
@@ -212,24 +214,24 @@ class MeanMetrics:
             device = folded[0][1].device
             rows = torch.stack([each.to(device) for _, each in folded]).tolist()
             for (name, _), each in zip(folded, rows, strict=True):
-                sums[name] = _joined(sums[name], each)
+                sums[name] = _merge(sums[name], each)
         return sums
 
-    def _over_ranks(
+    def _merge_ranks(
         self, sums: Mapping[str, list[float]], world: World, *, others: int = 0
     ) -> tuple[list[list[float]], int, int]:
         """Joins the agreed names over all ranks by one collective; counts names that are not agreed, and others."""
-        rows = [sums.get(name) or _nothing() for name in self._agreed]
-        strangers = len(sums.keys() - set(self._agreed))
+        rows = [sums.get(name) or _empty_sums() for name in self._known_names]
+        strangers = len(sums.keys() - set(self._known_names))
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
         packed = torch.tensor([*rows, [strangers, others, 0, 0]], dtype=dtype, device=world.device)
         per_rank = world.all_gather(packed.flatten()).view(world.size, *packed.shape).tolist()
         # In the order of the ranks, so that the result is equal on all of them.
-        *total, last = (functools.reduce(_joined, each) for each in zip(*per_rank, strict=True))
+        *total, last = (functools.reduce(_merge, each) for each in zip(*per_rank, strict=True))
         return total, int(last[0]), int(last[1])
 
 
-def precise(value: Tensor | float, device: torch.device) -> Tensor:
+def to_float64(value: Tensor | float, device: torch.device) -> Tensor:
     """Returns a number, shape [], on a device in float64, or in float32 where the device has no more; never waits."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not isinstance(value, Tensor):
@@ -237,20 +239,20 @@ def precise(value: Tensor | float, device: torch.device) -> Tensor:
     return value.reshape(()).to(device, dtype, non_blocking=True)
 
 
-def within(mean: float, least: float, greatest: float) -> float:
+def clamp(mean: float, least: float, greatest: float) -> float:
     """Returns a mean, or the nearest of its values where rounding has carried it beyond all of them; NaN stays."""
     return min(max(mean, least), greatest)
 
 
-def _nothing() -> list[float]:
+def _empty_sums() -> list[float]:
     return [0.0, 0.0, math.inf, -math.inf]
 
 
-def _joined(one: list[float], other: list[float]) -> list[float]:
+def _merge(one: list[float], other: list[float]) -> list[float]:
     return [one[0] + other[0], one[1] + other[1], min(one[2], other[2]), max(one[3], other[3])]
 
 
-def not_a_number(name: str, value: Any) -> StepError:
+def not_a_number_error(name: str, value: Any) -> StepError:
     """The error about something in what a step returned that has no mean."""
     what = (
         f"a tensor of shape {list(value.shape)}"

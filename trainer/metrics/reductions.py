@@ -47,14 +47,14 @@ class Reductions:
             value = float(value)
         else:
             raise StepError(f"log({name!r}) takes a number or a tensor of one element, not {value!r:.60}")
-        self._include(name, reduce, value)
+        self._merge_value(name, reduce, value)
 
-    def take_over(self, other: Reductions) -> None:
+    def merge(self, other: Reductions) -> None:
         """Takes in all that another one has, as if it came now."""
         for name, value in other.values.items():
-            self._include(name, other.kinds[name], value)
+            self._merge_value(name, other.kinds[name], value)
 
-    def take(self) -> dict[str, tuple[Reduce, float]]:
+    def drain(self) -> dict[str, tuple[Reduce, float]]:
         """Brings all values of this rank to the host, in one transfer, and forgets them."""
         values, self.values = self.values, {}
         lying = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -64,27 +64,27 @@ class Reductions:
             values |= dict(zip(lying, read, strict=True))
         return {name: (self.kinds[name], float(value)) for name, value in values.items()}
 
-    def meet(self, ranks: Sequence[Reduced], means: Iterable[str]) -> dict[str, float]:
-        """Returns what all ranks have together, of what they have taken; equal on every rank.
+    def merge_ranks(self, ranks: Sequence[Reduced], means: Iterable[str]) -> dict[str, float]:
+        """Returns what all ranks have merged, of what they have taken; equal on every rank.
 
         Raises:
             StepError: a name is reduced in two ways; raised on every rank that has logged it, then or before.
         """
-        together = Reductions()
+        merged = Reductions()
         # The first rank's last: that is its value then.
         for of_rank in reversed(ranks):
             for name, (reduce, value) in of_rank.items():
-                together._include(name, reduce, value)
-        for name, reduce in together.kinds.items():
-            self.check(name, reduce)
+                merged._merge_value(name, reduce, value)
+        for name, reduce in merged.kinds.items():
+            self.check_kind(name, reduce)
         for name in means:
             if name in self.kinds:
-                self.check(name, "mean")
-        return {name: value for name, (_, value) in together.take().items()}
+                self.check_kind(name, "mean")
+        return {name: value for name, (_, value) in merged.drain().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank has taken in and not given yet."""
-        taken = self.take()
+        taken = self.drain()
         self.values = {name: value for name, (_, value) in taken.items()}
         return {"kinds": dict(self.kinds), "values": dict(self.values)}
 
@@ -92,11 +92,11 @@ class Reductions:
         """Takes it over, and forgets what was there."""
         self.kinds, self.values = dict(state_dict["kinds"]), dict(state_dict["values"])
 
-    def _include(self, name: str, reduce: Reduce, value: float | Tensor) -> None:
-        self.check(name, reduce)
+    def _merge_value(self, name: str, reduce: Reduce, value: float | Tensor) -> None:
+        self.check_kind(name, reduce)
         self.values[name] = combine(reduce, self.values[name], value) if name in self.values else value
 
-    def check(self, name: str, reduce: Reduce) -> None:
+    def check_kind(self, name: str, reduce: Reduce) -> None:
         """Takes note of how a name is reduced.
 
         Raises:

@@ -48,15 +48,15 @@ class Recorder:
 
     Attributes:
         waited_s: how long the loop has waited for data since the last flush; the loop adds to it.
-        meters: asked at every flush, in their order, for what they add to the record.
+        metric_sources: asked at every flush, in their order, for what they add to the record.
         in_update: whether an update is being made; the loop says so.
         samples: samples of the interval of the last record.
     """
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: OptimizerStep) -> None:
-        self._trainer, self._metrics, self._update = trainer, metrics, update
+        self._trainer, self._metrics, self._optimizer_step = trainer, metrics, update
         self.trackers = TrackerList()
-        self.meters: list[MetricSource] = []
+        self.metric_sources: list[MetricSource] = []
         self.in_update = False
         self.samples = 0
         self._overrides_num_tokens = trainer.overrides_num_tokens
@@ -65,7 +65,7 @@ class Recorder:
         self._is_warm = self._has_warned_of_slow_data = False
         self._new_interval()
 
-    def use(self, trackers: Sequence[Tracker]) -> None:
+    def set_trackers(self, trackers: Sequence[Tracker]) -> None:
         """Records to these trackers; the main rank's only."""
         self.trackers = TrackerList(trackers)
 
@@ -138,7 +138,7 @@ class Recorder:
         # The slowest rank's, so that records are equal on every rank.
         seconds, paused_s, elapsed_s = (max(each[i] for each in per_rank) for i in range(3))
         samples = progress.samples - self._samples
-        record |= self._update.last_learning_rates() | self._update.counters()
+        record |= self._optimizer_step.last_learning_rates() | self._optimizer_step.counters()
         if self._steps:
             record["samples_per_s"] = samples / seconds
             record["step_s"] = seconds / self._steps
@@ -154,9 +154,9 @@ class Recorder:
                 record["tokens_per_s"] = sum(tokens for *_, tokens, _ in per_rank) / seconds
         if paused_s:
             record["paused_s"] = paused_s
-        for meter in self.meters:
+        for source in self.metric_sources:
             # Of NumPy or torch, they could not be written as JSON.
-            record |= {name: float(value) for name, value in meter(record).items()}
+            record |= {name: float(value) for name, value in source(record).items()}
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # The means cover what an interrupted attempt has added before, the throughput does not.
         self.samples = progress.samples - self._flushed_samples
@@ -178,17 +178,17 @@ class Recorder:
             stacklevel=2,
         )
 
-    def evaluation(self, metrics: Mapping[str, float]) -> None:
+    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Logs the result of an evaluation."""
         self._trainer.history.add_evaluation(metrics)
         self._log(metrics)
 
-    def epoch(self, metrics: Mapping[str, float]) -> None:
+    def log_epoch(self, metrics: Mapping[str, float]) -> None:
         """Logs the means over an epoch: `read_history` finds them. They have a hook of their own."""
         means = {f"{PER_EPOCH}{name}": value for name, value in metrics.items() if name not in ("epoch", "step")}
         self.trackers.log(means, step=self._trainer.progress.step, epoch=self._trainer.progress.epoch)
 
-    def note(self, record: Mapping[str, float]) -> None:
+    def log_event(self, record: Mapping[str, float]) -> None:
         """Logs what happened to the run at this step, and is no mean over an interval."""
         self._log(record)
 
@@ -205,14 +205,14 @@ class Recorder:
         return {
             "trackers": self.trackers.state_dict(),
             "flushed_samples": self._flushed_samples,
-            "learning_rates": self._update.learning_rates,
+            "learning_rates": self._optimizer_step.learning_rates,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes it over."""
         self.trackers.load_state_dict(state_dict["trackers"])
         self._flushed_samples = state_dict["flushed_samples"]
-        self._update.learning_rates = list(state_dict["learning_rates"])
+        self._optimizer_step.learning_rates = list(state_dict["learning_rates"])
 
     def finish(self, status: str) -> None:
         """Ends the trackers."""

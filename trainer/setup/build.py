@@ -14,18 +14,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoints.model_state import OptimizerState
 from ..data.loaders import as_stream
-from ..data.protocols import BatchStream, Feed
+from ..data.protocols import BatchStream, ShardInfo
 from ..distributed import parallelize
 from ..distributed.parallelize import named_tensors
 from ..errors import ConfigError
 from ..exact.checks import check_exact_data, check_exact_models
-from ..exact.determinism import machine
+from ..exact.determinism import hardware_fingerprint
 from ..loop.run_state import versions
 from ..metrics.train_log import as_plain
 from ..step.lr_stepping import check_intervals
 from . import weight_init
 from .freezing import freeze
-from .rank_consistency import check_agreement, check_weights, program_of, shapes
+from .rank_consistency import check_agreement, check_weights, code_digests, shapes
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -41,7 +41,7 @@ def make_models(trainer: Trainer[Any]) -> None:
     """
     with torch.device("meta"):
         trainer.configure_models()
-    trainer.models = _without_parts(
+    trainer.models = _without_submodules(
         {name: each for name, each in _attributes(trainer, nn.Module).items() if _has_state(each)}
     )
     if not trainer.models:
@@ -73,10 +73,10 @@ def parallelize_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Modu
         "run_dir": trainer.run_dir,
         "models": shapes(trainer.models),
         "versions": versions(),
-        "code": program_of(type(trainer), trainer.models) if world.size > 1 else {},
+        "code": code_digests(type(trainer), trainer.models) if world.size > 1 else {},
     }
     if config.exact:
-        facts["exact"] = machine(world.device)
+        facts["exact"] = hardware_fingerprint(world.device)
     times = trainer.setup_times
     with times.phase("parallelise"):
         # Before the first of the collectives that would wait, or mix up weights, where models differ.
@@ -85,14 +85,14 @@ def parallelize_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Modu
             parallelize.shard(model, config.parallel, precision=config.precision, world=world)
     if born_on_meta:
         with times.phase("initialise"):
-            weight_init.initialise(born_on_meta, trainer.init_weights)
+            weight_init.initialise_weights(born_on_meta, trainer.init_weights)
     with times.phase("parallelise"):
         check_weights(world, trainer.models)
         for name, model in trainer.models.items():
             if config.exact:
-                parallelize.synchronise(model, world)
+                parallelize.broadcast_weights(model, world)
             else:
-                _replace(trainer, name, parallelize.replicate(model, config.parallel, world))
+                _set_model(trainer, name, parallelize.replicate(model, config.parallel, world))
 
 
 def rejoin_process_group(trainer: Trainer[Any]) -> None:
@@ -107,7 +107,7 @@ def rejoin_process_group(trainer: Trainer[Any]) -> None:
     trainer.world.rejoin()
     trainer._loop.rejoin()
     for name, model in trainer.models.items():
-        _replace(trainer, name, parallelize.replicate_again(model, trainer.config.parallel, trainer.world))
+        _set_model(trainer, name, parallelize.rewrap_ddp(model, trainer.config.parallel, trainer.world))
 
 
 def make_optimizers(trainer: Trainer[Any]) -> None:
@@ -175,8 +175,8 @@ def _open(trainer: Trainer[Any], data: Any, *, training: bool, in_use: Sequence[
     if any(stream is each for each in in_use):
         # A stream is opened once: opened for an evaluation, it would no longer be what the training reads.
         stream = copy.copy(stream)
-    stream.open(
-        Feed(
+    stream.setup(
+        ShardInfo(
             rank=trainer.world.rank,
             world_size=trainer.world.size,
             global_batch_size=config.global_batch_size,
@@ -196,7 +196,7 @@ def _attributes(trainer: Trainer[Any], kind: type[T]) -> dict[str, T]:
     return {name: each for name, each in vars(trainer).items() if isinstance(each, kind) and not name.startswith("_")}
 
 
-def _without_parts(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Leaves out what lies inside another model and is born with it, as an encoder that a second attribute names."""
     born = {name: {id(each): path for path, each in named_tensors({name: model})} for name, model in models.items()}
     parts = {
@@ -226,7 +226,7 @@ def _outermost(schedulers: Mapping[str, LRScheduler]) -> dict[str, LRScheduler]:
     return {name: each for name, each in schedulers.items() if each not in inside}
 
 
-def _replace(trainer: Trainer[Any], name: str, model: nn.Module) -> None:
+def _set_model(trainer: Trainer[Any], name: str, model: nn.Module) -> None:
     trainer.models[name] = model
     setattr(trainer, name, model)
 

@@ -126,7 +126,7 @@ def estimate_of(
     """Measures a trainer that has its models, data and optimizers, none of them more than a shape.
 
     Args:
-        trainer: with them; for `Trainer.sketch`.
+        trainer: with them; for `Trainer.estimate`.
         train: open.
         validation: open, by name.
         unknown: why there are no optimizers; empty if there are.

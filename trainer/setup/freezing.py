@@ -35,7 +35,7 @@ def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
         glob = pattern.removeprefix("!")
         matched = [parameter for name, parameter in named if fnmatchcase(name, glob)]
         if not matched:
-            raise ConfigError(_nothing(pattern, glob, [name for name, _ in named]))
+            raise ConfigError(_no_match_message(pattern, glob, [name for name, _ in named]))
         for parameter in matched:
             parameter.requires_grad_(pattern.startswith("!"))
     if could_train and not any(parameter.requires_grad for _, parameter in named):
@@ -44,20 +44,20 @@ def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
             'that begins with "!", as "!model.head.*"'
         )
     for module in models.values():
-        _rest(module)
+        _eval_frozen(module)
 
 
-def _rest(module: nn.Module) -> None:
+def _eval_frozen(module: nn.Module) -> None:
     """Puts the outermost modules that are frozen as a whole in evaluation mode: no dropout, no new running means."""
     parameters = list(module.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         module.eval()
         return
     for child in module.children():
-        _rest(child)
+        _eval_frozen(child)
 
 
-def _nothing(pattern: str, glob: str, names: list[str]) -> str:
+def _no_match_message(pattern: str, glob: str, names: list[str]) -> str:
     text = f"freeze: {pattern!r} matches no parameter; patterns match whole names"
     inside = [name for name in names if fnmatchcase(name, f"{glob}.*") or fnmatchcase(name, f"*.{glob}")]
     near = inside or difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 
 
 class InitialWeights:
-    """The weights that some patterns choose, as a part of a checkpoint that is loaded alone.
+    """The weights that some patterns choose, as a part of a checkpoint that is loaded without the rest.
 
     Args:
         models: by their names.
@@ -112,12 +112,12 @@ class BorrowedWeights:
             parts["callbacks"] = self._averages
         return parts
 
-    def alone(self) -> AbstractContextManager[object]:
+    def without_missing_averages(self) -> AbstractContextManager[object]:
         """A context for the evaluation: what the checkpoint has no averages for is evaluated as it is."""
         return self._callbacks.without_evaluation_context(self._averages.absent)
 
     @contextmanager
-    def given_back(self) -> Iterator[None]:
+    def restored_afterwards(self) -> Iterator[None]:
         """Puts back at the end what there is at the beginning, whatever happens. Keeps it on the CPU meanwhile."""
         tensors = [value for model in self._models.values() for _, value in named_state(model)]
         before = [to_local(value.detach()).to("cpu", copy=True) for value in tensors]
@@ -130,7 +130,7 @@ class BorrowedWeights:
                 for value, was in zip(tensors, before, strict=True):
                     to_local(value).copy_(was)
             callbacks.load_state_dict(states)
-            _forget_gathered(self._models)
+            _reshard(self._models)
 
 
 class _EvaluationState:
@@ -155,7 +155,7 @@ class _EvaluationState:
                 callback.load_state_dict(state_dict[key])
 
 
-def _forget_gathered(models: Mapping[str, nn.Module]) -> None:
+def _reshard(models: Mapping[str, nn.Module]) -> None:
     """Lets the next forward pass gather sharded weights anew: the last may have left its own gathered."""
     for model in models.values():
         for module in model.modules():

@@ -44,7 +44,7 @@ def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
         raise ConfigError("the ranks are not about to train the same thing:\n" + "\n".join(lines[:_SHOWN]) + more)
 
 
-def program_of(trainer: type, models: Mapping[str, nn.Module]) -> dict[str, str]:
+def code_digests(trainer: type, models: Mapping[str, nn.Module]) -> dict[str, str]:
     """Returns a digest of what Python runs for each method of a trainer's class, by name, and one of Headway itself.
 
     Also one of each class of the models' modules that is not torch's: a file of the user's that a machine has in an old

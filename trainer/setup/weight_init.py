@@ -17,7 +17,7 @@ from ..errors import ConfigError
 aten = torch.ops.aten
 
 
-def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
+def initialise_weights(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
     """Calls `init_weights`, with the same random numbers at every number of ranks, and checks that nothing is left out.
 
     Raises:
@@ -25,7 +25,7 @@ def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]
     """
     tensors = dict(named_tensors(models))
     for tensor in tensors.values():
-        _spoil(tensor)
+        _fill_nan(tensor)
     versions = {name: tensor._version for name, tensor in tensors.items()}
     with torch.no_grad(), _ShardInvariantRandom():  # type: ignore[no-untyped-call]
         init_weights()
@@ -35,7 +35,7 @@ def initialise(models: Mapping[str, nn.Module], init_weights: Callable[[], None]
         for name, tensor in after.items()
         if name in tensors
         and tensor is tensors[name]
-        and _is_spoilt(tensor, untouched=tensor._version == versions[name])
+        and _is_unset(tensor, untouched=tensor._version == versions[name])
     ]
     if forgotten:
         raise ConfigError(
@@ -96,14 +96,14 @@ def _unsharded(value: Any, has_values: bool) -> Any:
     return value.full_tensor() if has_values else torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
-def _spoil(tensor: torch.Tensor) -> None:
+def _fill_nan(tensor: torch.Tensor) -> None:
     """Fills a tensor so that a value that nobody sets is noticed."""
     part = to_local(tensor.detach())
     if part.is_floating_point() or part.is_complex():
         part.fill_(float("nan"))
 
 
-def _is_spoilt(tensor: torch.Tensor, *, untouched: bool) -> bool:
+def _is_unset(tensor: torch.Tensor, *, untouched: bool) -> bool:
     part = to_local(tensor.detach())
     if part.is_floating_point() or part.is_complex():
         return bool(part.isnan().any())

@@ -57,37 +57,37 @@ class AutoMicrobatchStep(OptimizerStep):
                 "memory leaves the others waiting for its shards in the midst of a pass. Leave it out and set a "
                 "smaller micro_batch_size, or take strategy 'ddp'"
             )
-        self.pieces = 1
+        self.splits = 1
         self._generators = RngState()
         # Averaged here, and not by DDP.
-        self._shared, self._replicated = self._replicated, set()
+        self._averaged, self._replicated = self._replicated, set()
         self._buffers = [buffer for model in self._models.values() for buffer in model.buffers()]
 
     def counters(self) -> dict[str, float]:
         """Returns what `OptimizerStep.counters` does, and the pieces of a micro-batch where it is cut."""
-        cut = {"micro_batch_pieces": float(self.pieces)} if self.pieces > 1 else {}
+        cut = {"micro_batch_pieces": float(self.splits)} if self.splits > 1 else {}
         return super().counters() | cut
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `OptimizerStep.state_dict` does, and how micro-batches are cut."""
-        return super().state_dict() | {"pieces": self.pieces, "pieces_of": self._config.micro_batch_size}
+        return super().state_dict() | {"pieces": self.splits, "pieces_of": self._config.micro_batch_size}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Takes it over; with another `micro_batch_size` than before, micro-batches are whole again."""
         super().load_state_dict(state)
         is_same = state.get("pieces_of") == self._config.micro_batch_size
-        self.pieces = state.get("pieces", 1) if is_same else 1
+        self.splits = state.get("pieces", 1) if is_same else 1
 
-    def _make(self, batch: GlobalBatch) -> str | None:
+    def _accumulate_and_step(self, batch: GlobalBatch) -> str | None:
         generators = self._generators.state_dict()
         buffers = [buffer.clone() for buffer in self._buffers]
         micro_batches = self._trainer.progress.micro_batches
         while True:
-            self._take_shared_buffers()
+            self._sync_buffers_now()
             try:
-                return super()._make(batch if self.pieces == 1 else _cut(batch, self.pieces))
-            except _RanOut as error:
-                message = self._agree_to_halve(batch, error.__cause__)
+                return super()._accumulate_and_step(batch if self.splits == 1 else _split(batch, self.splits))
+            except _OutOfMemory as error:
+                message = self._agree_on_halving(batch, error.__cause__)
             # Out of the handler, which holds on to the graph of the pass that failed.
             self._losses = []
             zero_gradients(self._optimizers)
@@ -98,19 +98,19 @@ class AutoMicrobatchStep(OptimizerStep):
             with torch.no_grad():
                 for buffer, before in zip(self._buffers, buffers, strict=True):
                     buffer.copy_(before)
-            self._share_buffers()
-            self.logged.forget()
+            self._request_buffer_sync()
+            self.logged.reset()
             self._trainer.progress.micro_batches = micro_batches
             self.is_last_micro_batch, self.is_padding, self.weight = True, False, 1.0
-            self.pieces *= 2
+            self.splits *= 2
             self._trainer.print(message)
             self._trainer.callbacks.on_out_of_memory(self._trainer, message)
 
-    def _attempt(
+    def _compute_and_step(
         self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
     ) -> list[Mapping[str, Any]]:
         with without_gradient_sync(self._models):
-            return super()._attempt(batch, micro_batches, scales)
+            return super()._compute_and_step(batch, micro_batches, scales)
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
         try:
@@ -126,16 +126,16 @@ class AutoMicrobatchStep(OptimizerStep):
                 raise
             # The others ask when they are about to step.
             self._world.sum_ints(1, 0)
-            raise _RanOut from error
+            raise _OutOfMemory from error
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
         if self._world.size > 1:
-            own = [p for o in optimizers for group in o.param_groups for p in group["params"] if p in self._shared]
+            own = [p for o in optimizers for group in o.param_groups for p in group["params"] if p in self._averaged]
             gradients = [p.grad for p in own if p.requires_grad and p.grad is not None]
             lacking = len(gradients) < sum(p.requires_grad for p in own)
             ran_out, lacking_on = self._world.sum_ints(0, int(lacking))
             if ran_out:
-                raise _RanOut
+                raise _OutOfMemory
             if lacking_on:
                 raise StepError(
                     f"on {lacking_on} of {self._world.size} ranks a parameter got no gradient, and with "
@@ -143,36 +143,36 @@ class AutoMicrobatchStep(OptimizerStep):
                     "halve_on_out_of_memory out"
                 )
             self._world.all_reduce_mean(gradients)
-            self._share_buffers()
+            self._request_buffer_sync()
         return super()._step(optimizers)
 
-    def _share_buffers(self) -> None:
+    def _request_buffer_sync(self) -> None:
         """Has DDP give all ranks the main one's buffers before the next pass, as after a backward of its own."""
         for model in self._models.values():
             if isinstance(model, DistributedDataParallel):
                 model.require_forward_param_sync = True
 
-    def _take_shared_buffers(self) -> None:
+    def _sync_buffers_now(self) -> None:
         """Does so here, where all ranks are, and not in a pass that a rank without memory may not come to."""
         for model in self._models.values():
             if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                 model._sync_buffers()  # type: ignore[no-untyped-call]
                 model.require_forward_param_sync = False
 
-    def _agree_to_halve(self, batch: GlobalBatch, error: BaseException | None) -> str:
+    def _agree_on_halving(self, batch: GlobalBatch, error: BaseException | None) -> str:
         """Returns what to say of it, equal on every rank. Every rank must call this.
 
         Raises:
             StepError: it cannot be done, and another rank has run out of memory; this one raises what it ran into.
         """
         largest = max(batch.num_samples)
-        told = self._world.all_gather_object(
-            _Told(ran_out=error is not None, largest=largest, problem=_why_uncut(batch))
+        reports = self._world.all_gather_object(
+            _RankMemoryReport(ran_out=error is not None, largest=largest, problem=_why_not_splittable(batch))
         )
-        ranks = ", ".join(str(rank) for rank, each in enumerate(told) if each.ran_out)
-        largest = math.ceil(max(each.largest for each in told) / self.pieces)
+        ranks = ", ".join(str(rank) for rank, each in enumerate(reports) if each.ran_out)
+        largest = math.ceil(max(each.largest for each in reports) / self.splits)
         what = f"rank {ranks} ran out of memory at step {self._trainer.progress.step + 1}"
-        problem = next((each.problem for each in told if each.problem), None)
+        problem = next((each.problem for each in reports if each.problem), None)
         if largest <= 1:
             problem = "a micro-batch has one sample already"
         if problem is None:
@@ -187,12 +187,12 @@ class AutoMicrobatchStep(OptimizerStep):
         raise error
 
 
-class _RanOut(Exception):
+class _OutOfMemory(Exception):
     """A pass that this rank, which then knows the cause, or another one had no memory for."""
 
 
 @dataclass(frozen=True)
-class _Told:
+class _RankMemoryReport:
     """What a rank has to say of an update that some rank has no memory for.
 
     Attributes:
@@ -205,13 +205,13 @@ class _Told:
     problem: str | None
 
 
-def _cut(batch: GlobalBatch, pieces: int) -> LoadedBatch:
+def _split(batch: GlobalBatch, pieces: int) -> LoadedBatch:
     """Cuts each micro-batch into as many pieces; one without samples of its own keeps the ranks in step.
 
     Raises:
         StepError: it cannot be cut.
     """
-    if problem := _why_uncut(batch):
+    if problem := _why_not_splittable(batch):
         raise StepError(f"micro-batches were cut, since memory did not suffice, and this one cannot be: {problem}")
     rows = batch.row_ids() if isinstance(batch, HasRowIds) else ()
     micro_batches: list[Any] = []
@@ -220,18 +220,20 @@ def _cut(batch: GlobalBatch, pieces: int) -> LoadedBatch:
     for number, (micro_batch, num) in enumerate(zip(batch.micro_batches, batch.num_samples, strict=True)):
         for i in range(pieces):
             start, stop = num * i // pieces, num * (i + 1) // pieces
-            micro_batches.append(_rows(micro_batch, start, stop) if start < stop else _rows(micro_batch, 0, 1))
+            micro_batches.append(
+                _select_rows(micro_batch, start, stop) if start < stop else _select_rows(micro_batch, 0, 1)
+            )
             num_samples.append(stop - start)
             if rows:
                 own_rows.append(rows[number][start:stop])
     return LoadedBatch(micro_batches, num_samples, batch.global_num_samples, own_rows)
 
 
-def _rows(micro_batch: Any, start: int, stop: int) -> Any:
+def _select_rows(micro_batch: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, micro_batch)
 
 
-def _why_uncut(batch: GlobalBatch) -> str | None:
+def _why_not_splittable(batch: GlobalBatch) -> str | None:
     """Says what of a batch is not cut with its rows, if there is anything."""
     for micro_batch, num in zip(batch.micro_batches, batch.num_samples, strict=True):
         rows = batch_size(micro_batch)

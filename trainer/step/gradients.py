@@ -74,7 +74,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     Every rank must call this: parts of sharded gradients are put together.
     """
     if not _are_alike(gradients):
-        return to_full_tensor(get_total_norm([numbers_of(each) for each in gradients]))
+        return to_full_tensor(get_total_norm([dense_values(each) for each in gradients]))
     with torch.no_grad():
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return norm
@@ -106,7 +106,7 @@ def clip_value(parameters: Sequence[Tensor], limit: float) -> None:
             p.grad._values().clamp_(-limit, limit)
 
 
-def numbers_of(gradient: Tensor) -> Tensor:
+def dense_values(gradient: Tensor) -> Tensor:
     """Returns a gradient as it is, or of a sparse one what is not zero."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 

@@ -20,11 +20,12 @@ def schedulers_at(trainer: Trainer[Any], interval: Interval) -> list[LRScheduler
     return [
         scheduler
         for name, scheduler in trainer.schedulers.items()
-        if _of(trainer.scheduler_interval, name, "step") == interval and not isinstance(scheduler, ReduceLROnPlateau)
+        if _setting_for(trainer.scheduler_interval, name, "step") == interval
+        and not isinstance(scheduler, ReduceLROnPlateau)
     ]
 
 
-def follow_evaluation(trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+def step_after_evaluation(trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
     """Moves the schedulers that move after an evaluation, those that follow a metric by its value.
 
     Raises:
@@ -34,7 +35,7 @@ def follow_evaluation(trainer: Trainer[Any], metrics: Mapping[str, float]) -> No
         scheduler.step()
     for name, scheduler in trainer.schedulers.items():
         if isinstance(scheduler, ReduceLROnPlateau):
-            monitor = _of(trainer.scheduler_monitor, name, "validation/loss")
+            monitor = _setting_for(trainer.scheduler_monitor, name, "validation/loss")
             if monitor not in metrics:
                 raise ConfigError(f"scheduler_monitor is {monitor!r}, but an evaluation gives {', '.join(metrics)}")
             scheduler.step(metrics[monitor])
@@ -53,10 +54,10 @@ def check_intervals(trainer: Trainer[Any]) -> None:
                 f"{attribute} names {', '.join(unknown)}; the schedulers are {', '.join(trainer.schedulers) or 'none'}"
             )
     for name in trainer.schedulers:
-        interval = _of(trainer.scheduler_interval, name, "step")
+        interval = _setting_for(trainer.scheduler_interval, name, "step")
         if interval not in get_args(Interval):
             raise ConfigError(f"scheduler_interval is one of {', '.join(get_args(Interval))}, not {interval!r}")
 
 
-def _of(setting: str | Mapping[str, str], name: str, default: str) -> str:
+def _setting_for(setting: str | Mapping[str, str], name: str, default: str) -> str:
     return setting.get(name, default) if isinstance(setting, Mapping) else setting

@@ -26,7 +26,7 @@ class GradientIsolation:
         self._optimizers = optimizers
         self._owners: set[Optimizer] = set()
         self._before: dict[torch.Tensor, torch.Tensor] | None = None
-        self._steps_itself = False
+        self._steps_manually = False
         self.may_step_manually = True
 
     def begin_update(self) -> None:
@@ -36,22 +36,22 @@ class GradientIsolation:
     def before_backward(self) -> None:
         """Ends the last turn if an optimizer has stepped since, and begins one if none is going on."""
         if self._owners:
-            self._end_turn()
-        if self._before is None and self._steps_itself:
+            self._restore_gradients()
+        if self._before is None and self._steps_manually:
             # Copies: backward adds to the gradients in place.
             self._before = {p: p.grad.clone() for o in self._optimizers for p in _parameters(o) if p.grad is not None}
 
     def step(self, optimizer: Optimizer) -> None:
         """Takes note of whose turn it is."""
-        self._steps_itself = self.may_step_manually = True
+        self._steps_manually = self.may_step_manually = True
         self._owners.add(optimizer)
 
     def end_micro_batch(self) -> None:
         """Ends the last turn."""
-        self.may_step_manually = self._steps_itself
-        self._end_turn()
+        self.may_step_manually = self._steps_manually
+        self._restore_gradients()
 
-    def _end_turn(self) -> None:
+    def _restore_gradients(self) -> None:
         if self._owners and self._before is not None:
             for optimizer in self._optimizers:
                 if optimizer not in self._owners:

@@ -66,8 +66,8 @@ class NonFiniteGuard:
     The norm of the whole gradient is the same on every rank, so all ranks decide alike without asking one another.
 
     Under the policy "raise" the guard `watch`es: the norm is looked at when it has arrived, some updates later, and no
-    update waits for it; `settle` waits, before anything is saved. Otherwise each norm is looked at before the next
-    update, and `tolerate` says whether the run goes on.
+    update waits for it; `check_pending` waits, before anything is saved. Otherwise each norm is checked before the next
+    update, and `count_rejected` raises where the run cannot continue.
 
     Args:
         config: its policy and its bounds.
@@ -81,32 +81,32 @@ class NonFiniteGuard:
     def __init__(self, config: TrainerConfig, *, sees_every_norm: bool) -> None:
         self._policy = config.non_finite
         self._most, self._most_in_total = config.max_non_finite, config.max_non_finite_total
-        self.waits = sees_every_norm or self._policy != "raise"
+        self.needs_norm_now = sees_every_norm or self._policy != "raise"
         self.retries = self._policy == "retry"
         self.skipped = self.retried = 0
         self._in_a_row = self._total = 0
         self._pending: deque[tuple[int, AsyncScalar, NonFiniteReport]] = deque()
 
-    def watch(self, step: int, arrival: AsyncScalar, suspects: NonFiniteReport) -> None:
+    def watch(self, step: int, arrival: AsyncScalar, report: NonFiniteReport) -> None:
         """Takes note of the norm of an update that is applied whatever it is, and looks at those that have arrived.
 
         Raises:
             NonFiniteError: one of them is not finite.
         """
-        self._pending.append((step, arrival, suspects))
+        self._pending.append((step, arrival, report))
         while self._pending and self._pending[0][1].is_ready():
-            self._look_at(*self._pending.popleft())
+            self._check(*self._pending.popleft())
 
-    def settle(self) -> None:
+    def check_pending(self) -> None:
         """Waits for every norm that is still on its way.
 
         Raises:
             NonFiniteError: one of them is not finite.
         """
         while self._pending:
-            self._look_at(*self._pending.popleft())
+            self._check(*self._pending.popleft())
 
-    def tolerate(self, step: int, norm: float, suspects: NonFiniteReport) -> None:
+    def count_rejected(self, step: int, norm: float, report: NonFiniteReport) -> None:
         """Counts an update whose gradient is not finite and which has not been applied. Every rank must call this.
 
         Raises:
@@ -122,7 +122,7 @@ class NonFiniteGuard:
         elif self._policy != "raise":
             what += f", for the {_ordinal(self._total)} time (max_non_finite_total={self._most_in_total})"
         raise NonFiniteError(
-            f"{what}: {suspects.describe()}. The update was not applied. Look for a division by zero, a log of zero or "
+            f"{what}: {report.describe()}. The update was not applied. Look for a division by zero, a log of zero or "
             "a learning rate that is too high; max_grad_norm bounds large gradients"
         )
 
@@ -145,11 +145,11 @@ class NonFiniteGuard:
         self.skipped, self.retried = state["skipped"], state["retried"]
         self._in_a_row, self._total = state["in_a_row"], state["total"]
 
-    def _look_at(self, step: int, arrival: AsyncScalar, suspects: NonFiniteReport) -> None:
+    def _check(self, step: int, arrival: AsyncScalar, report: NonFiniteReport) -> None:
         if not math.isfinite(norm := arrival.wait()):
             # Ranks may be at different updates, so nobody asks the others.
             raise NonFiniteError(
-                f"the norm of the gradient of step {step} is {norm}: {suspects.describe_alone()}; weights from there "
+                f"the norm of the gradient of step {step} is {norm}: {report.describe_this_rank()}; weights from there "
                 "on are not saved"
             )
 

@@ -14,7 +14,7 @@ from ..data.protocols import GlobalBatch, HasRowIds
 from ..data.tree import map_tensors
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
-from .gradients import named_parameters, numbers_of
+from .gradients import dense_values, named_parameters
 
 _MOST_NAMES = 8
 _MOST_ROWS = 16
@@ -60,15 +60,15 @@ class NonFiniteReport:
 
     def describe(self) -> str:
         """Says what the ranks found. Every rank must call this, while the gradients are still there."""
-        return tell(self._world.all_gather_object(self._testify(with_gradients=True)))
+        return format_reports(self._world.all_gather_object(self._inspect(with_gradients=True)))
 
-    def describe_alone(self) -> str:
+    def describe_this_rank(self) -> str:
         """Says what this rank found, of an update that may have been applied and followed by others."""
-        found = self._testify(with_gradients=False)
+        found = self._inspect(with_gradients=False)
         spoilt = f"; not finite by now: {_first(found.parameters, _MOST_NAMES)}" if found.parameters else ""
-        return f"on rank {self._world.rank}, {_tell_of_losses(found)}{spoilt}"
+        return f"on rank {self._world.rank}, {_format_report(found)}{spoilt}"
 
-    def _testify(self, *, with_gradients: bool) -> RankReport:
+    def _inspect(self, *, with_gradients: bool) -> RankReport:
         found = RankReport()
         for number, loss, counts in self._losses:
             # A micro-batch without a single token has NaN as its mean loss, and counts nothing.
@@ -79,7 +79,7 @@ class NonFiniteReport:
                 found.inputs.append(number)
         for name, parameter in named_parameters(self._models):
             looked_at = [parameter.grad] if with_gradients else [parameter.grad, parameter.detach()]
-            if not all(bool(numbers_of(to_local(each)).isfinite().all()) for each in looked_at if each is not None):
+            if not all(bool(dense_values(to_local(each)).isfinite().all()) for each in looked_at if each is not None):
                 found.parameters.append(name)
         if isinstance(self._batch, HasRowIds) and (rows := self._batch.row_ids()):
             # Without a gradient to look at, nothing points to these rows rather than to what the weights were.
@@ -88,7 +88,7 @@ class NonFiniteReport:
         return found
 
 
-def tell(reports: Sequence[RankReport]) -> str:
+def format_reports(reports: Sequence[RankReport]) -> str:
     """Puts the reports of all ranks into one sentence: names at most 8 parameters, and 16 rows of each rank."""
     names = list(dict.fromkeys(name for each in reports for name in each.parameters))
     if not names:
@@ -97,11 +97,11 @@ def tell(reports: Sequence[RankReport]) -> str:
     if not guilty:
         # Under DDP the gradients have met already, and every rank has the same.
         guilty = {rank: each for rank, each in enumerate(reports) if each.parameters}
-    where = "; ".join(f"rank {rank}: {_tell_of_losses(each)}" for rank, each in guilty.items())
+    where = "; ".join(f"rank {rank}: {_format_report(each)}" for rank, each in guilty.items())
     return f"{where}; in the gradient of {_first(names, _MOST_NAMES)}"
 
 
-def _tell_of_losses(found: RankReport) -> str:
+def _format_report(found: RankReport) -> str:
     what = [f"the loss of micro-batch {number + 1} is {loss}" for number, loss in found.losses.items()][:_MOST_NAMES]
     if found.inputs:
         what.append(f"the data of micro-batch {', '.join(str(number + 1) for number in found.inputs)} is not finite")

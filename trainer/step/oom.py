@@ -45,10 +45,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def explain(error: BaseException, trainer: Trainer[Any]) -> None:
+def add_memory_advice(error: BaseException, trainer: Trainer[Any]) -> None:
     """Adds to an out-of-memory error what was taken, what the config says of memory, and what to turn."""
     with contextlib.suppress(Exception):  # Whatever goes wrong here, the error is what matters.
-        error.add_note(f"{_taken(trainer)}. {_in_force(trainer)}. {_advice(trainer)}.")
+        error.add_note(f"{_memory_in_use(trainer)}. {_memory_settings(trainer)}. {_advice(trainer)}.")
 
 
 def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
@@ -60,7 +60,7 @@ def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
     return f"{num_bytes:.{digits}g} TiB"
 
 
-def _taken(trainer: Trainer[Any]) -> str:
+def _memory_in_use(trainer: Trainer[Any]) -> str:
     who = f"rank {trainer.world.rank} of {trainer.world.size} ran out of memory after {trainer.global_step} updates"
     device = trainer.device
     if device.type != "cuda":
@@ -73,7 +73,7 @@ def _taken(trainer: Trainer[Any]) -> str:
     )
 
 
-def _in_force(trainer: Trainer[Any]) -> str:
+def _memory_settings(trainer: Trainer[Any]) -> str:
     config, parallel = trainer.config, trainer.config.parallel
     return (
         f"In force: micro_batch_size={config.micro_batch_size}, global_batch_size={config.global_batch_size}, "

@@ -76,19 +76,19 @@ class OptimizerStep:
         self._optimizers = list(trainer.optimizers.values())
         self._group_names = _group_names(trainer.optimizers)
         self._norm_groups = norm_groups(trainer.models, trainer.config.grad_norm_groups)
-        self._weighs_itself = trainer.overrides_loss_weight
-        self._prepares = trainer.overrides_prepare_batch
-        self._moves = trainer.device.type != "cpu"
+        self._overrides_loss_weight = trainer.overrides_loss_weight
+        self._overrides_prepare_batch = trainer.overrides_prepare_batch
+        self._must_move = trainer.device.type != "cpu"
         self._scaler = loss_scaler(trainer.config.precision, self._optimizers)
         self._guard = NonFiniteGuard(trainer.config, sees_every_norm=self._scaler is not None)
-        self._turns = GradientIsolation(self._optimizers) if len(self._optimizers) > 1 else None
-        self._scale: LossWeight = 1.0
+        self._isolation = GradientIsolation(self._optimizers) if len(self._optimizers) > 1 else None
+        self._loss_scale: LossWeight = 1.0
         self._micro_batch = 0
-        self._went_backward = self._is_applied = False
-        self._refusal: str | None = None
+        self._called_backward = self._is_applied = False
+        self._rejection: str | None = None
         self._stepped: set[Optimizer] = set()
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
-        self._unchecked = set(self._optimizers)
+        self._not_yet_checked = set(self._optimizers)
         self._replicated = {
             p
             for model in self._models.values()
@@ -99,10 +99,10 @@ class OptimizerStep:
         self.is_last_micro_batch = True
         self.is_padding = False
         self.weight: LossWeight = 1.0
-        self._weights_in_hand: Sequence[LossWeight] = ()
+        self._current_weights: Sequence[LossWeight] = ()
         self.learning_rates: list[float | torch.Tensor] = []
         self.logged = MeanMetrics()
-        self.hold: Callable[[], None] | None = None
+        self.wait_for_snapshot: Callable[[], None] | None = None
 
     def __call__(self, batch: GlobalBatch) -> str | None:
         """Makes the update. Every rank must call this with its part of the same global batch.
@@ -115,30 +115,30 @@ class OptimizerStep:
                 bounds have it so.
         """
         try:
-            self.logged.forget()
+            self.logged.reset()
             self._trainer.callbacks.on_step_start(self._trainer)
-            return self._make(batch)
+            return self._accumulate_and_step(batch)
         except BaseException:
             # Whoever goes on after an error must not begin with half a gradient, or with one that is not finite.
             zero_gradients(self._optimizers)
             self.weight = 1.0
             raise
 
-    def _make(self, batch: GlobalBatch) -> str | None:
+    def _accumulate_and_step(self, batch: GlobalBatch) -> str | None:
         trainer, guard = self._trainer, self._guard
         micro_batches = batch.micro_batches
-        if self._moves:
+        if self._must_move:
             micro_batches = [move(micro_batch, trainer.device) for micro_batch in micro_batches]
-        self._weights_in_hand = weights = self._weights(batch, micro_batches)
-        scales = self._scales(batch, weights)
+        self._current_weights = weights = self._loss_weights(batch, micro_batches)
+        scales = self._loss_scales(batch, weights)
         while True:
-            overflows = self._scaler is not None and self._scaler.may_be_to_blame
-            outputs = self._attempt(batch, micro_batches, scales)
-            if self._refusal is None or self._is_applied or overflows or not guard.retries:
+            overflows = self._scaler is not None and self._scaler.may_have_overflowed
+            outputs = self._compute_and_step(batch, micro_batches, scales)
+            if self._rejection is None or self._is_applied or overflows or not guard.retries:
                 break
             guard.retried += 1
-            self.logged.forget()
-        if self._refusal is None:
+            self.logged.reset()
+        if self._rejection is None:
             guard.applied()
             if self._scaler is not None:
                 self._scaler.grow()
@@ -147,18 +147,18 @@ class OptimizerStep:
             if self._scaler is not None:
                 self._scaler.shrink()
             if not self._is_applied:
-                return self._refusal
+                return self._rejection
         for each, weight, counts in zip(outputs, weights, batch.num_samples, strict=True):
             if counts:
                 self._metrics.add(each, weight, "train/")
-        self._metrics.take_over(self.logged)
+        self._metrics.merge(self.logged)
         return None
 
     def backward(self, loss: torch.Tensor) -> None:
         """Runs backward for a step that calls it itself, inside its forward pass."""
-        self._went_backward = True
-        if self._turns is not None:
-            self._turns.before_backward()
+        self._called_backward = True
+        if self._isolation is not None:
+            self._isolation.before_backward()
         with without_autocast(self._config.precision, self._trainer.device):
             self._backward(loss)
         self._activity.enter("forward")
@@ -169,8 +169,8 @@ class OptimizerStep:
             raise StepError(
                 "step() got an optimizer that is no attribute of the trainer: set it in configure_optimizers()"
             )
-        if self._turns is not None:
-            self._turns.step(optimizer)
+        if self._isolation is not None:
+            self._isolation.step(optimizer)
         if not self.is_last_micro_batch:
             return None
         self._stepped.add(optimizer)
@@ -181,9 +181,9 @@ class OptimizerStep:
         torch.clear_autocast_cache()
         return norm
 
-    def settle(self) -> None:
+    def check_pending_norms(self) -> None:
         """Waits until all updates so far are known to be finite; a checkpoint may be written then."""
-        self._guard.settle()
+        self._guard.check_pending()
 
     def last_learning_rates(self) -> dict[str, float]:
         """Returns the learning rates that produced the last update: "lr", or "lr/<group>" where there are several."""
@@ -194,7 +194,7 @@ class OptimizerStep:
         counters = {}
         if self._scaler is not None:
             counters["loss_scale"] = self._scaler.scale
-        if self._guard.waits:
+        if self._guard.needs_norm_now:
             counters["skipped_steps"] = float(self._guard.skipped)
         if self._guard.retries:
             counters["retried_steps"] = float(self._guard.retried)
@@ -210,36 +210,38 @@ class OptimizerStep:
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
-    def _attempt(
+    def _compute_and_step(
         self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
     ) -> list[Mapping[str, Any]]:
         """Computes the gradients, steps if they are finite, and returns what each step returned."""
         trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
-        turns = self._turns
+        isolation = self._isolation
         self._stepped.clear()
-        self._batch, self._losses, self._refusal, self._is_applied = batch, [], None, False
-        if turns is not None:
-            turns.begin_update()
+        self._batch, self._losses, self._rejection, self._is_applied = batch, [], None, False
+        if isolation is not None:
+            isolation.begin_update()
         taken = []
         last = len(micro_batches) - 1
         for i, micro_batch in enumerate(micro_batches):
             batch_idx = progress.micro_batches
             self._activity.begin_batch("forward")
-            if self._prepares:
+            if self._overrides_prepare_batch:
                 micro_batch = trainer.prepare_batch(micro_batch)
-            self.weight = self._weights_in_hand[i]
+            self.weight = self._current_weights[i]
             callbacks.on_batch_start(trainer, micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
-            self._scale, self._micro_batch = scales[i], i
+            self._loss_scale, self._micro_batch = scales[i], i
             self.is_padding = not batch.num_samples[i]
             if i == last:
                 outputs = self._forward_backward(micro_batch, batch_idx)
             else:
                 # A turn that ends takes gradients back, for which they have to be there.
-                with without_gradient_sync(self._models, also_sharded=turns is None or not turns.may_step_manually):
+                with without_gradient_sync(
+                    self._models, also_sharded=isolation is None or not isolation.may_step_manually
+                ):
                     outputs = self._forward_backward(micro_batch, batch_idx)
-            if turns is not None:
-                turns.end_micro_batch()
+            if isolation is not None:
+                isolation.end_micro_batch()
             self.is_padding = False
             taken.append(outputs)
             progress.micro_batches += 1
@@ -253,12 +255,12 @@ class OptimizerStep:
         return taken
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
-        self._went_backward = False
+        self._called_backward = False
         with autocast(self._config.precision, self._world.device):
             outputs = self._trainer.training_step(micro_batch, batch_idx)
         if isinstance(outputs, torch.Tensor):
             outputs = {"loss": outputs}
-        if not self._went_backward:
+        if not self._called_backward:
             # Beside `Mapping`, for which Python takes ten times as long.
             if not isinstance(outputs, (dict, Mapping)) or "loss" not in outputs:
                 raise StepError(
@@ -276,7 +278,7 @@ class OptimizerStep:
     def _backward(self, loss: torch.Tensor) -> None:
         """Runs backward, with the loss weighed so that the update's gradient is that of the mean over its samples."""
         _check_loss(loss)
-        scale = self._scale
+        scale = self._loss_scale
         self._losses.append((self._micro_batch, loss, scale))
         if self._scaler is not None:
             # In float32: a loss that came as float16 would overflow.
@@ -292,18 +294,20 @@ class OptimizerStep:
         self._activity.enter("optimizer")
         if self._replicated and len(self._losses) > self._micro_batch + 1:
             # DDP reduces the gradients of the first backward after a forward, and lets those of a second one be.
-            self._world.all_reduce_mean([p.grad for p in _with_gradient(optimizers) if p in self._replicated])
+            self._world.all_reduce_mean(
+                [p.grad for p in _parameters_with_gradient(optimizers) if p in self._replicated]
+            )
         if self._scaler is not None:
-            self._scaler.unscale([p.grad for p in _with_gradient(optimizers)])
+            self._scaler.unscale([p.grad for p in _parameters_with_gradient(optimizers)])
         self.stepping = optimizers
         trainer.callbacks.on_gradients_ready(trainer)
-        parameters = _with_gradient(optimizers)
+        parameters = _parameters_with_gradient(optimizers)
         if not parameters:
             raise StepError(
                 "no parameter of the optimizer got a gradient: the loss does not depend on the model, or the optimizer "
                 "was given other parameters than the model's"
             )
-        if self._unchecked:
+        if self._not_yet_checked:
             self._check_gradients(optimizers)
         norm = total_norm([p.grad for p in parameters])
         measured: float | torch.Tensor = norm
@@ -312,25 +316,25 @@ class OptimizerStep:
         if norm.device.type in HOST_READABLE:
             measured = norm.item()
             if not math.isfinite(measured):
-                return self._refuse(optimizers, norm, measured)
-        elif guard.waits:
+                return self._reject(optimizers, norm, measured)
+        elif guard.needs_norm_now:
             arrival = AsyncScalar(norm)
             if all(can_skip(optimizer) for optimizer in optimizers):
                 not_finite = norm.isfinite().logical_not().float()
             elif not math.isfinite(value := arrival.wait()):
-                return self._refuse(optimizers, norm, value)
+                return self._reject(optimizers, norm, value)
         else:
-            guard.watch(trainer.progress.step + 1, AsyncScalar(norm), self._suspects())
+            guard.watch(trainer.progress.step + 1, AsyncScalar(norm), self._nonfinite_report())
         norms = {"grad_norm": measured}
         for pattern, group in self._norm_groups.items():
             # In another optimizer's turn a group has no gradient.
             if own := [p.grad for p in parameters if p in group]:
                 norms[f"grad_norm/{pattern}"] = total_norm(own)
         self._clip(parameters, norm, measured)
-        if self.hold is not None:
-            self.hold()
-            self.hold = None
-        rates = [_as_it_is(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        if self.wait_for_snapshot is not None:
+            self.wait_for_snapshot()
+            self.wait_for_snapshot = None
+        rates = [_snapshot_rate(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             if not_finite is None:
                 optimizer.step()
@@ -338,7 +342,7 @@ class OptimizerStep:
                 with skipping(optimizer, not_finite):
                     optimizer.step()
         if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
-            return self._refuse(optimizers, norm, value)
+            return self._reject(optimizers, norm, value)
         zero_gradients(optimizers)
         for scheduler in self._schedulers:
             if scheduler.optimizer in optimizers:
@@ -349,13 +353,13 @@ class OptimizerStep:
             self._metrics.add(norms)
         return norm
 
-    def _refuse(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
+    def _reject(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
         """Leaves everything as it is, and takes note that an update was to be made of a gradient that is not finite."""
-        if self._scaler is not None and self._scaler.may_be_to_blame:
-            self._refusal = f"the gradient overflows at loss scale {self._scaler.scale:g}"
+        if self._scaler is not None and self._scaler.may_have_overflowed:
+            self._rejection = f"the gradient overflows at loss scale {self._scaler.scale:g}"
         else:
-            self._guard.tolerate(self._trainer.progress.step + 1, value, self._suspects())
-            self._refusal = f"the norm of the gradient is {value}"
+            self._guard.count_rejected(self._trainer.progress.step + 1, value, self._nonfinite_report())
+            self._rejection = f"the norm of the gradient is {value}"
         zero_gradients(optimizers)
         return norm
 
@@ -367,29 +371,29 @@ class OptimizerStep:
         if largest is not None:
             clip_value(parameters, largest)
 
-    def _suspects(self) -> NonFiniteReport:
+    def _nonfinite_report(self) -> NonFiniteReport:
         return NonFiniteReport(self._world, self._models, self._batch, self._losses)
 
     def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Names, once, the parameters that have no gradient in the first update of their optimizer."""
-        first = self._unchecked.intersection(optimizers)
-        self._unchecked -= first
+        first = self._not_yet_checked.intersection(optimizers)
+        self._not_yet_checked -= first
         forgotten = {
             p for o in first for group in o.param_groups for p in group["params"] if p.requires_grad and p.grad is None
         }
         report_unused(self._models, forgotten, is_main=self._world.is_main)
 
-    def _weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[LossWeight]:
-        if not self._weighs_itself:
+    def _loss_weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[LossWeight]:
+        if not self._overrides_loss_weight:
             return batch.num_samples
         return [
             self._trainer.loss_weight(micro_batch) if counts else 0.0
             for micro_batch, counts in zip(micro_batches, batch.num_samples, strict=True)
         ]
 
-    def _scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
+    def _loss_scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
         size = self._world.size
-        if not self._weighs_itself and batch.global_num_samples is not None:
+        if not self._overrides_loss_weight and batch.global_num_samples is not None:
             return [weight * size / batch.global_num_samples for weight in weights]
         own: LossWeight = sum(weights, start=0.0)
         if size == 1 and not isinstance(own, torch.Tensor):
@@ -406,7 +410,7 @@ class OptimizerStep:
         return [weight * factor for weight in weights]
 
 
-def _with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
+def _parameters_with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
     return [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]
@@ -452,6 +456,6 @@ def _group_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
     return names if len(names) > 1 else ["lr"]
 
 
-def _as_it_is(rate: float | torch.Tensor) -> float | torch.Tensor:
+def _snapshot_rate(rate: float | torch.Tensor) -> float | torch.Tensor:
     """A learning rate that is a tensor is written over by its scheduler."""
     return rate.clone() if isinstance(rate, torch.Tensor) else rate

@@ -74,7 +74,7 @@ class LossScaler:
         self.good_updates = 0
 
     @property
-    def may_be_to_blame(self) -> bool:
+    def may_have_overflowed(self) -> bool:
         """Whether a gradient that is not finite may have overflowed because of the scale."""
         return self.scale > 1.0
 

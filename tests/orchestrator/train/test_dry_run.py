@@ -60,18 +60,18 @@ def test_what_is_planned_is_what_happens(tmp_path: Path, config: dict[str, Any])
     counts = Counts()
     trainer = TinyTrainer(found.experiment.config, run_dir=tmp_path, world=World.single("cpu"), callbacks=[counts])
     result = trainer.fit()
-    assert (found.sketch.total_steps, found.num_evaluations, found.num_checkpoints) == (
+    assert (found.estimate.total_steps, found.num_evaluations, found.num_checkpoints) == (
         result.steps,
         counts.evaluations,
         counts.checkpoints,
     )
-    size = found.sketch.models["model"]
+    size = found.estimate.models["model"]
     parameters = list(trainer.model.parameters())
     assert size.parameters == sum(each.numel() for each in parameters)
     assert size.trainable == sum(each.numel() for each in parameters if each.requires_grad)
     assert size.frozen == sum(each.numel() for each in trainer.model.first.parameters())
     state = [value for each in trainer.optimizer.state.values() for value in each.values()]
-    assert found.sketch.optimizer_bytes == sum(each.numel() * each.element_size() for each in state)
+    assert found.estimate.optimizer_bytes == sum(each.numel() * each.element_size() for each in state)
 
 
 def test_a_plan_is_read_by_people(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_plan_is_read_by_people(tmp_path: Path) -> None:
 
 def test_memory_follows_the_strategy(tmp_path: Path) -> None:
     def memory(**parallel: Any) -> Any:
-        return plan(experiment(tmp_path, workers=4, parallel=ParallelConfig(**parallel))).sketch.memory
+        return plan(experiment(tmp_path, workers=4, parallel=ParallelConfig(**parallel))).estimate.memory
 
     whole, sharded = memory(strategy="ddp"), memory(strategy="fsdp", cpu_offload=True)
     groups = memory(strategy="hsdp", shard_size=2)
@@ -112,7 +112,7 @@ def test_a_fused_optimizer_takes_what_a_plain_one_takes(tmp_path: Path) -> None:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
     fused, plain = plan(experiment(tmp_path, trainer=Fused)), plan(experiment(tmp_path))
-    assert fused.sketch.optimizer_bytes == plain.sketch.optimizer_bytes
+    assert fused.estimate.optimizer_bytes == plain.estimate.optimizer_bytes
 
 
 def test_an_optimizer_that_wants_values_leaves_its_size_unknown(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_an_optimizer_that_wants_values_leaves_its_size_unknown(tmp_path: Path) 
 
     for trainer, reason in ((Looks, "configure_optimizers() raises RuntimeError"), (Lbfgs, "raises TypeError")):
         found = plan(experiment(tmp_path, trainer=trainer))
-        assert (found.sketch.optimizer_bytes, found.storage_bytes) == (None, None)
-        assert f"the state of the optimizer, which cannot be told ({found.sketch.unknown})" in str(found)
-        assert reason in found.sketch.unknown
+        assert (found.estimate.optimizer_bytes, found.storage_bytes) == (None, None)
+        assert f"the state of the optimizer, which cannot be told ({found.estimate.unknown})" in str(found)
+        assert reason in found.estimate.unknown
 
 
 def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> N
                 super().configure_models()
 
     trainer = Has(TinyConfig(max_steps=3), world=World.single("cpu"))
-    found = trainer.sketch()
+    found = trainer.estimate()
     assert found.models["model"].parameters == 273
     assert all(type(each) is nn.Parameter and each.grad is None for each in trainer.model.parameters())
     assert trainer.optimizer.state == {}

@@ -102,7 +102,7 @@ def test_more_workers_than_logical_shards_are_refused_though_fewer_would_do(tmp_
             storage=str(tmp_path / "runs"),
         )  # fmt: skip
         if workers[1] == 8:
-            assert plan(found).sketch.train.steps == 4
+            assert plan(found).estimate.train.steps == 4
         else:
             with pytest.raises(ConfigError, match="9 ranks cannot share 8 logical shards"):
                 plan(found)

@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from headway.trainer import Callback, CheckpointConfig, ConfigError, DataError, World
 from headway.trainer.data.loaders import IterableStream, LoaderStream, as_stream
-from headway.trainer.data.protocols import Feed, GlobalBatch
+from headway.trainer.data.protocols import GlobalBatch, ShardInfo
 from headway.trainer.metrics import train_log
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer
@@ -53,14 +53,14 @@ class Numbers(Dataset[int]):
         return row
 
 
-def _feed(rank: int = 0, world_size: int = 1, **changes: Any) -> Feed:
+def _feed(rank: int = 0, world_size: int = 1, **changes: Any) -> ShardInfo:
     settings = {"global_batch_size": None, "micro_batch_size": None, "accumulation": 1, "seed": 3, "training": True}
-    return Feed(rank=rank, world_size=world_size, device=torch.device("cpu"), **{**settings, **changes})
+    return ShardInfo(rank=rank, world_size=world_size, device=torch.device("cpu"), **{**settings, **changes})
 
 
 def _open(data: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> Any:
     stream = as_stream(data)
-    stream.open(_feed(rank, world_size, **changes))
+    stream.setup(_feed(rank, world_size, **changes))
     return stream
 
 

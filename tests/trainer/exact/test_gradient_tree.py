@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from headway.trainer.distributed.world import World
-from headway.trainer.exact.gradient_tree import GradientTree, Node, cover, middles
+from headway.trainer.exact.gradient_tree import GradientTree, Node, covering_nodes, split_points
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 13, 32])
 def test_runs_of_parts_are_covered_by_few_nodes_of_the_tree(num_parts: int) -> None:
-    tree = {*middles(num_parts), *(Node(part, part + 1) for part in range(num_parts))}
+    tree = {*split_points(num_parts), *(Node(part, part + 1) for part in range(num_parts))}
     for start in range(num_parts):
         for stop in range(start + 1, num_parts + 1):
-            nodes = cover(range(start, stop), num_parts)
+            nodes = covering_nodes(range(start, stop), num_parts)
             assert [part for node in nodes for part in range(*node)] == list(range(start, stop))
             assert set(nodes) <= tree
             assert len(nodes) <= 2 * num_parts.bit_length()

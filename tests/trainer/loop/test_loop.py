@@ -264,7 +264,7 @@ def test_clean_up_never_hides_an_error() -> None:
     class Stream:
         guarantee, fingerprint = "epoch", None
 
-        def open(self, feed: Any) -> None:
+        def setup(self, feed: Any) -> None:
             pass
 
         def samples_in_epoch(self, epoch: int) -> None:

@@ -57,7 +57,7 @@ def test_a_detector_goes_on_where_it_was() -> None:
     detector = SpikeDetector(LossSpikeConfig(window=5))
     for step in range(7):
         detector.is_spike(1.0, samples=8, step=step)
-    detector.went_back(3)
+    detector.rolled_back(3)
     again = SpikeDetector(LossSpikeConfig(window=5))
     again.load_state_dict(json.loads(json.dumps(detector.state_dict())))
     assert (again.rollbacks, again.good_step) == (1, 3)

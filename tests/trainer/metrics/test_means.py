@@ -15,7 +15,7 @@ import torch
 
 from headway.trainer.distributed.world import World
 from headway.trainer.errors import StepError
-from headway.trainer.metrics.means import MeanMetrics, precise
+from headway.trainer.metrics.means import MeanMetrics, to_float64
 from tests.distributed import run_on_ranks
 
 ALONE = World.single("cpu")
@@ -80,7 +80,7 @@ def test_weight_zero_does_not_contaminate(weight: Any) -> None:
 
 @pytest.mark.parametrize("second", [0.3, torch.tensor(0.3, dtype=torch.float64)])
 def test_numbers_keep_their_precision_beside_those_of_a_device(second: Any) -> None:
-    assert precise(0.1, torch.device("cpu")).item() == 0.1
+    assert to_float64(0.1, torch.device("cpu")).item() == 0.1
     metrics = MeanMetrics()
     metrics._keep("a", torch.tensor(1.0), 0.1)
     metrics._keep("a", torch.tensor(2.0), second)
@@ -106,7 +106,7 @@ def test_the_mean_of_a_constant_is_that_constant(constant: float) -> None:
         sums = [sums[0] + weight * constant, sums[1] + weight]
     metrics._keep("on device", torch.tensor(7.0), 0)
     resumed.load_state_dict(copy.deepcopy(metrics.state_dict()))
-    resumed.take_over(metrics)
+    resumed.merge(metrics)
     assert resumed.read(ALONE) == dict.fromkeys(("a", "nested/tensor", "on device", "weighed there"), constant)
     if constant == 0.9:
         assert sums[0] / sums[1] != constant  # which is what it is about

@@ -198,7 +198,7 @@ def test_weights_that_are_numbers_get_to_the_device_without_a_copy_that_waits(de
         torch.cuda.set_sync_debug_mode("error")
     try:
         with _Kernels() as kernels:
-            scales = update._scales(LoadedBatch([], [1, 1], None), [3, 5])
+            scales = update._loss_scales(LoadedBatch([], [1, 1], None), [3, 5])
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")

@@ -223,7 +223,7 @@ def test_the_loss_scale_grows_after_2000_good_updates_and_is_never_below_one() -
     for _ in range(20):
         scaler.shrink()
     assert scaler.scale == 1.0
-    assert not scaler.may_be_to_blame
+    assert not scaler.may_have_overflowed
 
 
 def test_where_no_scale_helps_the_policy_for_gradients_that_are_not_finite_holds() -> None:

@@ -109,7 +109,7 @@ def _rate_row(name: str, ours: list[float], theirs: list[float], target: float) 
 
 def _stream(files: list[str]) -> Iterator[Iterable[Any]]:
     stream = ParquetStream(files, tail="keep")
-    stream.open(feed())
+    stream.setup(feed())
     try:
         for epoch in count():
             yield (columns for batch in stream.epoch(epoch) for columns in batch.micro_batches)
@@ -185,7 +185,7 @@ def first_batch(files: list[str]) -> Row:
         for part, times in seconds.items():
             stream = ParquetStream(files)
             start = time.perf_counter()
-            stream.open(feed())
+            stream.setup(feed())
             batches = stream.epoch(0, offset=int(stream.samples_in_epoch(0) * part) // BATCH * BATCH)
             next(batches)
             times.append(time.perf_counter() - start)
@@ -203,7 +203,7 @@ def memory(small: list[str], large: list[str]) -> Row:
 
     def peak(files: list[str]) -> int:
         stream = ParquetStream(files)
-        stream.open(feed())
+        stream.setup(feed())
         for _ in stream.epoch(0):
             pass
         stream.close()

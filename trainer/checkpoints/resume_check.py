@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import MAY_CHANGE
 from ..data.protocols import BatchStream, Mergeable, Stateful, SupportsPeek
 from ..errors import ResumeError
-from ..exact.determinism import machine
+from ..exact.determinism import hardware_fingerprint
 from ..loop.progress import Progress
 from ..metrics.train_log import as_plain
 from .state_codec import named_tensors
@@ -142,7 +142,10 @@ class Certifier:
 
     def _exactly(self) -> dict[str, Any]:
         """What the bits of a run in exact mode depend on besides all that no run may change."""
-        return {"config.micro_batch_size": self._trainer.config.micro_batch_size, **machine(self._trainer.device)}
+        return {
+            "config.micro_batch_size": self._trainer.config.micro_batch_size,
+            **hardware_fingerprint(self._trainer.device),
+        }
 
     def _other_bits(self, before: Mapping[str, Any]) -> Iterator[_Change]:
         for name, now in self._exactly().items():

@@ -55,4 +55,4 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.hardware_fingerprint()
+    return names[0] if names else platform.machine()

@@ -29,7 +29,7 @@ def test_sums_are_those_of_the_tree() -> None:
     for part, number in enumerate(numbers):
         for parameter in (*parameters, small):
             parameter.grad = torch.full_like(parameter, float(number) if parameter is not small else 1 + 2.0**-7 * part)
-        tree.take(part)
+        tree.add(part)
         assert small.grad is None
     tree.combine(World.single("cpu"), [range(7)])
     a, b, c, d, e, f, g = numbers

@@ -24,7 +24,7 @@ def test_alone_a_request_holds_at_once_and_a_stop_stays() -> None:
     assert requests.stop_reason == "first"
     # The graver status: a run that a signal also wants to end is to go on later.
     assert requests.agree() == requests.agree() == requests.agree_now() == Agreed(stop="interrupted")
-    requests.forget()
+    requests.clear()
     assert requests.agree() == Agreed()
     assert requests.stop_reason == ""
 
@@ -51,7 +51,7 @@ def _agree(world: World) -> list[Agreed]:
     agreed.append(requests.agree_now())
     requests.close()
     requests.close()
-    requests.forget()
+    requests.clear()
     agreed.append(requests.agree_now())
     requests.close()
     return agreed
@@ -79,7 +79,7 @@ def _agree_after_an_error(world: World) -> list[Agreed]:
     requests = Requests(world)
     requests.stop("of the run that failed", "interrupted")
     requests.agree()  # begins to ask, and nobody reads the answer
-    requests.forget()
+    requests.clear()
     agreed = [requests.agree() for _ in range(3)]
     requests.close()
     return agreed

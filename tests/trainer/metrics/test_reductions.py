@@ -226,5 +226,5 @@ def test_what_is_kept_on_a_device_is_reduced_there_as_on_the_host() -> None:
     metrics = MeanMetrics()
     for value in (3.0, torch.tensor(5.0), torch.tensor(4, dtype=torch.bfloat16)):
         for reduce in ("sum", "max", "min", "last"):
-            metrics.reduced._include(reduce, reduce, value)
+            metrics.reduced._merge_value(reduce, reduce, value)
     assert metrics.read(ALONE) == {"sum": 12.0, "max": 5.0, "min": 3.0, "last": 4.0}

@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 THEIRS = {
     "Dream Trainer": """
         BaseTrainer BaseTrainerConfig DreamTrainer DreamTrainerConfig AbstractTrainer SetupMixin SetupConfigMixin *args
-        config callbacks CallbackCollection training global_step micro_batches_seen current_epoch
+        config callbacks CallbackCollection training global_step local_batches current_epoch
         training_step batch_idx validation_step fit backward step(model, optimizer, scheduler=None)
         is_accumulating_gradients log
         pre_launch pre_configure post_configure pre_setup post_setup pre_fit pre_epoch post_epoch post_fit

@@ -31,7 +31,7 @@ from headway.orchestrator import (
     SweepResult,
     sweep as sweep_experiment,
 )
-from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
 
@@ -43,8 +43,8 @@ SEEDS, SEARCHED, EPOCHS = range(5), 24, 16
 KILLS, KILLED_TRIALS = 10, 24
 
 
-def quiet() -> SweepDisplay:
-    return SweepDisplay("validation/loss", "min", Console(file=io.StringIO()))
+def quiet() -> SweepConsole:
+    return SweepConsole("validation/loss", "min", Console(file=io.StringIO()))
 
 
 def overhead(folder: str, pairs: int = 7) -> Row:

@@ -14,7 +14,7 @@ from headway.trainer.callbacks.progress_bar import Pace, progress_line
 from ..storage.events import Event
 
 
-class Display:
+class RunConsole:
     """Shows a run as it goes.
 
     Args:

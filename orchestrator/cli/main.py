@@ -299,17 +299,17 @@ def submit(
     from ..cluster.ray_env import quiet_environment
 
     quiet_environment(verbose=verbose)
-    from ..cluster.jobs import arguments_of, environment
+    from ..cluster.jobs import env_from_options, fit_arguments
 
     written = _with_those_of_the_environment(overrides or [])
     experiment = _resolved(target, overrides or [])
-    chosen = environment(env or [])
+    chosen = env_from_options(env or [])
     options = ["--resume", resume] if resume != "auto" else []
     options += ["--restore", restore] if restore is not None else []
     options += ["--accept-changes"] if accept_changes else []
     options += ["--verbose"] if verbose else []
     # What is wrong here is told before anybody is asked for anything.
-    arguments = arguments_of(target, experiment, overrides=written, options=options)
+    arguments = fit_arguments(target, experiment, overrides=written, options=options)
     jobs = _jobs(address)
     job = jobs.submit(experiment, arguments, chosen)
     print(f"{experiment.name}: submitted as {job}; its files: {experiment.run_dir}", flush=True)
@@ -320,9 +320,9 @@ def submit(
 @jobs_app.command("ls")
 def list_jobs(address: _Address = _DASHBOARD) -> None:
     """Lists the jobs of a cluster, the last one first."""
-    from ..cluster.jobs import table_of
+    from ..cluster.jobs import jobs_table
 
-    print(table_of(_jobs(address).all()))
+    print(jobs_table(_jobs(address).all()))
 
 
 @jobs_app.command("logs")
@@ -362,7 +362,7 @@ def check_cluster(
     """Checks a file of Ray's cluster launcher, and whether it can ever hold an experiment. Needs no cloud."""
     from rich.console import Console
 
-    from ..cluster.launcher_file import explain, faults_of, load_cluster
+    from ..cluster.launcher_file import load_cluster, misfits_of, print_cluster
 
     file, rest = "cluster.yaml", list(arguments or [])
     if rest and rest[0].endswith((".yaml", ".yml")):
@@ -370,8 +370,10 @@ def check_cluster(
     experiment = _resolved(rest[0], rest[1:]) if rest else None
     cluster = load_cluster(file)
     # Where the output is no terminal, rich takes 80 columns and cuts what does not fit.
-    explain(cluster, experiment, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160))
-    faults = faults_of(cluster, experiment) if experiment is not None else []
+    print_cluster(
+        cluster, experiment, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    )
+    faults = misfits_of(cluster, experiment) if experiment is not None else []
     for fault in faults:
         print(f"headway: {fault}", file=sys.stderr)
     raise typer.Exit(2 if faults else 0)

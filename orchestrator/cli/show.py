@@ -15,7 +15,7 @@ from ..runs.run import SWEEP, Record, Run, find_run
 from ..storage.events import Event, in_words, read_events
 from ..storage.folder import Folder, absolute, join
 from ..sweeps.result import SweepResult
-from .tables import aligned, local_time, took
+from .tables import format_table, local_time, took
 
 _SHOWN_EVENTS = {
     "attempt_started",
@@ -91,7 +91,7 @@ def print_comparison(first: str, second: str, storage: str, console: Console | N
         return
     # As wide as it must be: what is piped into another program must not be cut.
     rows = [("OF", "FIELD", first, second), *(tuple(" ".join(cell.split()) for cell in row) for row in found)]
-    console.print(aligned(rows), markup=False, soft_wrap=True)
+    console.print(format_table(rows), markup=False, soft_wrap=True)
 
 
 def _print_ledger(account: Ledger, console: Console) -> None:

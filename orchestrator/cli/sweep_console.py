@@ -32,7 +32,7 @@ class _Row:
     value: float | None = None
 
 
-class SweepDisplay:
+class SweepConsole:
     """Shows a sweep as it goes. Any thread may call it.
 
     Args:

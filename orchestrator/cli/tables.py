@@ -22,12 +22,12 @@ def print_runs(storage: str) -> None:
         print(f"{name}: a sweep, {sweep.status}, {ended} of {sweep.record.trials} trials; `headway runs show {name}`")
     if runs:
         rows = [("NAME", "STATUS", "STEPS", "LOSS", "ATTEMPTS", "STARTED", "TOOK"), *map(_row, runs)]
-        print(aligned(rows, right=("STEPS", "LOSS", "ATTEMPTS", "TOOK")))
+        print(format_table(rows, right=("STEPS", "LOSS", "ATTEMPTS", "TOOK")))
     elif not sweeps:
         print(f"no runs in {absolute(storage)}")
 
 
-def aligned(rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> str:
+def format_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> str:
     """Returns a table, as wide as it must be: names are there to be copied.
 
     Args:

@@ -17,7 +17,7 @@ from headway.trainer.errors import ConfigError
 
 from ..config.experiment import Scaling
 from ..train.elastic import holding, room
-from .ray_env import environ
+from .ray_env import temporary_env
 
 _OWN = {
     # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it
@@ -32,7 +32,7 @@ _OWN = {
 }
 
 
-def will_be_own() -> bool:
+def will_start_own_ray() -> bool:
     """Whether `connected` would start a Ray."""
     return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
 
@@ -43,9 +43,9 @@ def check_resources(scaling: Scaling) -> None:
     Raises:
         ConfigError: says what there is and what was asked for.
     """
-    if will_be_own():
+    if will_start_own_ray():
         _check_machine(scaling)
-    elif ray.is_initialized() and scaling.wait is None and (lack := missing(scaling)):
+    elif ray.is_initialized() and scaling.wait is None and (lack := missing_resources(scaling)):
         raise ConfigError(
             f"the cluster has {lack} that {scaling.min_workers} workers want: lower scaling.workers, or say how "
             "long to wait for more machines, as in scaling.wait=10m"
@@ -53,7 +53,7 @@ def check_resources(scaling: Scaling) -> None:
 
 
 def _check_machine(scaling: Scaling) -> None:
-    cpus, workers = cpus_here(), scaling.min_workers
+    cpus, workers = usable_cpus(), scaling.min_workers
     wanted = scaling.reserved_by(workers)["CPU"]
     if wanted > cpus:
         share = math.floor(100 * cpus / workers) / 100
@@ -73,7 +73,7 @@ def _check_machine(scaling: Scaling) -> None:
             )
 
 
-def missing(scaling: Scaling) -> str:
+def missing_resources(scaling: Scaling) -> str:
     """Says what the connected cluster lacks for the fewest workers, as "2 of 8 CPU"; empty if nothing."""
     there = ray.cluster_resources()
     lack = ", ".join(
@@ -81,20 +81,20 @@ def missing(scaling: Scaling) -> str:
         for name, wanted in scaling.reserved_by(scaling.min_workers).items()
         if there.get(name, 0) < wanted
     )
-    if not lack and (held := holding(alive(), scaling)) < scaling.min_workers:
+    if not lack and (held := holding(live_node_resources(), scaling)) < scaling.min_workers:
         each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
         return f"{held} of {scaling.min_workers} places of {each} on one machine"
     return lack
 
 
-def too_late(what: str, scaling: Scaling) -> ConfigError:
+def wait_timeout_error(what: str, scaling: Scaling) -> ConfigError:
     """Returns the error of who has waited for workers as long as `Scaling.patience_s`.
 
     Args:
         what: has not come up, as "the workers have".
         scaling: what they want.
     """
-    lack = missing(scaling)
+    lack = missing_resources(scaling)
     return ConfigError(
         f"{what} not come up in {human_duration(scaling.patience_s)}: "
         + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")
@@ -102,7 +102,7 @@ def too_late(what: str, scaling: Scaling) -> ConfigError:
     )
 
 
-def places_taken() -> set[str]:
+def placed_groups() -> set[str]:
     """Returns the placement groups of the cluster that have their place, but for those that hold no CPU."""
     return {
         name
@@ -112,45 +112,45 @@ def places_taken() -> set[str]:
     }
 
 
-def waiting(scaling: Scaling, taken: set[str]) -> str | None:
+def describe_wait(scaling: Scaling, taken: set[str]) -> str | None:
     """Says what workers wait for, as "waiting for 2 workers: 1 fits (1 CPU free of 4)"; None if there is room.
 
     Args:
         scaling: what they want.
-        taken: `places_taken` of when they began to wait; where there are others now, they are coming up.
+        taken: `placed_groups` of when they began to wait; where there are others now, they are coming up.
     """
     there, free, wanted = ray.cluster_resources(), ray.available_resources(), scaling.min_workers
-    fitting = min(holding([free], scaling), holding(alive(), scaling))
-    if fitting >= wanted or places_taken() - taken:
+    fitting = min(holding([free], scaling), holding(live_node_resources(), scaling))
+    if fitting >= wanted or placed_groups() - taken:
         return None
     amounts = ", ".join(f"{free.get(name, 0):g} {name} free of {there.get(name, 0):g}" for name in scaling.per_worker)
     fit = "1 fits" if fitting == 1 else f"{fitting or 'none'} fit{'' if fitting else 's'}"
     return f"waiting for {wanted} worker{'s'[: wanted > 1]}: {fit} ({amounts})"
 
 
-def alive() -> list[dict[str, float]]:
+def live_node_resources() -> list[dict[str, float]]:
     """Returns the resources of each machine of the connected cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def room_for(scaling: Scaling, *, workers: int) -> int:
+def target_workers_now(scaling: Scaling, *, workers: int) -> int:
     """Returns how many workers a group may have that has so many now, on the connected cluster."""
-    return room(alive(), ray.available_resources(), scaling, workers=workers)
+    return room(live_node_resources(), ray.available_resources(), scaling, workers=workers)
 
 
-def possible(scaling: Scaling) -> Scaling:
+def clamp_to_machine(scaling: Scaling) -> Scaling:
     """Returns what of it there can be: as many workers as this machine holds, if Ray will be ours and cannot grow."""
-    if not scaling.is_elastic or not will_be_own():
+    if not scaling.is_elastic or not will_start_own_ray():
         return scaling
     import torch
 
-    machine = {"CPU": float(cpus_here()), "GPU": float(torch.cuda.device_count())}
+    machine = {"CPU": float(usable_cpus()), "GPU": float(torch.cuda.device_count())}
     fitting = holding([{**dict.fromkeys(scaling.resources_per_worker, math.inf), **machine}], scaling)
     return replace(scaling, workers=max(fitting, scaling.min_workers))
 
 
 @contextlib.contextmanager
-def connected(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
+def ray_connection(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
     """Makes sure of a Ray; who connects or starts one for this leaves or ends it. Gives whether it was started.
 
     Args:
@@ -160,7 +160,7 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    if not will_be_own():
+    if not will_start_own_ray():
         ray.init(address="auto", log_to_driver=verbose, logging_level=_level(verbose))
         try:
             check_resources(scaling)
@@ -169,11 +169,11 @@ def connected(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
             # Or a thread that waits for workers, which have been given up, would crash the process at its exit.
             ray.shutdown()
         return
-    with environ(_OWN):
+    with temporary_env(_OWN):
         try:
             ray.init(
                 address="local",
-                num_cpus=max(cpus_here(), math.ceil(scaling.in_total["CPU"])) + 2,
+                num_cpus=max(usable_cpus(), math.ceil(scaling.in_total["CPU"])) + 2,
                 include_dashboard=False,
                 log_to_driver=verbose,
                 logging_level=_level(verbose),
@@ -187,6 +187,6 @@ def _level(verbose: bool) -> int:
     return logging.INFO if verbose else logging.ERROR
 
 
-def cpus_here() -> int:
+def usable_cpus() -> int:
     """CPUs that this process may use, which in a container are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -28,13 +28,13 @@ import headway.trainer
 from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError, HeadwayError
 
-from ..cli.tables import aligned
+from ..cli.tables import format_table
 from ..config.coerce import parse_yaml
 from ..config.experiment import Experiment
 from ..errors import StorageError
 from ..runs.run import Run
 from ..runs.stop import stop_run
-from .ray_env import environ
+from .ray_env import temporary_env
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -59,7 +59,7 @@ class Jobs:
     def __init__(self, address: str) -> None:
         self.address = address
         # What the environment says would come first.
-        with environ({"RAY_API_SERVER_ADDRESS": address}), self._asking():
+        with temporary_env({"RAY_API_SERVER_ADDRESS": address}), self._asking():
             from ray.job_submission import JobSubmissionClient
 
             self._client = JobSubmissionClient(address)
@@ -69,7 +69,7 @@ class Jobs:
 
         Args:
             experiment: what the arguments stand for.
-            arguments: of `headway`, as `arguments_of` gives them.
+            arguments: of `headway`, as `fit_arguments` gives them.
             env: environment variables of the driver and of the workers.
 
         Raises:
@@ -260,7 +260,7 @@ class _News:
             self._show(fresh)
 
 
-def table_of(jobs: Sequence[JobDetails]) -> str:
+def jobs_table(jobs: Sequence[JobDetails]) -> str:
     """Returns a table of jobs."""
     rows = [("JOB", "RUN", "STATUS", "EXIT CODE", "STARTED", "TOOK")]
     for job in jobs:
@@ -272,10 +272,10 @@ def table_of(jobs: Sequence[JobDetails]) -> str:
             datetime.fromtimestamp(began_s).strftime("%Y-%m-%d %H:%M:%S") if began_s else "",
             human_duration(ended_s - began_s) if began_s else "",
         ))  # fmt: skip
-    return aligned(rows)
+    return format_table(rows)
 
 
-def arguments_of(
+def fit_arguments(
     target: str, experiment: Experiment, *, overrides: Sequence[str], options: Sequence[str] = ()
 ) -> list[str]:
     """Returns the arguments with which `headway`, in a copy of the current directory, trains an experiment.
@@ -294,7 +294,7 @@ def arguments_of(
     return ["fit", *options, _from_here(target), *others, f"storage={_quoted(experiment.storage)}"]
 
 
-def environment(named: Sequence[str]) -> dict[str, str]:
+def env_from_options(named: Sequence[str]) -> dict[str, str]:
     """Returns environment variables from "NAME", which takes the value from here, and "NAME=VALUE".
 
     Raises:

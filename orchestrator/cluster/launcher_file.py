@@ -118,7 +118,7 @@ def load_cluster(path: str) -> Cluster:
     )
 
 
-def faults_of(cluster: Cluster, experiment: Experiment) -> list[str]:
+def misfits_of(cluster: Cluster, experiment: Experiment) -> list[str]:
     """Returns what keeps an experiment from ever being trained on a cluster, each with what to change."""
     # What machines of one's own have is known when they are up.
     workers = () if cluster.is_own else _worker_faults(cluster, experiment.scaling)
@@ -264,7 +264,7 @@ def _storage_faults(cluster: Cluster, storage: str) -> Iterator[str]:
     )
 
 
-def explain(cluster: Cluster, experiment: Experiment | None, console: Console) -> None:
+def print_cluster(cluster: Cluster, experiment: Experiment | None, console: Console) -> None:
     """Prints what a cluster has, and what it can hold of an experiment."""
     table = Table(box=None, pad_edge=False)
     workers = () if experiment is None else ("WORKERS ON ONE",)

@@ -32,7 +32,7 @@ def quiet_environment(*, verbose: bool = False) -> None:
 
 
 @contextmanager
-def environ(values: Mapping[str, str], *, unless_set: bool = False) -> Iterator[None]:
+def temporary_env(values: Mapping[str, str], *, unless_set: bool = False) -> Iterator[None]:
     """Sets variables of this process, and puts back what was there.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.run_state import COMPONENTS
 
-from ..cli.console import Display
+from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..config.loader import override, written_values
@@ -37,7 +37,7 @@ def rerun(
     strict: bool = False,
     accept_changes: bool = False,
     verbose: bool = False,
-    display: Display | None = None,
+    display: RunConsole | None = None,
 ) -> RunResult:
     """Trains a run again, from its beginning, as a new run, by what its record says.
 
@@ -59,7 +59,7 @@ def rerun(
         HeadwayError: whatever `fit` raises.
     """
     quiet_environment(verbose=verbose)
-    display = display or Display()
+    display = display or RunConsole()
     past = _find(name, storage)
     experiment = _again(past, name, storage, overrides, target)
     begin = _beginning(past)

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from headway.trainer.errors import ConfigError
 
-from ..cluster.connect import alive, places_taken, too_late, waiting
+from ..cluster.connect import describe_wait, live_node_resources, placed_groups, wait_timeout_error
 from ..config.experiment import Experiment, Scaling
 from ..train.elastic import places
 from .schedulers import PBT
 from .search import Search
 
-_LOOK_EVERY_S = 5.0
+_POLL_EVERY_S = 5.0
 # Between two trials, and before the first, processes start that have no place yet.
 _STARTING_S = 60.0
 
@@ -23,7 +23,7 @@ Machines = Sequence[Mapping[str, float]]
 """The resources of each machine, by Ray's names."""
 
 
-class Capacity:
+class ConcurrencyLimit:
     """How many trials may train at this moment, and since when none does. Looks at the connected cluster.
 
     Args:
@@ -51,50 +51,50 @@ class Capacity:
         # To a Ray of our own no machine comes.
         self._scaling = experiment.scaling if cpus is None else replace(experiment.scaling, wait=None)
         self._search, self._cpus, self._clock = search, cpus, clock
-        self._taken = places_taken()
+        self._taken = placed_groups()
         self._looked_s = self._idle_since_s = clock()
         self._waits_for: str | None = None
         machines = self._machines()
-        refuse(self._scaling, search, machines)
-        self.at_once, self.told = what_fits(self._scaling, search, machines)
+        check_fits(self._scaling, search, machines)
+        self.max_concurrent, self.summary = concurrency_for(self._scaling, search, machines)
 
-    def look(self) -> str | None:
+    def poll(self) -> str | None:
         """Looks again, if it has been some seconds; returns a line for people if there is something new.
 
         Raises:
             ConfigError: no trial has trained for as long as `Scaling.patience_s`.
         """
         now_s = self._clock()
-        if now_s - self._looked_s < _LOOK_EVERY_S:
+        if now_s - self._looked_s < _POLL_EVERY_S:
             return None
         self._looked_s = now_s
-        if places_taken() - self._taken:
+        if placed_groups() - self._taken:
             self._idle_since_s, self._waits_for = now_s, None
         else:
-            text = waiting(self._scaling, self._taken)
+            text = describe_wait(self._scaling, self._taken)
             if now_s - self._idle_since_s >= self._scaling.patience_s + (0.0 if text else _STARTING_S):
-                raise too_late("a trial has", self._scaling)
+                raise wait_timeout_error("a trial has", self._scaling)
             if text not in (None, self._waits_for):
                 self._waits_for = text
                 return text
-        before = self.at_once
-        self.at_once, self.told = what_fits(self._scaling, self._search, self._machines())
-        return self.told if self.at_once != before else None
+        before = self.max_concurrent
+        self.max_concurrent, self.summary = concurrency_for(self._scaling, self._search, self._machines())
+        return self.summary if self.max_concurrent != before else None
 
     def _machines(self) -> Machines:
         if self._cpus is None:
-            return alive()
+            return live_node_resources()
         cpus = max(self._cpus, self._scaling.reserved_by(self._scaling.min_workers)["CPU"])
-        return [{**machine, "CPU": cpus} for machine in alive()]
+        return [{**machine, "CPU": cpus} for machine in live_node_resources()]
 
 
-def refuse(scaling: Scaling, search: Search, machines: Machines) -> None:
+def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
     """Refuses a sweep for which there are not the machines, and whose trials wait for none.
 
     Raises:
         ConfigError: not even one trial fits, or PBT has a single one at a time.
     """
-    if fitting(scaling, machines) < 1 and scaling.wait is None:
+    if trials_that_fit(scaling, machines) < 1 and scaling.wait is None:
         each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
         sizes = Counter(", ".join(f"{one.get(name, 0):g} {name}" for name in scaling.per_worker) for one in machines)
         there = " and ".join(f"{count} with {size}" for size, count in sizes.items()) or "none"
@@ -103,7 +103,7 @@ def refuse(scaling: Scaling, search: Search, machines: Machines) -> None:
             f"each, and the machines are {there}: no trial can ever train; ask for less, or say how long to wait for "
             "machines, as in scaling.wait=10m"
         )
-    at_once, told = what_fits(scaling, search, machines)
+    at_once, told = concurrency_for(scaling, search, machines)
     if isinstance(search.scheduler, PBT) and at_once == 1 < search.num_trials:
         raise ConfigError(
             f"PBT passes on weights between trials that train at the same time, and there would be one at a time "
@@ -111,7 +111,7 @@ def refuse(scaling: Scaling, search: Search, machines: Machines) -> None:
         )
 
 
-def what_fits(scaling: Scaling, search: Search, machines: Machines) -> tuple[int, str]:
+def concurrency_for(scaling: Scaling, search: Search, machines: Machines) -> tuple[int, str]:
     """Returns how many trials may train at once, and the same in words.
 
     Where machines are waited for, as many as the search says: those that have no room yet make machines come.
@@ -121,7 +121,7 @@ def what_fits(scaling: Scaling, search: Search, machines: Machines) -> tuple[int
         search: with a limit.
         machines: that there are.
     """
-    fits = fitting(scaling, machines)
+    fits = trials_that_fit(scaling, machines)
     room = max(fits, 1)
     is_pbt = isinstance(search.scheduler, PBT)
     wanted = search.concurrent or (search.num_trials if is_pbt else room)
@@ -136,7 +136,7 @@ def what_fits(scaling: Scaling, search: Search, machines: Machines) -> tuple[int
     return at_once, told
 
 
-def fitting(scaling: Scaling, machines: Machines) -> int:
+def trials_that_fit(scaling: Scaling, machines: Machines) -> int:
     """Returns how many trials there is room for: each worker on one machine, those of a trial on one or several.
 
     A trial whose number of workers may vary has as many as there is room for, so that others wait for its end.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
-from ..cli.sweep_console import SweepDisplay, shown
+from ..cli.sweep_console import SweepConsole, shown
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..config.loader import to_plain, to_yaml
@@ -25,17 +25,17 @@ from ..runs.run import Run, now
 from ..storage.events import read_events
 from ..storage.folder import Folder, Patience, patiently
 from ..train.fit import check_training, one_line
-from .pbt_checkpoints import Donors
+from .pbt_checkpoints import PBTCheckpoints
 from .record import Sweep, Trial
 from .result import SweepResult
 from .retention import delete_checkpoints, surplus
-from .search import Search, Values
+from .search import Params, Search
 
 if TYPE_CHECKING:
-    from .concurrency import Capacity
+    from .concurrency import ConcurrencyLimit
 
 # Until Ray Tune has let go of trials that are to end at once.
-_LEAVE_S = 10.0
+_ABORT_TIMEOUT_S = 10.0
 
 
 def sweep(
@@ -44,7 +44,7 @@ def sweep(
     *,
     retry_failed: bool = False,
     verbose: bool = False,
-    display: SweepDisplay | None = None,
+    display: SweepConsole | None = None,
 ) -> SweepResult:
     """Trains trials of an experiment, or goes on with them, and shows how they stand.
 
@@ -65,16 +65,16 @@ def sweep(
         StorageError: the storage cannot be written.
     """
     quiet_environment(verbose=verbose)
-    from ..cluster.connect import check_resources, connected, cpus_here, will_be_own
+    from ..cluster.connect import check_resources, ray_connection, usable_cpus, will_start_own_ray
     from ..train.driver import Signals
-    from .concurrency import Capacity
+    from .concurrency import ConcurrencyLimit
 
     search.check(experiment)
-    display = display or SweepDisplay(search.metric, search.mode)
+    display = display or SweepConsole(search.metric, search.mode)
     check_resources(experiment.scaling)
     # A Ray of our own has more CPUs, which are for reading data.
-    cpus = cpus_here() if will_be_own() else None
-    first = _first_possible(experiment, search)
+    cpus = usable_cpus() if will_start_own_ray() else None
+    first = _first_valid_trial(experiment, search)
     if cpus is not None:
         check_training(first)
     opened = open_sweep(experiment, search)
@@ -86,12 +86,12 @@ def sweep(
         display.line(f"  {change}", "dim")
     with Signals() as signals:
         try:
-            with connected(experiment.scaling, verbose=verbose) as is_own:
+            with ray_connection(experiment.scaling, verbose=verbose) as is_own:
                 signals.install()
-                capacity = Capacity(experiment, search, cpus=cpus)
-                lead = _Lead(experiment, search, opened, signals, display)
+                capacity = ConcurrencyLimit(experiment, search, cpus=cpus)
+                lead = SweepDriver(experiment, search, opened, signals, display)
                 # What trains in a Ray of our own ends with it.
-                status, reason = lead.run(capacity, leave_s=0.0 if is_own else _LEAVE_S)
+                status, reason = lead.run(capacity, leave_s=0.0 if is_own else _ABORT_TIMEOUT_S)
         except KeyboardInterrupt:
             status, reason = "interrupted", f"{signals.name} before training began"
         except RunConflictError:
@@ -105,7 +105,7 @@ def sweep(
     return _end(opened, display, status, reason, signal=signals.number if status == "interrupted" else None)
 
 
-def _first_possible(experiment: Experiment, search: Search) -> Experiment:
+def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
     """Returns the first trial whose values go together.
 
     Raises:
@@ -121,7 +121,7 @@ def _first_possible(experiment: Experiment, search: Search) -> Experiment:
 
 
 def _end(
-    sweep: Sweep, display: SweepDisplay, status: Any, reason: str = "all trials have ended", signal: int | None = None
+    sweep: Sweep, display: SweepConsole, status: Any, reason: str = "all trials have ended", signal: int | None = None
 ) -> SweepResult:
     patiently(lambda: sweep.update(status=status, reason=reason, ended=now()))
     result = SweepResult.read(sweep.sweep_dir, signal=signal)
@@ -129,11 +129,11 @@ def _end(
     return result
 
 
-class _Lead:
+class SweepDriver:
     """One start of a sweep: Ray Tune in a thread, and beside it one that shows the sweep and hears the signals."""
 
     def __init__(
-        self, experiment: Experiment, search: Search, sweep: Sweep, signals: Any, display: SweepDisplay
+        self, experiment: Experiment, search: Search, sweep: Sweep, signals: Any, display: SweepConsole
     ) -> None:
         self._experiment, self._search, self._sweep = experiment, search, sweep
         self._signals, self._display = signals, display
@@ -144,7 +144,7 @@ class _Lead:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._training: set[str] = set()
-        self._donors = Donors(
+        self._donors = PBTCheckpoints(
             (event for event in read_events(sweep.folder) if event["event"] == "trial_changed"),
             {trial.name: trial.resume for trial in self._waiting if trial.resume != "auto"},
         )
@@ -157,7 +157,7 @@ class _Lead:
         self._is_over = False
         self._patience = Patience()
 
-    def run(self, capacity: Capacity, *, leave_s: float) -> tuple[Any, str]:
+    def run(self, capacity: ConcurrencyLimit, *, leave_s: float) -> tuple[Any, str]:
         """Runs the trials, and returns how that ended, and why.
 
         Args:
@@ -170,7 +170,7 @@ class _Lead:
             TrainingFailedError: Ray Tune has failed, or that minute was over in its thread.
         """
         done = sum(trial.has_ended for trial in self._trials.values())
-        self._display.begin(self._experiment, self._search, capacity.told, done=done, going_on=len(self._waiting))
+        self._display.begin(self._experiment, self._search, capacity.summary, done=done, going_on=len(self._waiting))
         for trial in self._trials.values():
             if trial.has_ended:
                 self._display.ended(trial, before=True)
@@ -180,12 +180,12 @@ class _Lead:
         while thread.is_alive():
             thread.join(0.2)
             self._display.refresh()
-            if (reason := self._turn()) is not None and self._stop is not None:
+            if (reason := self._poll()) is not None and self._stop is not None:
                 self._is_over = True
                 thread.join(leave_s)
                 return self._stop.status, reason
             if self._stop is None:
-                self._heed_machines(capacity, thread, leave_s)
+                self._poll_machines(capacity, thread, leave_s)
         if self._error is not None:
             raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error
         if self._stop is not None:
@@ -198,11 +198,11 @@ class _Lead:
             return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
         return "completed", "all trials have ended"
 
-    def _turn(self) -> str | None:
-        """As `_heed`; None also where the storage is away for the moment."""
-        return self._patience.take(self._heed, is_at_once=lambda: self._signals.count > 1)
+    def _poll(self) -> str | None:
+        """As `_handle_requests`; None also where the storage is away for the moment."""
+        return self._patience.take(self._handle_requests, is_at_once=lambda: self._signals.count > 1)
 
-    def _heed(self) -> str | None:
+    def _handle_requests(self) -> str | None:
         """Says that the driver lives, and passes a wish to end on to the trials.
 
         Returns:
@@ -216,18 +216,18 @@ class _Lead:
         if asked is None:
             return None
         if asked != self._stop:
-            self._ask_trials(asked)
+            self._stop_trials(asked)
             self._stop, self._stop_since_s = asked, time.monotonic()
             if not asked.abort:
                 self._display.line(f"{asked.reason}: saving a checkpoint of each trial and ending")
         if asked.within_s is not None and time.monotonic() - self._stop_since_s > asked.within_s:
-            self._ask_trials(replace(asked, abort=True))
+            self._stop_trials(replace(asked, abort=True))
             return f"{asked.reason}, without checkpoints after {human_duration(asked.within_s)}"
         return f"{asked.reason}, at once" if asked.abort else None
 
-    def _heed_machines(self, capacity: Capacity, thread: threading.Thread, leave_s: float) -> None:
+    def _poll_machines(self, capacity: ConcurrencyLimit, thread: threading.Thread, leave_s: float) -> None:
         try:
-            line = capacity.look()
+            line = capacity.poll()
         except ConfigError:
             # Trials must not begin now, when nobody minds them.
             self._is_over = True
@@ -236,18 +236,18 @@ class _Lead:
         if line is not None:
             self._display.line(line, "dim")
 
-    def _ask_trials(self, asked: Stop) -> None:
+    def _stop_trials(self, asked: Stop) -> None:
         with self._lock:
             training = list(self._training)
         for name in training:
             # As what goes on with the sweep, whatever the sweep itself is called.
             ask_to_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
 
-    def _tune(self, capacity: Capacity) -> None:
+    def _tune(self, capacity: ConcurrencyLimit) -> None:
         from ray import cloudpickle
 
         from ..train.worker_group import by_value, import_folders
-        from .trial import SweepTask, resources_of
+        from .trial import SweepTask, trial_resources
         from .tune_adapter import tune_trials
 
         scheduler = self._search.scheduler
@@ -269,18 +269,18 @@ class _Lead:
                     current_dir=os.getcwd(),
                 ),
                 next_trial=lambda: patiently(self._next),
-                ended=self._ended,
-                reported=self._reported,
-                exploited=lambda *told: patiently(lambda: self._exploited(*told)),
+                on_end=self._ended,
+                on_report=self._reported,
+                on_exploit=lambda *told: patiently(lambda: self._exploited(*told)),
                 is_over=lambda: self._is_over,
-                resources=resources_of(self._experiment.scaling),
-                at_once=lambda: capacity.at_once,
+                resources=trial_resources(self._experiment.scaling),
+                at_once=lambda: capacity.max_concurrent,
                 max_failures=self._experiment.retries.max_failures,
             )
         except BaseException as error:
             self._error = error
 
-    def _next(self) -> tuple[Trial, Values] | None:
+    def _next(self) -> tuple[Trial, Params] | None:
         """Returns the trial to train next and what it is told, or None: first those that an earlier driver began.
 
         Where the storage is away, the same call again does the same.
@@ -294,7 +294,7 @@ class _Lead:
             try:
                 experiment = self._trial_experiment(trial)
             except ConfigError as error:
-                self._cannot_be(trial, error)
+                self._record_invalid(trial, error)
                 continue
             open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, origin=self._origin)
             del self._waiting[0]
@@ -319,10 +319,10 @@ class _Lead:
         self._waiting.append(trial)
         return True
 
-    def _cannot_be(self, trial: Trial, error: ConfigError) -> None:
+    def _record_invalid(self, trial: Trial, error: ConfigError) -> None:
         """Writes down that no experiment has the values of a trial, each of which is fine with those of others."""
         failed = replace(trial, status="failed", error=one_line(error))
-        self._note_end(failed)
+        self._log_end(failed)
         del self._waiting[0]
         self._trials[trial.name] = failed
         self._display.ended(failed)
@@ -330,12 +330,12 @@ class _Lead:
     def _trial_experiment(self, trial: Trial) -> Experiment:
         return self._search.trial(self._experiment, trial.name, trial.values)
 
-    def _typed(self, trial: Trial, experiment: Experiment) -> Values:
+    def _typed(self, trial: Trial, experiment: Experiment) -> Params:
         """All that a trial is told, by path, as its config has it."""
-        return {path: _at(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
+        return {path: _get_path(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
 
     def _ended(self, name: str, error: str | None) -> None:
-        trial = self._trials[name] = patiently(lambda: self._write_down(name, error))
+        trial = self._trials[name] = patiently(lambda: self._record_end(name, error))
         with self._lock:
             self._training.discard(name)
         if not trial.has_ended:
@@ -343,30 +343,30 @@ class _Lead:
                 self._left.add(name)
             self._display.left(trial)
             return
-        self._donors.let_go(name)
+        self._donors.release(name)
         self._display.ended(trial)
         if self._search.keep_best_trials is not None:
-            self._make_room(self._search.keep_best_trials)
+            self._delete_surplus(self._search.keep_best_trials)
 
-    def _write_down(self, name: str, error: str | None) -> Trial:
+    def _record_end(self, name: str, error: str | None) -> Trial:
         """Returns a trial as its files say, once it stands in the journal if it has ended."""
         self._sweep.check_lease()
         # What was ended at once has not failed.
         if error is not None and self._stop is None:
             with suppress(ConfigError):
                 Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
-        trial = self._sweep.trial_as_it_is(self._trials[name])
+        trial = self._sweep.refreshed(self._trials[name])
         if trial.has_ended:
-            self._note_end(trial)
+            self._log_end(trial)
         return trial
 
-    def _note_end(self, trial: Trial) -> None:
+    def _log_end(self, trial: Trial) -> None:
         self._sweep.note(
             "trial_ended", trial=trial.name, status=trial.status, reason=trial.reason, error=trial.error,
             metric=trial.metric, steps=trial.steps,
         )  # fmt: skip
 
-    def _make_room(self, keep: int) -> None:
+    def _delete_surplus(self, keep: int) -> None:
         """Deletes the checkpoints of finished trials that are not among the best so far."""
         for trial in surplus(self._trials.values(), mode=self._search.mode, keep=keep):
             if trial.name not in self._emptied:
@@ -379,7 +379,7 @@ class _Lead:
                 note = partial(self._sweep.note, "checkpoints_deleted", trial=trial.name, checkpoints=deleted)
                 patiently(note)
 
-    def _exploited(self, name: str, checkpoint: str, values: Values) -> tuple[Values, str]:
+    def _exploited(self, name: str, checkpoint: str, values: Params) -> tuple[Params, str]:
         """Writes down that a trial goes on from another one's checkpoint with other values.
 
         Returns:
@@ -392,7 +392,7 @@ class _Lead:
             (donor,) = [each for each in self._trials.values() if checkpoint.startswith(f"{each.run_dir}/")]
             self._display.line(f"{name} takes the values of {donor.name} as they are: {one_line(error)}", "yellow")
             tried = donor.values
-        checkpoint, pinned = self._donors.hold(name, checkpoint)
+        checkpoint, pinned = self._donors.keep(name, checkpoint)
         trial = replace(self._trials[name], values=tried, resume=checkpoint)
         self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned)
         self._trials[name] = trial
@@ -405,11 +405,11 @@ class _Lead:
     def _reported(self, name: str, report: Mapping[str, Any]) -> None:
         self._display.reported(name, report)
         # It also hears of the report that had the trial changed.
-        if self._donors.waits(name) and patiently(lambda: self._sweep.goes_on_by_itself(name)):
-            self._donors.let_go(name)
+        if self._donors.is_waiting(name) and patiently(lambda: self._sweep.has_saved_since_change(name)):
+            self._donors.release(name)
 
 
-def _at(settings: Any, path: str) -> Any:
+def _get_path(settings: Any, path: str) -> Any:
     for name in path.split("."):
         settings = getattr(settings, name)
     return settings

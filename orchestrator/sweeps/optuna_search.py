@@ -18,7 +18,7 @@ from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class PastTrial:
     """An earlier trial, as far as it is.
 
     Attributes:
@@ -34,7 +34,9 @@ class Tried:
     steps: int = 0
 
 
-def suggest(space: Mapping[str, Any], *, mode: Mode, seed: int, index: int, tried: Sequence[Tried]) -> dict[str, Any]:
+def suggest(
+    space: Mapping[str, Any], *, mode: Mode, seed: int, index: int, tried: Sequence[PastTrial]
+) -> dict[str, Any]:
     """Returns what a trial is to try; equal arguments give equal values, in any process.
 
     The first ten ended trials are random. A trial that trains counts as none of the best (a constant liar), so that
@@ -62,7 +64,7 @@ def suggest(space: Mapping[str, Any], *, mode: Mode, seed: int, index: int, trie
         )
     study = optuna.create_study(sampler=sampler, direction="minimize" if mode == "min" else "maximize")
     for each in tried:
-        study.add_trial(_frozen(optuna, space, each))
+        study.add_trial(_past_trial(optuna, space, each))
     trial = study.ask()
     values: dict[str, Any] = {}
     for path, axis in space.items():
@@ -70,7 +72,7 @@ def suggest(space: Mapping[str, Any], *, mode: Mode, seed: int, index: int, trie
             if not axis.holds(values):
                 continue
             axis = axis.then
-        values[path] = _ask(trial, path, axis)
+        values[path] = _suggest_one(trial, path, axis)
     return values
 
 
@@ -90,7 +92,7 @@ def required() -> Any:
     return optuna
 
 
-def _frozen(optuna: Any, space: Mapping[str, Any], tried: Tried) -> Any:
+def _past_trial(optuna: Any, space: Mapping[str, Any], tried: PastTrial) -> Any:
     axes = {path: axis.then if isinstance(axis, When) else axis for path, axis in space.items() if path in tried.values}
     axes = {path: axis for path, axis in axes.items() if isinstance(axis, Axis)}
     states = optuna.trial.TrialState
@@ -102,7 +104,7 @@ def _frozen(optuna: Any, space: Mapping[str, Any], tried: Tried) -> Any:
     elif tried.state != "training":
         told = {"state": states.PRUNED, "intermediate_values": {0: math.nan}}
     return optuna.trial.create_trial(
-        params={path: _written(axis, tried.values[path]) for path, axis in axes.items()},
+        params={path: _to_optuna(axis, tried.values[path]) for path, axis in axes.items()},
         distributions={path: _distribution(optuna, axis) for path, axis in axes.items()},
         **told,
     )
@@ -122,7 +124,7 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
             return found.CategoricalDistribution(range(len(values)))
 
 
-def _ask(trial: Any, path: str, axis: Any) -> Any:
+def _suggest_one(trial: Any, path: str, axis: Any) -> Any:
     match axis:
         case Uniform(low=low, high=high):
             return trial.suggest_float(path, low, high)
@@ -135,7 +137,7 @@ def _ask(trial: Any, path: str, axis: Any) -> Any:
     return axis
 
 
-def _written(axis: Axis, value: Any) -> Any:
+def _to_optuna(axis: Axis, value: Any) -> Any:
     """A value of the journal as Optuna has it."""
     if not isinstance(axis, Choice):
         return value

@@ -12,7 +12,7 @@ from headway.trainer.errors import CheckpointError
 from ..storage.events import Event
 
 
-class Donors:
+class PBTCheckpoints:
     """Who goes on from whose checkpoint. What a person has pinned stays pinned.
 
     Args:
@@ -25,7 +25,7 @@ class Donors:
         self._held = {trial: checkpoint for trial, checkpoint in waiting.items() if checkpoint in self._ours}
         self._tidy()
 
-    def hold(self, trial: str, checkpoint: str) -> tuple[str, bool]:
+    def keep(self, trial: str, checkpoint: str) -> tuple[str, bool]:
         """Pins what a trial goes on from, or the newest one of the same run if that is gone by now.
 
         Returns:
@@ -47,11 +47,11 @@ class Donors:
                 return path, True
         raise CheckpointError(f"{checkpoint} is gone, and there is no other one beside it for {trial} to go on from")
 
-    def waits(self, trial: str) -> bool:
+    def is_waiting(self, trial: str) -> bool:
         """Whether a checkpoint is held for a trial."""
         return trial in self._held
 
-    def let_go(self, trial: str) -> None:
+    def release(self, trial: str) -> None:
         """Gives the checkpoint that a trial went on from back to its run."""
         if self._held.pop(trial, None) is not None:
             self._tidy()

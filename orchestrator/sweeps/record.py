@@ -26,8 +26,8 @@ from ..storage.events import Event, EventLog, read_events
 from ..storage.folder import Folder, absolute
 
 if TYPE_CHECKING:
-    from .optuna_search import Tried
-    from .search import Values
+    from .optuna_search import PastTrial
+    from .search import Params
 
 PRUNED = "the scheduler "
 """What the reason of a run begins with that a scheduler has stopped."""
@@ -93,7 +93,7 @@ class Trial:
 
     name: str
     index: int
-    values: Values
+    values: Params
     status: TrialStatus = "pending"
     reason: str = ""
     error: str | None = None
@@ -112,16 +112,16 @@ class Trial:
         return self.status not in ("pending", "running", "interrupted")
 
     @property
-    def tried(self) -> Tried:
+    def tried(self) -> PastTrial:
         """What a search learns from it."""
-        from .optuna_search import Tried
+        from .optuna_search import PastTrial
 
         state: Literal["training", "ended", "pruned", "failed"] = "ended" if self.has_ended else "training"
         if self.status == "failed":
             state = "failed"
         elif self.status == "stopped" and self.reason.startswith(PRUNED):
             state = "pruned"
-        return Tried(values=self.values, state=state, metric=self.metric, steps=self.steps)
+        return PastTrial(values=self.values, state=state, metric=self.metric, steps=self.steps)
 
 
 class Sweep:
@@ -215,7 +215,7 @@ class Sweep:
                 case "checkpoints_deleted":
                     emptied.add(event["trial"])
         trials = self.folder.map(
-            lambda trial: self._as_it_is(trial, changed.get(trial.name), ended.get(trial.name)), found.values()
+            lambda trial: self._refreshed(trial, changed.get(trial.name), ended.get(trial.name)), found.values()
         )
         # Its record has the old failure until it begins.
         trials = [
@@ -232,17 +232,17 @@ class Sweep:
             if trial.status == "failed":
                 self.note("trial_retried", trial=trial.name)
 
-    def goes_on_by_itself(self, name: str) -> bool:
+    def has_saved_since_change(self, name: str) -> bool:
         """Whether a trial has saved a checkpoint of its own since it was last told to go on from another one's."""
         changes = (each for each in read_events(self.folder) if each["event"] == "trial_changed")
         times = [change["time"] for change in changes if change["trial"] == name]
         return not times or _has_saved_since(self.folder.path(name), times[-1])
 
-    def trial_as_it_is(self, trial: Trial) -> Trial:
+    def refreshed(self, trial: Trial) -> Trial:
         """Returns a trial as the files of its run say now."""
-        return self._as_it_is(trial, None, None)
+        return self._refreshed(trial, None, None)
 
-    def _as_it_is(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
+    def _refreshed(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
         if change is not None:
             saved = _has_saved_since(trial.run_dir, change["time"])
             trial = replace(trial, values=change["values"], resume="auto" if saved else change["checkpoint"])

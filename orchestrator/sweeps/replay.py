@@ -9,10 +9,10 @@ from ..storage.events import read_events
 from ..storage.folder import Folder
 from .record import Sweep
 from .search import Search
-from .trial import report_of
+from .trial import make_report
 
 
-def earlier_reports(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
+def reports_of_ended_trials(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
     """Returns the evaluations of trials that have ended, by name, as Ray Tune was told of them.
 
     None for a `PBT`: it chooses among trials that train.
@@ -30,4 +30,4 @@ def earlier_reports(sweep: Sweep, search: Search) -> dict[str, list[dict[str, An
 
 def _reports_of(run_dir: str, search: Search) -> list[dict[str, Any]]:
     values = measured(Folder(run_dir), search.metric)
-    return [report_of(search, value, number, step) for number, (step, value) in enumerate(values.items(), start=1)]
+    return [make_report(search, value, number, step) for number, (step, value) in enumerate(values.items(), start=1)]

@@ -31,10 +31,10 @@ class ASHA:
     pauses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _whole(self, "grace", "max_evaluations")
+        _check_positive_ints(self, "grace", "max_evaluations")
         if not self.reduction > 1:
             raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
-        _grace_fits(self)
+        _check_grace(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class HyperBand:
     pauses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _whole(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
+        _check_positive_ints(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
         if not self.reduction > 1:
             raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
-        _grace_fits(self)
+        _check_grace(self)
         if self.brackets is not None and self.brackets > self._most_brackets:
             raise ConfigError(
                 f"brackets is at most {self._most_brackets}: {self.max_evaluations} evaluations have no room for more"
@@ -115,7 +115,7 @@ class MedianStopping:
     pauses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _whole(self, "grace", "trials")
+        _check_positive_ints(self, "grace", "trials")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class PBT:
     pauses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _whole(self, "every")
+        _check_positive_ints(self, "every")
         object.__setattr__(self, "vary", tuple(self.vary))
         if not 0 < self.quantile <= 0.5:
             raise ConfigError(f"quantile is above 0 and at most 0.5, not {self.quantile!r}")
@@ -153,14 +153,14 @@ class PBT:
 Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
 
 
-def _grace_fits(scheduler: ASHA | HyperBand) -> None:
+def _check_grace(scheduler: ASHA | HyperBand) -> None:
     if scheduler.grace > scheduler.max_evaluations:
         raise ConfigError(
             f"grace={scheduler.grace} is more than max_evaluations={scheduler.max_evaluations}, all that a trial has"
         )
 
 
-def _whole(scheduler: Scheduler, *names: str) -> None:
+def _check_positive_ints(scheduler: Scheduler, *names: str) -> None:
     for name in names:
         value = getattr(scheduler, name)
         if type(value) is not int or value < 1:

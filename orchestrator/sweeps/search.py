@@ -15,16 +15,16 @@ from ..config.experiment import Experiment
 from ..config.loader import override, resolve, written_values
 from ..config.target import load_named
 from . import optuna_search
-from .optuna_search import Tried
+from .optuna_search import PastTrial
 from .schedulers import PBT, Scheduler
 from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
 
 Algorithm = Literal["random", "grid", "tpe"]
-Values: TypeAlias = dict[str, Any]
+Params: TypeAlias = dict[str, Any]
 """What a trial tries, by dotted path."""
 
 # So many random trials are looked at for one in which a value can be.
-_BESIDES = 50
+_MOST_SAMPLES = 50
 _AXES = (Uniform, LogUniform, RandInt, Choice)
 
 
@@ -102,7 +102,7 @@ class Search:
             path: axis for path, axis in self.space.items() if isinstance(axis, (Uniform, LogUniform))
         }
 
-    def suggest(self, index: int, tried: Sequence[Tried] = ()) -> Values:
+    def suggest(self, index: int, tried: Sequence[PastTrial] = ()) -> Params:
         """Returns what a trial is to try: a function of the seed and the index, and for "tpe" of what came of others.
 
         Args:
@@ -116,10 +116,10 @@ class Search:
             return dict(self._grid[index])
         if self.algorithm == "tpe":
             return optuna_search.suggest(self.space, mode=self.mode, seed=self.seed, index=index, tried=tried)
-        return self._drawn(index)
+        return self._sample(index)
 
-    def _drawn(self, index: int) -> Values:
-        values: Values = {}
+    def _sample(self, index: int) -> Params:
+        values: Params = {}
         for path, axis in self.space.items():
             if isinstance(axis, When) and not axis.holds(values):
                 continue
@@ -128,14 +128,14 @@ class Search:
             values[path] = axis.draw(random.Random(f"{self.seed} {index} {path}")) if isinstance(axis, _AXES) else axis
         return values
 
-    def grid(self) -> list[Values]:
+    def grid(self) -> list[Params]:
         """Returns all combinations of choices, the last field changing fastest."""
         return list(self._grid)
 
     @cached_property
-    def _grid(self) -> list[Values]:
+    def _grid(self) -> list[Params]:
         # A million of them take a second to make, and are asked for at each trial.
-        grid: list[Values] = [{}]
+        grid: list[Params] = [{}]
         for path, axis in self.space.items():
             longer = []
             for values in grid:
@@ -177,7 +177,7 @@ class Search:
         wrong: ConfigError | None = None
         for conditions in self._conditions(path):
             # Alone, or else beside what trials may try: a width that only some numbers of heads take.
-            for others in ({}, *map(self._drawn, range(_BESIDES))):
+            for others in ({}, *map(self._sample, range(_MOST_SAMPLES))):
                 try:
                     override(experiment, {**others, **conditions, path: value})
                 except ConfigError as error:
@@ -186,27 +186,27 @@ class Search:
                     return
         raise ConfigError(f"space: {wrong}") from wrong
 
-    def _conditions(self, path: str) -> list[Values]:
+    def _conditions(self, path: str) -> list[Params]:
         """Returns the ways in which an axis can be there: what other fields must be."""
         axis = self.space[path]
         if not isinstance(axis, When):
             return [{}]
         return [{**above, axis.path: value} for above in self._conditions(axis.path) for value in axis.wanted]
 
-    def trial(self, experiment: Experiment, name: str, values: Values) -> Experiment:
+    def trial(self, experiment: Experiment, name: str, values: Params) -> Experiment:
         """Returns the experiment of one trial, whose run lies in the folder of the sweep."""
         settings = self.settings(experiment, values)
         changed: Experiment = override(experiment, settings)
         return replace(changed, name=name, storage=experiment.run_dir)
 
-    def settings(self, experiment: Experiment, values: Values) -> Values:
+    def settings(self, experiment: Experiment, values: Params) -> Params:
         """Returns the values of a trial, and what it is told besides, for the sake of the sweep."""
         return {**self._besides(experiment), **values}
 
-    def _besides(self, experiment: Experiment) -> Values:
+    def _besides(self, experiment: Experiment) -> Params:
         if not self.metric.startswith("validation/"):
             return {}
-        settings: Values = {"config.checkpoint.monitor": self.metric, "config.checkpoint.mode": self.mode}
+        settings: Params = {"config.checkpoint.monitor": self.metric, "config.checkpoint.mode": self.mode}
         if self.scheduler is not None and self.scheduler.pauses:
             keep = experiment.config.checkpoint.keep_last
             settings["config.checkpoint.background"] = False

@@ -25,7 +25,7 @@ from headway.trainer.checkpoints.retention import Best, Mode
 from headway.trainer.errors import ConfigError
 from headway.trainer.trainer import Trainer
 
-from ..cli.console import Display
+from ..cli.console import RunConsole
 from ..config.experiment import Experiment, Scaling
 from ..errors import RunConflictError
 from ..runs.metric_history import measured
@@ -88,15 +88,15 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     experiment = replace(_with_values(_experiment_of(task.experiment), config), name=name, storage=task.sweep_dir)
     run.update(status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this())
     resume = _resume_from(run, config["resume"])
-    reporter = Reporter(task, run)
-    adopted = (Adopt(),) if resume != "auto" else ()
+    reporter = TuneReportCallback(task, run)
+    adopted = (KeepOwnHyperparameters(),) if resume != "auto" else ()
 
     def train_here(
         experiment: Experiment, run: Run, *, since: float, resumption: Resumption, verbose: bool, **_: Any
     ) -> dict[str, Any]:
         return _train_here(experiment, run, (reporter, *adopted), since=since, resumption=resumption, verbose=verbose)
 
-    display = Display(Console(quiet=True)) if task.trains_here else Relay(task, run)
+    display = RunConsole(Console(quiet=True)) if task.trains_here else EventTuneReporter(task, run)
     try:
         result = Supervision(
             experiment, run, Signals(), display, verbose=False, spares=False,
@@ -116,7 +116,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         return
     if task.may_change:
         # A checkpoint of another trial brings that one's best value with it.
-        best = patiently(lambda: _best_of_its_own(run, task))
+        best = patiently(lambda: _best_of_own_evaluations(run, task))
         result = replace(result, best_metric=best.value, best_step=best.step)
     close(run, result, display)
     if reporter.was_paused:
@@ -124,7 +124,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         sys.exit(0)
 
 
-def _best_of_its_own(run: Run, task: SweepTask) -> Best:
+def _best_of_own_evaluations(run: Run, task: SweepTask) -> Best:
     """The best value among the evaluations that a run has made itself."""
     best = Best(task.mode)
     for event in read_events(run.folder):
@@ -155,7 +155,7 @@ def _train_here(
             watch.decide({0: error})
 
 
-class Relay(Display):
+class EventTuneReporter(RunConsole):
     """Tells Ray Tune of the evaluations of a run of several workers, from their events. Shows nothing.
 
     The workers do not wait for it; what the scheduler says they hear as any wish to stop.
@@ -181,15 +181,15 @@ class Relay(Display):
         _check_metric(self._sweep_task.metric, event["metrics"], "an evaluation")
         step, value = event["step"], event["metrics"][self._sweep_task.metric]
         self._evaluated.add(step)
-        tune.report(report_of(self._sweep_task, value, _up_to(self._evaluated, step), step))
+        tune.report(make_report(self._sweep_task, value, _count_up_to(self._evaluated, step), step))
 
 
-def _up_to(steps: Collection[int], step: int) -> int:
+def _count_up_to(steps: Collection[int], step: int) -> int:
     """How many there are: what comes after a restart is counted on, and what is made again has the same number."""
     return sum(each <= step for each in steps)
 
 
-def report_of(asked: SweepTask | Search, value: float, evaluations: int, step: int) -> dict[str, Any]:
+def make_report(asked: SweepTask | Search, value: float, evaluations: int, step: int) -> dict[str, Any]:
     """Returns what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
     worst = _WORST if asked.mode == "min" else -_WORST
     is_finite = math.isfinite(value)
@@ -203,7 +203,7 @@ def _check_metric(metric: str, metrics: Mapping[str, float], of: str) -> None:
         raise ConfigError(f"metric is {metric!r}, but {of} gives {', '.join(metrics) or 'none'}")
 
 
-class Reporter(Callback):
+class TuneReportCallback(Callback):
     """Tells Ray Tune the metric of the sweep, waits for what its scheduler says, and obeys. On a run of one worker.
 
     Args:
@@ -245,7 +245,7 @@ class Reporter(Callback):
         if self._task.metric.startswith("train/") and self._task.metric in metrics:
             step = trainer.global_step
             self._logged.add(step)
-            self._report(trainer, _up_to(self._logged, step), step, metrics[self._task.metric])
+            self._report(trainer, _count_up_to(self._logged, step), step, metrics[self._task.metric])
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
         """Reports the evaluation before, with a pointer to the checkpoint; one that came while it was saved waits."""
@@ -257,7 +257,7 @@ class Reporter(Callback):
     ) -> None:
         if self.was_paused:
             return
-        report = report_of(self._task, value, evaluations, step)
+        report = make_report(self._task, value, evaluations, step)
         try:
             if checkpoint is None:
                 tune.report(report)
@@ -276,7 +276,7 @@ class Reporter(Callback):
             trainer.request_stop(asked.reason, status=asked.status)
 
 
-class Adopt(Callback):
+class KeepOwnHyperparameters(Callback):
     """Keeps the settings of this trial's optimizers when it goes on from a checkpoint of another one.
 
     A checkpoint has the settings that it was saved with. Where a schedule moves the learning rate, it goes on from
@@ -328,17 +328,17 @@ def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
 def _resume_from(run: Run, resume: str) -> str:
     """Returns "auto", or the checkpoint of another trial that the driver says, until this one has saved its own."""
     checkpoint = tune.get_checkpoint()
-    has_saved = checkpoint is not None and pointer_in(checkpoint)["run_dir"] == run.run_dir
+    has_saved = checkpoint is not None and read_pointer(checkpoint)["run_dir"] == run.run_dir
     return "auto" if has_saved else resume
 
 
-def resources_of(scaling: Scaling) -> Any:
+def trial_resources(scaling: Scaling) -> Any:
     """Returns what the process of a trial reserves: as the only worker, or next to nothing beside workers."""
     # Ray Tune refuses nothing at all, and any part of a CPU would be missing for the workers.
     return tune.PlacementGroupFactory([scaling.per_worker if scaling.is_alone else {"memory": 1}])
 
 
-def pointer_in(checkpoint: Any) -> dict[str, str]:
+def read_pointer(checkpoint: Any) -> dict[str, str]:
     """Returns the run and the checkpoint of ours that a checkpoint of Ray Tune points to."""
     with checkpoint.as_directory() as folder:
         pointer: dict[str, str] = json.loads(Path(folder, _POINTER).read_text())

@@ -31,16 +31,16 @@ from ray.tune.schedulers import (
 )
 from ray.tune.search import Searcher
 
-from ..cluster.ray_env import environ
+from ..cluster.ray_env import temporary_env
 from ..errors import StorageError
 from ..runs.requests import Stop, ask_to_stop
 from ..storage.folder import Folder, patiently
 from .record import PRUNED, Sweep, Trial
-from .replay import earlier_reports
+from .replay import reports_of_ended_trials
 from .schedulers import ASHA, PBT, HyperBand, MedianStopping
-from .search import Search, Values
+from .search import Params, Search
 from .space import Axis, Choice, LogUniform, RandInt, Uniform
-from .trial import SweepTask, pointer_in
+from .trial import SweepTask, read_pointer
 from .trial_process import train_trial
 
 _QUIET = {
@@ -53,12 +53,12 @@ _QUIET = {
 }
 _CALLBACKS = "RAY_TUNE_CALLBACKS"
 
-_RAYS_FILES = ".ray-tune"
+_TUNE_FOLDER = ".ray-tune"
 
-Next = Callable[[], tuple[Trial, Values] | None]
-Ended = Callable[[str, str | None], None]
-Reported = Callable[[str, Mapping[str, Any]], None]
-Exploited = Callable[[str, str, Values], tuple[Values, str]]
+NextTrial = Callable[[], tuple[Trial, Params] | None]
+OnTrialEnd = Callable[[str, str | None], None]
+OnTrialReport = Callable[[str, Mapping[str, Any]], None]
+OnExploit = Callable[[str, str, Params], tuple[Params, str]]
 
 
 def tune_trials(
@@ -66,10 +66,10 @@ def tune_trials(
     search: Search,
     task: SweepTask,
     *,
-    next_trial: Next,
-    ended: Ended,
-    reported: Reported,
-    exploited: Exploited,
+    next_trial: NextTrial,
+    on_end: OnTrialEnd,
+    on_report: OnTrialReport,
+    on_exploit: OnExploit,
     is_over: Callable[[], bool],
     resources: Any,
     at_once: Callable[[], int],
@@ -82,9 +82,9 @@ def tune_trials(
         search: what was asked for.
         task: what trials are told.
         next_trial: returns the trial to train next and its typed values, or None when there is none left.
-        ended: is told the name of each trial that has ended, and an error that its own files do not know.
-        reported: is told what a trial has reported.
-        exploited: is told the name, the donor's checkpoint and the new values of a trial that goes on with them;
+        on_end: is told the name of each trial that has ended, and an error that its own files do not know.
+        on_report: is told what a trial has reported.
+        on_exploit: is told the name, the donor's checkpoint and the new values of a trial that goes on with them;
             returns these typed, and the checkpoint to go on from.
         is_over: says whether to leave all trials as they are.
         resources: of one trial.
@@ -92,22 +92,22 @@ def tune_trials(
         max_failures: how often the process of a trial may die.
     """
     kind = type(search.scheduler).__name__
-    scheduler = Gentle(
-        _scheduler(search), sweep, kind=kind, at_once=at_once, exploited=exploited,
-        earlier=patiently(lambda: earlier_reports(sweep, search)),
+    scheduler = GracefulStopScheduler(
+        _scheduler(search), sweep, kind=kind, at_once=at_once, on_exploit=on_exploit,
+        earlier_reports=patiently(lambda: reports_of_ended_trials(sweep, search)),
     )  # fmt: skip
     with (
-        environ(_QUIET, unless_set=True),
-        environ({_CALLBACKS: _and_silence(os.environ.get(_CALLBACKS))}),
-        _errors_alone(logging.getLogger("ray.tune")),
-        _rays_files(sweep.folder, are_shared=task.pauses) as (place, filesystem),
+        temporary_env(_QUIET, unless_set=True),
+        temporary_env({_CALLBACKS: _with_no_progress_output(os.environ.get(_CALLBACKS))}),
+        _log_errors_only(logging.getLogger("ray.tune")),
+        _tune_storage(sweep.folder, are_shared=task.pauses) as (place, filesystem),
     ):
         tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(train_trial, packed=pickle.dumps(task), trains_here=task.trains_here), resources
             ),
             tune_config=tune.TuneConfig(
-                search_alg=Suggestions(next_trial, scheduler, ended=ended, reported=reported),
+                search_alg=JournalSearcher(next_trial, scheduler, on_end=on_end, on_report=on_report),
                 scheduler=scheduler,
                 num_samples=-1,
                 reuse_actors=True,
@@ -118,7 +118,7 @@ def tune_trials(
                 name=sweep.record.name,
                 storage_path=place,
                 storage_filesystem=filesystem,
-                stop=AtOnce(is_over),
+                stop=AbortStopper(is_over),
                 failure_config=tune.FailureConfig(max_failures=max_failures),
                 verbose=0,
             ),
@@ -127,7 +127,7 @@ def tune_trials(
 
 
 @contextmanager
-def _rays_files(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, FileSystem | None]]:
+def _tune_storage(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, FileSystem | None]]:
     """Gives Ray Tune a place for files that nobody reads later, and how to reach it; None as any disk.
 
     Args:
@@ -140,15 +140,15 @@ def _rays_files(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, File
         return
     try:
         # In the way that all else goes: Ray Tune would ask pyarrow, which knows few stores, and not how to reach ours.
-        filesystem, path = fsspec.core.url_to_fs(folder.path(_RAYS_FILES))
+        filesystem, path = fsspec.core.url_to_fs(folder.path(_TUNE_FOLDER))
         yield path, None if folder.is_local else PyFileSystem(FSSpecHandler(filesystem))
     finally:
         with suppress(StorageError):
-            folder.remove_folder(_RAYS_FILES)
+            folder.remove_folder(_TUNE_FOLDER)
 
 
 @contextmanager
-def _errors_alone(logger: logging.Logger) -> Iterator[None]:
+def _log_errors_only(logger: logging.Logger) -> Iterator[None]:
     """Of Ray Tune's log: it warns of files of loggers that are off."""
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -162,14 +162,14 @@ def _name(trial: TuneTrial) -> str:
     return str(trial.config["trial"])
 
 
-class _Unkept:
+class NotPickled:
     """Ray Tune pickles what it is given, for a restoration that nobody will ask for: it gets nothing."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (object, ())
 
 
-class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
+class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
     """Gives Ray Tune one trial after another, as long as there is room, and passes on what it hears of them.
 
     Not as its callback: where it is given any, Ray Tune imports all that it knows, with MLflow and wandb: two seconds.
@@ -177,14 +177,16 @@ class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
     Args:
         next_trial: returns the next one and its values, or None.
         scheduler: which knows how many trials train.
-        ended: is told the name of each that has ended, and an error.
-        reported: is told what one has reported.
+        on_end: is told the name of each that has ended, and an error.
+        on_report: is told what one has reported.
     """
 
-    def __init__(self, next_trial: Next, scheduler: Gentle, *, ended: Ended, reported: Reported) -> None:
+    def __init__(
+        self, next_trial: NextTrial, scheduler: GracefulStopScheduler, *, on_end: OnTrialEnd, on_report: OnTrialReport
+    ) -> None:
         super().__init__(metric="metric", mode="min")
         self._next, self._scheduler = next_trial, scheduler
-        self._ended, self._reported = ended, reported
+        self._on_end, self._on_report = on_end, on_report
         self._names: dict[str, str] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
@@ -204,11 +206,11 @@ class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Passes it on."""
-        self._reported(self._names[trial_id], result)
+        self._on_report(self._names[trial_id], result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Passes it on."""
-        self._ended(self._names[trial_id], self._scheduler.error_of(trial_id) if error else None)
+        self._on_end(self._names[trial_id], self._scheduler.error_of(trial_id) if error else None)
 
     def save(self, checkpoint_path: str) -> None:
         """Saves nothing: the journal has it."""
@@ -217,7 +219,7 @@ class Suggestions(_Unkept, Searcher):  # type: ignore[misc]
         """Restores nothing."""
 
 
-class AtOnce(_Unkept, tune.Stopper):  # type: ignore[misc]
+class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
     """Ends all trials without a word, for who cannot wait for their checkpoints.
 
     Args:
@@ -236,7 +238,7 @@ class AtOnce(_Unkept, tune.Stopper):  # type: ignore[misc]
         return self._is_over()
 
 
-class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
+class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
     """Stops trials through their own run, so that they save a checkpoint and say why; limits how many train at once.
 
     Args:
@@ -244,8 +246,8 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         sweep: whose trials they are.
         kind: its name, for people.
         at_once: says how many may train at the moment.
-        exploited: is told when a trial goes on from another one's checkpoint, with other values.
-        earlier: by name, the reports of trials that have ended under an earlier driver, by which others are judged too.
+        on_exploit: is told when a trial goes on from another one's checkpoint, with other values.
+        earlier_reports: by name, the reports of trials that ended under an earlier driver of the sweep.
     """
 
     def __init__(
@@ -255,13 +257,13 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         *,
         kind: str,
         at_once: Callable[[], int],
-        exploited: Exploited,
-        earlier: Mapping[str, Sequence[dict[str, Any]]],
+        on_exploit: OnExploit,
+        earlier_reports: Mapping[str, Sequence[dict[str, Any]]],
     ) -> None:
         super().__init__()
-        self._earlier = earlier
+        self._earlier_reports = earlier_reports
         self._kind = kind
-        self._inner, self._sweep, self._at_once, self._exploited = inner, sweep, at_once, exploited
+        self._inner, self._sweep, self._at_once, self._on_exploit = inner, sweep, at_once, on_exploit
         self._is_pbt = isinstance(inner, PopulationBasedTraining)
         self._stopped: set[str] = set()
         self._controller: Any = None
@@ -288,9 +290,9 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
             # own on, and short trials never train but one at a time.
             # How many there are at a time is for `has_room` to say.
             controller.update_max_pending_trials(sys.maxsize)
-            self._recall(controller)
+            self._replay(controller)
         self._controller = controller
-        self._inner.on_trial_add(_Searchless(controller), trial)
+        self._inner.on_trial_add(ControllerWithoutSearch(controller), trial)
 
     def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
         """Passes it on."""
@@ -304,7 +306,7 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
         before = trial.config
         decision = str(self._inner.on_trial_result(controller, trial, result))
         if trial.config is not before:
-            self._change(trial, before)
+            self._apply_exploit(trial, before)
         if decision == TrialScheduler.STOP:
             self._stopped.add(trial.trial_id)
             count = result["evaluations"]
@@ -344,27 +346,27 @@ class Gentle(_Unkept, TrialScheduler):  # type: ignore[misc]
     def restore(self, checkpoint_path: str) -> None:
         """Restores nothing."""
 
-    def _recall(self, controller: Any) -> None:
+    def _replay(self, controller: Any) -> None:
         """Tells the inner one of the trials that it has not seen."""
-        for name, reports in self._earlier.items():
+        for name, reports in self._earlier_reports.items():
             if not reports:
                 continue
-            trial = _Ended(name)
+            trial = ReplayedTrial(name)
             self._inner.on_trial_add(controller, trial)
             for report in reports:
                 if self._inner.on_trial_result(controller, trial, report) == TrialScheduler.STOP:
                     break
             self._inner.on_trial_complete(controller, trial, reports[-1])
 
-    def _change(self, trial: TuneTrial, before: dict[str, Any]) -> None:
+    def _apply_exploit(self, trial: TuneTrial, before: dict[str, Any]) -> None:
         checkpoint = trial.run_metadata.checkpoint_manager._latest_checkpoint_result.checkpoint
         name = str(before["trial"])
         values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
-        typed, resume = self._exploited(name, pointer_in(checkpoint)["checkpoint"], values)
+        typed, resume = self._on_exploit(name, read_pointer(checkpoint)["checkpoint"], values)
         trial.set_config({**typed, "trial": name, "resume": resume})
 
 
-class _Ended:
+class ReplayedTrial:
     """As much of a trial that Ray Tune does not know as a scheduler asks of one.
 
     Args:
@@ -377,7 +379,7 @@ class _Ended:
         self.trial_id, self.config = name, {"trial": name}
 
 
-class _Searchless:
+class ControllerWithoutSearch:
     """Ray Tune's controller without its search: PBT refuses any, as one might draw other values for a trial."""
 
     search_alg = None
@@ -389,7 +391,7 @@ class _Searchless:
         return getattr(self._controller, name)
 
 
-class _Silence(TrialProgressCallback):  # type: ignore[misc]
+class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]
     """In place of what prints how trials stand. Ray Tune makes it, by its name in the environment."""
 
     def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
@@ -399,9 +401,9 @@ class _Silence(TrialProgressCallback):  # type: ignore[misc]
         """Prints nothing."""
 
 
-def _and_silence(callbacks: str | None) -> str:
+def _with_no_progress_output(callbacks: str | None) -> str:
     """Returns the names of callbacks, among them once what keeps Ray Tune from printing."""
-    silence = f"{__name__}.{_Silence.__name__}"
+    silence = f"{__name__}.{NoProgressOutput.__name__}"
     return ",".join([*(name for name in (callbacks or "").split(",") if name not in ("", silence)), silence])
 
 
@@ -413,7 +415,7 @@ def _scheduler(search: Search) -> TrialScheduler:
                 **common, grace_period=grace, reduction_factor=reduction, max_t=most, stop_last_trials=False
             )
         case HyperBand() as wanted:
-            return _Brackets(wanted, **common)
+            return SeededHyperBand(wanted, **common)
         case MedianStopping(grace=grace, trials=trials):
             # It would pause a trial while another one comes up, to hear of more of them first.
             return MedianStoppingRule(
@@ -425,12 +427,12 @@ def _scheduler(search: Search) -> TrialScheduler:
                 **common, perturbation_interval=pbt.every, quantile_fraction=pbt.quantile,
                 resample_probability=pbt.resample, log_config=False,
                 hyperparam_mutations={path: _mutation(axis, generator) for path, axis in search.varied.items()},
-                custom_explore_fn=lambda values: _within(values, search.varied),
+                custom_explore_fn=lambda values: _clamp_to_axes(values, search.varied),
             )  # fmt: skip
     return FIFOScheduler()
 
 
-class _Brackets(AsyncHyperBandScheduler):  # type: ignore[misc]
+class SeededHyperBand(AsyncHyperBandScheduler):  # type: ignore[misc]
     """Ray Tune's draws the bracket of a trial anew each time; here it follows from its number."""
 
     def __init__(self, wanted: HyperBand, **common: Any) -> None:
@@ -455,7 +457,7 @@ def _mutation(axis: Axis, generator: random.Random) -> Any:
     return list(axis.values) if isinstance(axis, Choice) else lambda: axis.draw(generator)
 
 
-def _within(values: dict[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+def _clamp_to_axes(values: dict[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
     """Brings what was changed by a factor back between the limits."""
     for path, axis in axes.items():
         if path in values and isinstance(axis, (Uniform, LogUniform, RandInt)):

@@ -15,8 +15,8 @@ from typing import Any
 
 from headway.trainer.callbacks.progress_bar import human_duration
 
-from ..cli.console import Display
-from ..cluster.connect import places_taken, room_for, too_late, waiting
+from ..cli.console import RunConsole
+from ..cluster.connect import describe_wait, placed_groups, target_workers_now, wait_timeout_error
 from ..config.experiment import Experiment
 from ..errors import StorageError
 from ..runs.ownership import is_lost
@@ -115,7 +115,7 @@ class Supervision:
         experiment: Experiment,
         run: Run,
         signals: Signals,
-        display: Display,
+        display: RunConsole,
         *,
         resumption: Resumption,
         verbose: bool,
@@ -267,7 +267,7 @@ class Supervision:
     def _start_clock(self) -> None:
         """Begins to count how long workers are waited for. What trains in this process is there."""
         self._waits_since = math.inf if self._trains_here else time.monotonic()
-        self._taken = set() if self._trains_here else places_taken()
+        self._taken = set() if self._trains_here else placed_groups()
 
     def _heed_signals(self) -> None:
         """The first signal asks for a checkpoint and the end, a second Ctrl-C for the end."""
@@ -306,7 +306,7 @@ class Supervision:
         if not self._growth.is_time_to_look():
             return
         attempt, workers = self._group
-        room = room_for(self._experiment.scaling, workers=workers)
+        room = target_workers_now(self._experiment.scaling, workers=workers)
         if self._growth.decide(room):
             ask_to_grow(self._run.folder, attempt=attempt, workers=room)
             self._display.line(f"room for {room} workers ({workers} now): saving, to go on with them")
@@ -315,10 +315,10 @@ class Supervision:
         """Says what workers wait for that do not come, and does not wait for ever."""
         scaling, now_s = self._experiment.scaling, time.monotonic()
         if now_s - self._waits_since >= self._patience_s:
-            raise too_late("the workers have", scaling)
+            raise wait_timeout_error("the workers have", scaling)
         if min(now_s - self._waits_since, now_s - self._told_waiting_s) > _TELL_WAITING_EVERY_S:
             self._told_waiting_s = now_s
-            if (text := waiting(scaling, self._taken)) not in (None, self._told_waiting):
+            if (text := describe_wait(scaling, self._taken)) not in (None, self._told_waiting):
                 self._told_waiting = text
                 self._display.line(str(text))
                 since = time.time() - (now_s - self._waits_since)

@@ -13,7 +13,7 @@ from headway.trainer.distributed.world import World
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.run_state import COMPONENTS
 
-from ..cli.console import Display
+from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..errors import RunConflictError
@@ -33,7 +33,7 @@ def fit(
     restore: Collection[str] = COMPONENTS,
     accept_changes: bool = False,
     verbose: bool = False,
-    display: Display | None = None,
+    display: RunConsole | None = None,
 ) -> RunResult:
     """Trains an experiment with its workers, or goes on with it, and shows it while it trains.
 
@@ -60,23 +60,23 @@ def fit(
     """
     began = time.time()
     quiet_environment(verbose=verbose)
-    from ..cluster.connect import check_resources, connected, possible, will_be_own
+    from ..cluster.connect import check_resources, clamp_to_machine, ray_connection, will_start_own_ray
     from .driver import Signals, Supervision
 
-    display = display or Display()
+    display = display or RunConsole()
     resumption = Resumption.asked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
-    check_training(experiment, elsewhere=not will_be_own())
+    check_training(experiment, elsewhere=not will_start_own_ray())
     opened = open_run(experiment, accept_changes=accept_changes)
     if opened.verdict == "finished":
         return _finished(opened.run, display)
     run = opened.run
     _greet(opened, experiment, display)
     resumption = _resumption(resumption, run, display)
-    experiment = replace(experiment, scaling=possible(experiment.scaling))
+    experiment = replace(experiment, scaling=clamp_to_machine(experiment.scaling))
     with Signals() as signals:
         try:
-            with connected(experiment.scaling, verbose=verbose) as is_own:
+            with ray_connection(experiment.scaling, verbose=verbose) as is_own:
                 # ray.init takes SIGTERM for itself.
                 signals.install()
                 supervision = Supervision(
@@ -127,7 +127,7 @@ def first_world(experiment: Experiment, workers: int) -> World:
     return World(rank=0, size=workers, local_rank=0, device=device)
 
 
-def _finished(run: Run, display: Display) -> RunResult:
+def _finished(run: Run, display: RunConsole) -> RunResult:
     record = run.record
     display.line(
         f"{record.name} is finished: {record.status} after {record.steps:,} steps ({record.reason}). "
@@ -141,14 +141,14 @@ def _finished(run: Run, display: Display) -> RunResult:
     return RunResult.recorded(run, status=record.status, reason=record.reason)
 
 
-def _greet(opened: Opened, experiment: Experiment, display: Display) -> None:
+def _greet(opened: Opened, experiment: Experiment, display: RunConsole) -> None:
     display.goes_on = opened.verdict == "goes on"
     display.line(f"{experiment.name}: {experiment.scaling.in_words}, {opened.verdict}; its files: {experiment.run_dir}")
     for change in opened.changes:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
 
 
-def _resumption(asked: Resumption, run: Run, display: Display) -> Resumption:
+def _resumption(asked: Resumption, run: Run, display: RunConsole) -> Resumption:
     """What a start begins with; says it where that is not the newest checkpoint of the run, or not what was asked."""
     if not asked.choice:
         return asked
@@ -163,7 +163,7 @@ def _resumption(asked: Resumption, run: Run, display: Display) -> Resumption:
     return resumption
 
 
-def close(run: Run, result: RunResult, display: Display, *, again: str = "as before") -> None:
+def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as before") -> None:
     """Writes how a run ended into its record, and says it.
 
     Args:

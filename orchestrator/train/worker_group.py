@@ -17,7 +17,7 @@ from ray import cloudpickle
 from headway.trainer.distributed.world import backend
 from headway.trainer.errors import ConfigError
 
-from ..cluster.ray_env import environ
+from ..cluster.ray_env import temporary_env
 from ..config.experiment import Experiment
 from ..config.target import travels_by_value
 from ..errors import TrainingFailedError
@@ -90,7 +90,7 @@ def train_group(
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
             ),
         )
-        with environ({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
+        with temporary_env({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
             returned: dict[str, Any] = trainer.fit().return_value
         return returned
     finally:

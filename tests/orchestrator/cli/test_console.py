@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.storage.events import Event
 from headway.orchestrator.train.fit import _greet
@@ -39,7 +39,7 @@ RECORD = {
 
 def shown(*, terminal: bool) -> str:
     file = io.StringIO()
-    display = Display(Console(file=file, force_terminal=terminal, width=100, highlight=False))
+    display = RunConsole(Console(file=file, force_terminal=terminal, width=100, highlight=False))
     display.event(EVENTS[0])
     display.event(EVENTS[1])
     display.record(RECORD)
@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_from_nothing_says_so(
     goes_on: bool, attempt: int, resume: str | None, events: list[Event], says: bool
 ) -> None:
     file = io.StringIO()
-    display = Display(Console(file=file, width=100, highlight=False))
+    display = RunConsole(Console(file=file, width=100, highlight=False))
     display.goes_on = goes_on
     display.event({"event": "driver_started", **({"resume": resume} if resume else {})})
     display.event({**EVENTS[0], "attempt": attempt})
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_from_nothing_says_so(
 
 
 def test_the_display_knows_whether_the_run_had_begun(tmp_path: Path) -> None:
-    asked, display = experiment(tmp_path), Display(Console(file=io.StringIO()))
+    asked, display = experiment(tmp_path), RunConsole(Console(file=io.StringIO()))
     opened = open_run(asked)
     _greet(opened, asked, display)
     assert not display.goes_on

@@ -10,7 +10,7 @@ from ray.job_submission import JobDetails, JobStatus, JobType
 
 from headway.orchestrator import Experiment, resolve
 from headway.orchestrator.cli.main import main
-from headway.orchestrator.cluster.jobs import Jobs, _copy_of_headway, arguments_of, environment, table_of
+from headway.orchestrator.cluster.jobs import Jobs, _copy_of_headway, env_from_options, fit_arguments, jobs_table
 from headway.trainer.errors import ConfigError
 from tests.heads import free_ports
 from tests.tiny import TinyConfig, TinyTrainer
@@ -25,9 +25,9 @@ def experiment(storage: str) -> Experiment:
 def test_variables_are_taken_from_here_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "a=b")
     monkeypatch.delenv("NOT_HERE", raising=False)
-    assert environment(["HERE", "OTHER=x=y", "EMPTY="]) == {"HERE": "a=b", "OTHER": "x=y", "EMPTY": ""}
+    assert env_from_options(["HERE", "OTHER=x=y", "EMPTY="]) == {"HERE": "a=b", "OTHER": "x=y", "EMPTY": ""}
     with pytest.raises(ConfigError, match="--env NOT_HERE: there is no such variable here"):
-        environment(["NOT_HERE"])
+        env_from_options(["NOT_HERE"])
 
 
 def test_the_driver_gets_what_was_resolved_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,16 +35,16 @@ def test_the_driver_gets_what_was_resolved_here(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "a").mkdir()
     (tmp_path / "a/line.py").touch()
     overrides = ["config.x=[1, 2]", "storage=s3://bucket/old", "storage=s3://bucket/runs/"]
-    arguments = arguments_of(
+    arguments = fit_arguments(
         f"{tmp_path}/a/line.py:Line", experiment("s3://bucket/runs"), overrides=overrides, options=["--resume", "never"]
     )
     assert arguments == ["fit", "--resume", "never", "a/line.py:Line", "config.x=[1, 2]", "storage=s3://bucket/runs"]
-    assert arguments_of(TARGET, experiment("s3://b"), overrides=[])[1] == TARGET
+    assert fit_arguments(TARGET, experiment("s3://b"), overrides=[])[1] == TARGET
     for storage in ("/shared/proj #2/runs", "/shared/a: b", '/shared/it\'s "so"', "/shared/übung"):
-        last = arguments_of(TARGET, experiment(storage), overrides=[])[-1]
+        last = fit_arguments(TARGET, experiment(storage), overrides=[])[-1]
         assert resolve(experiment("/elsewhere"), [last]).storage == storage
     with pytest.raises(ConfigError, match="the cluster gets a copy of the current directory"):
-        arguments_of("../line.py", experiment("s3://b"), overrides=[])
+        fit_arguments("../line.py", experiment("s3://b"), overrides=[])
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_a_storage_that_would_go_with_the_copy_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if is_fine:
-        arguments_of(TARGET, experiment(storage), overrides=overrides)
+        fit_arguments(TARGET, experiment(storage), overrides=overrides)
         return
     with pytest.raises(ConfigError, match=r"a copy that it throws away later: .* storage=s3://bucket/runs"):
-        arguments_of(TARGET, experiment(storage), overrides=overrides)
+        fit_arguments(TARGET, experiment(storage), overrides=overrides)
 
 
 def test_headway_is_packed_as_it_is_imported(tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_jobs_are_a_table_that_cuts_nothing() -> None:
         metadata={"headway_run": "digits"}, start_time=1_700_000_000_000, end_time=1_700_000_090_000,
     )  # fmt: skip
     fresh = JobDetails(type=JobType.SUBMISSION, submission_id="raysubmit_x", status=JobStatus.PENDING, entrypoint="x")
-    heading, *rows = table_of([ended, fresh]).splitlines()
+    heading, *rows = jobs_table([ended, fresh]).splitlines()
     assert heading.split() == ["JOB", "RUN", "STATUS", "EXIT", "CODE", "STARTED", "TOOK"]
     assert rows[0].split()[:4] == [name, "digits", "failed", "3"]
     assert rows[0].endswith("1m30s")
     assert rows[1].split() == ["raysubmit_x", "pending"]
-    assert table_of([]) == "JOB  RUN  STATUS  EXIT CODE  STARTED  TOOK"
+    assert jobs_table([]) == "JOB  RUN  STATUS  EXIT CODE  STARTED  TOOK"
 
 
 def job(name: str, status: JobStatus, *, run: str = "digits", start_time: int = 0, code: int = 2) -> JobDetails:

@@ -12,7 +12,7 @@ import yaml
 
 from headway.orchestrator import Experiment, Scaling, resolve
 from headway.orchestrator.cli.main import main
-from headway.orchestrator.cluster.launcher_file import faults_of, load_cluster
+from headway.orchestrator.cluster.launcher_file import load_cluster, misfits_of
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
@@ -49,7 +49,7 @@ def faults(cluster: Any, *, storage: str = "s3://bucket/runs", **scaling: Any) -
         name="x", trainer=TinyTrainer, config=TinyConfig(global_batch_size=64), storage=storage,
         scaling=Scaling(**settings),
     )  # fmt: skip
-    return faults_of(cluster, experiment)
+    return misfits_of(cluster, experiment)
 
 
 def test_ours_holds_what_its_first_lines_say(

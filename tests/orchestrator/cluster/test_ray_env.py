@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headway.orchestrator.cluster.ray_env import environ
+from headway.orchestrator.cluster.ray_env import temporary_env
 
 
 def test_what_was_there_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,7 +14,7 @@ def test_what_was_there_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWAY_NEW", raising=False)
 
     def fail() -> None:
-        with environ({"HEADWAY_THERE": "now", "HEADWAY_NEW": "now"}):
+        with temporary_env({"HEADWAY_THERE": "now", "HEADWAY_NEW": "now"}):
             assert os.environ["HEADWAY_THERE"] == os.environ["HEADWAY_NEW"] == "now"
             raise KeyError("of the user")
 
@@ -27,7 +27,7 @@ def test_what_was_there_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_THERE", "the user's")
     monkeypatch.delenv("HEADWAY_NEW", raising=False)
-    with environ({"HEADWAY_THERE": "ours", "HEADWAY_NEW": "ours"}, unless_set=True):
+    with temporary_env({"HEADWAY_THERE": "ours", "HEADWAY_NEW": "ours"}, unless_set=True):
         assert (os.environ["HEADWAY_THERE"], os.environ["HEADWAY_NEW"]) == ("the user's", "ours")
     assert os.environ["HEADWAY_THERE"] == "the user's"
     assert "HEADWAY_NEW" not in os.environ

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator import Run, fit, rerun, resolve
-from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.runs.checkpoints import Shelf
 from headway.orchestrator.runs.compare import compare_runs, recorded
@@ -86,7 +86,7 @@ def begun(home: Path, **changes: object) -> Run:
 def again(home: Path, *overrides: str, **options: object) -> tuple[str, str]:
     """What is shown, and the error, of a rerun that is refused before anything starts."""
     screen = io.StringIO()
-    display = Display(Console(file=screen, highlight=False, soft_wrap=True))
+    display = RunConsole(Console(file=screen, highlight=False, soft_wrap=True))
     with pytest.raises(ConfigError) as refused:
         rerun("one", f"{home.parent}/runs", overrides=overrides, display=display, **options)  # type: ignore[arg-type]
     assert not (home.parent / "runs/one-rerun").exists()
@@ -123,7 +123,7 @@ def test_the_record_of_a_run_suffices_for_the_same_weights(
 
     # Another seed gives other weights, which is said; and a difference that was asked for is named.
     screen = io.StringIO()
-    display = Display(Console(file=screen, highlight=False, soft_wrap=True))
+    display = RunConsole(Console(file=screen, highlight=False, soft_wrap=True))
     rerun("one", runs, overrides=["name=two", "config.seed=4"], strict=True, display=display)
     assert "  config config.seed: 3 -> 4\n" in screen.getvalue()
     assert "other weights than one at step 9: " in screen.getvalue()

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator import RunResult, fit
-from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.runs.resume import Resumption
 from headway.orchestrator.runs.stop import stop_run
@@ -27,7 +27,7 @@ from tests.tiny import StopAt, TinyConfig, TinyTrainer
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trains the run `tiny` in this process up to an update, where it is interrupted; returns the result, and what was
     shown."""
-    monkeypatch.setattr(connect, "connected", lambda *_, **__: nullcontext(True))
+    monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
 
     def begin(until: int, **options: Any) -> tuple[RunResult, str]:
         def train(experiment: Any, run: Any, *, since: float, resumption: Any, verbose: bool, **_: Any) -> Any:
@@ -36,7 +36,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(driver, "Supervision", functools.partial(Supervision, train=train))
         text = io.StringIO()
-        display = Display(Console(file=text, highlight=False, soft_wrap=True))
+        display = RunConsole(Console(file=text, highlight=False, soft_wrap=True))
         return fit(experiment(tmp_path, max_steps=40), display=display, **options), text.getvalue()
 
     return begin

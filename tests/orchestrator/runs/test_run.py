@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
 from headway.orchestrator import Experiment, RunConflictError, Scaling, StorageError, find_run, fit, list_runs, resolve
-from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.errors import TrainingFailedError
@@ -206,11 +206,11 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
         self._look()
 
     monkeypatch.setattr(Supervision, "run", wake_up)
-    monkeypatch.setattr(driver, "places_taken", set)
-    monkeypatch.setattr(connect, "connected", lambda *_, **__: nullcontext(True))
-    monkeypatch.setattr(connect, "possible", lambda scaling: scaling)
+    monkeypatch.setattr(driver, "placed_groups", set)
+    monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
+    monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
     with pytest.raises(RunConflictError, match="another driver has taken over"):
-        fit(experiment(tmp_path), display=Display(Console(quiet=True)))
+        fit(experiment(tmp_path), display=RunConsole(Console(quiet=True)))
     folder = Folder(str(tmp_path / "tiny"))
     assert left == [(folder.read("run.json"), folder.read("events.jsonl"))]
 

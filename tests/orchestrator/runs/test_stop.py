@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
 from headway.orchestrator import Experiment, LogUniform, Scaling, Search, StorageError
-from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.ownership import is_lost
@@ -166,7 +166,7 @@ def test_the_driver_leaves_where_nothing_is_left_to_wait_for(
         asked,
         run,
         Signals(),
-        Display(Console(file=io.StringIO())),
+        RunConsole(Console(file=io.StringIO())),
         resumption=Resumption(),
         verbose=False,
         spares=False,
@@ -218,7 +218,7 @@ class Leaving(MemoryFileSystem):
 
 def supervision(asked: Experiment, run: Run, train: Any) -> Supervision:
     return Supervision(
-        asked, run, Signals(), Display(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
+        asked, run, Signals(), RunConsole(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
         spares=False, train=train,
     )  # fmt: skip
 
@@ -267,7 +267,7 @@ def test_a_second_sigterm_leaves_a_slow_save_its_time(tmp_path: Path, number: si
 
     with Signals() as signals:
         driver = Supervision(
-            asked, run, signals, Display(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
+            asked, run, signals, RunConsole(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
             spares=False, train=train,
         )  # fmt: skip
         signals.raises = False
@@ -298,10 +298,10 @@ def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch:
         told.append(asked_to_stop(run.folder))
         return {}
 
-    monkeypatch.setattr("headway.orchestrator.cluster.connect.missing", lambda _: "")
+    monkeypatch.setattr("headway.orchestrator.cluster.connect.missing_resources", lambda _: "")
     # It stands for workers of their own; what trains in this process waits for none.
     monkeypatch.setattr("headway.orchestrator.train.driver.train_group", train)
-    monkeypatch.setattr("headway.orchestrator.train.driver.places_taken", set)
+    monkeypatch.setattr("headway.orchestrator.train.driver.placed_groups", set)
     with pytest.raises(ConfigError, match="the workers have not come up in 0s"):
         supervision(asked, run, train).run()
     deadline_s = time.monotonic() + 30

@@ -10,7 +10,7 @@ import pytest
 from headway.orchestrator import PBT, LogUniform, Scaling, Search
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.sweeps import concurrency as orchestrator_capacity
-from headway.orchestrator.sweeps.concurrency import Capacity, refuse, what_fits
+from headway.orchestrator.sweeps.concurrency import ConcurrencyLimit, check_fits, concurrency_for
 from headway.orchestrator.train.elastic import places
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.sweeps.test_search import experiment, search
@@ -43,8 +43,8 @@ FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
 def test_as_many_trials_train_at_once_as_machines_hold_or_are_to_come(
     scaling: Scaling, machines: Any, asked: dict[str, Any], at_once: int, told: str
 ) -> None:
-    refuse(scaling, search(**asked), machines)
-    found, said = what_fits(scaling, search(**asked), machines)
+    check_fits(scaling, search(**asked), machines)
+    found, said = concurrency_for(scaling, search(**asked), machines)
     assert found == at_once
     assert told in said
 
@@ -64,7 +64,7 @@ def test_as_many_trials_train_at_once_as_machines_hold_or_are_to_come(
 )
 def test_what_no_machine_holds_is_refused(scaling: Scaling, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        refuse(scaling, search(**asked), FOURS)
+        check_fits(scaling, search(**asked), FOURS)
 
 
 def test_what_nobody_counts_is_no_limit() -> None:
@@ -76,22 +76,22 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[dict[str, float]]) -> None:
         self.machines, self.taken, self.now_s = machines, {"of somebody else"}, 0.0
-        for name in ("alive", "places_taken"):
+        for name in ("live_node_resources", "placed_groups"):
             monkeypatch.setattr(orchestrator_capacity, name, getattr(self, name))
             monkeypatch.setattr(connect, name, getattr(self, name))
         total = lambda: {"CPU": sum(each["CPU"] for each in self.machines)}  # noqa: E731
         monkeypatch.setattr(connect.ray, "cluster_resources", total)
         monkeypatch.setattr(connect.ray, "available_resources", total)
 
-    def alive(self) -> list[dict[str, float]]:
+    def live_node_resources(self) -> list[dict[str, float]]:
         return self.machines
 
-    def places_taken(self) -> set[str]:
+    def placed_groups(self) -> set[str]:
         return set(self.taken)
 
-    def look(self, capacity: Capacity, *, after_s: float) -> str | None:
+    def poll(self, capacity: ConcurrencyLimit, *, after_s: float) -> str | None:
         self.now_s += after_s
-        return capacity.look()
+        return capacity.poll()
 
 
 def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_it_gives_up(
@@ -99,43 +99,45 @@ def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_
 ) -> None:
     cluster = Cluster(monkeypatch, [])
     asked = experiment(tmp_path, scaling=Scaling(cpus_per_worker=2, wait="1m"))
-    capacity = Capacity(asked, Search(space={"config.dropout": LogUniform(0.1, 0.2)}), clock=lambda: cluster.now_s)
-    assert capacity.at_once == 1
+    capacity = ConcurrencyLimit(
+        asked, Search(space={"config.dropout": LogUniform(0.1, 0.2)}), clock=lambda: cluster.now_s
+    )
+    assert capacity.max_concurrent == 1
 
     # Each thing is said once; the CPUs of two machines are none.
-    assert cluster.look(capacity, after_s=1) is None
-    assert cluster.look(capacity, after_s=5) == "waiting for 1 worker: none fits (0 CPU free of 0)"
-    assert cluster.look(capacity, after_s=5) is None
+    assert cluster.poll(capacity, after_s=1) is None
+    assert cluster.poll(capacity, after_s=5) == "waiting for 1 worker: none fits (0 CPU free of 0)"
+    assert cluster.poll(capacity, after_s=5) is None
     cluster.machines = [{"CPU": 1.0}, {"CPU": 1.0}]
-    assert cluster.look(capacity, after_s=5) == "waiting for 1 worker: none fits (2 CPU free of 2)"
+    assert cluster.poll(capacity, after_s=5) == "waiting for 1 worker: none fits (2 CPU free of 2)"
 
     # As long as one trains, nobody gives up; when it has lost its machine, the wait begins anew.
     cluster.machines, cluster.taken = [{"CPU": 4.0}, {"CPU": 5.0}], {"of somebody else", "of a trial"}
-    assert cluster.look(capacity, after_s=40) == "9 CPUs: 4 trials of 1 worker at once"
-    assert capacity.at_once == 4
-    assert cluster.look(capacity, after_s=1000) is None
+    assert cluster.poll(capacity, after_s=40) == "9 CPUs: 4 trials of 1 worker at once"
+    assert capacity.max_concurrent == 4
+    assert cluster.poll(capacity, after_s=1000) is None
     cluster.machines, cluster.taken = [{"CPU": 1.0}], set()
-    assert cluster.look(capacity, after_s=50) == "waiting for 1 worker: none fits (1 CPU free of 1)"
+    assert cluster.poll(capacity, after_s=50) == "waiting for 1 worker: none fits (1 CPU free of 1)"
     with pytest.raises(
         ConfigError, match="a trial has not come up in 1m00s: the cluster has 1 of 2 CPU; to wait longer"
     ):
-        cluster.look(capacity, after_s=10)
+        cluster.poll(capacity, after_s=10)
     cluster.machines = [{"CPU": 1.0}, {"CPU": 1.0}]
     with pytest.raises(ConfigError, match="the cluster has 0 of 1 places of 2 CPU on one machine; to wait longer"):
-        cluster.look(capacity, after_s=10)
+        cluster.poll(capacity, after_s=10)
 
 
 def test_processes_have_time_to_start_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, [{"CPU": 4.0}])
     asked = experiment(tmp_path, scaling=Scaling(workers=2, wait="8s"))
-    capacity = Capacity(asked, search(), clock=lambda: cluster.now_s)
-    assert cluster.look(capacity, after_s=60) is None
+    capacity = ConcurrencyLimit(asked, search(), clock=lambda: cluster.now_s)
+    assert cluster.poll(capacity, after_s=60) is None
     with pytest.raises(ConfigError, match="a trial has not come up in 8s: the cluster could hold them, and is busy"):
-        cluster.look(capacity, after_s=10)
+        cluster.poll(capacity, after_s=10)
 
 
 def test_no_machine_is_waited_for_where_none_can_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Cluster(monkeypatch, [{"CPU": 4.0}])
     asked = experiment(tmp_path, scaling=Scaling(wait="9m"))
-    assert Capacity(asked, search(concurrent=8), cpus=2).at_once == 2
-    assert Capacity(asked, search(concurrent=8)).at_once == 8
+    assert ConcurrencyLimit(asked, search(concurrent=8), cpus=2).max_concurrent == 2
+    assert ConcurrencyLimit(asked, search(concurrent=8)).max_concurrent == 8

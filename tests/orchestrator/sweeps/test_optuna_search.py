@@ -28,7 +28,7 @@ from headway.orchestrator import (
 from headway.orchestrator.runs.open import open_sweep
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.sweeps.optuna_search import Tried
+from headway.orchestrator.sweeps.optuna_search import PastTrial
 from headway.orchestrator.sweeps.record import Sweep
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
@@ -51,16 +51,16 @@ def loss(values: dict[str, Any]) -> float:
     return (math.log10(values[RATE]) + 2) ** 2 + len(values[WIDTHS]) + abs(values.get(WARMUP, 100) - 30) / 100
 
 
-def tried_in_turn(wanted: Search, trials: int, past: list[Tried] | None = None) -> list[Tried]:
+def tried_in_turn(wanted: Search, trials: int, past: list[PastTrial] | None = None) -> list[PastTrial]:
     """Suggestions one by one, each with the results of all before it; every seventh fails."""
     tried = list(past or [])
     for index in range(len(tried), trials):
         values = wanted.suggest(index, tried)
         if index % 7 == 6:
-            tried.append(Tried(values=values, state="failed"))
+            tried.append(PastTrial(values=values, state="failed"))
         else:
             state: Any = "pruned" if index % 5 == 4 else "ended"
-            tried.append(Tried(values=values, state=state, metric=loss(values), steps=index % 5))
+            tried.append(PastTrial(values=values, state=state, metric=loss(values), steps=index % 5))
     return tried
 
 
@@ -105,7 +105,7 @@ def test_the_same_past_gives_the_same_suggestion_in_any_process() -> None:
 def test_the_journal_of_a_dead_driver_gives_what_it_would_have_suggested(tmp_path: Path) -> None:
     wanted = Search(space={RATE: LogUniform(1e-5, 1.0), "config.width": RandInt(2, 9)}, algorithm="tpe", trials=20)
     experiment = Experiment(name="tpe", trainer=TinyTrainer, config=TinyConfig(max_steps=4), storage=str(tmp_path))
-    tried: list[Tried] = []
+    tried: list[PastTrial] = []
     journal = open_sweep(experiment, wanted)
     for index in range(20):
         values = wanted.suggest(index, tried)
@@ -125,9 +125,9 @@ def test_the_journal_of_a_dead_driver_gives_what_it_would_have_suggested(tmp_pat
     # Whoever goes on reads the same past out of them, and one result more or less is another past.
     assert wanted.suggest(20, tried) == wanted.suggest(20, [trial.tried for trial in Sweep(journal.sweep_dir).trials()])
     assert wanted.suggest(20, tried[:-2]) != wanted.suggest(20, tried)
-    assert wanted.suggest(20, [*tried[:-2], Tried(values=tried[-2].values, state="ended", metric=0.0), tried[-1]]) != (
-        wanted.suggest(20, tried)
-    )
+    assert wanted.suggest(
+        20, [*tried[:-2], PastTrial(values=tried[-2].values, state="ended", metric=0.0), tried[-1]]
+    ) != (wanted.suggest(20, tried))
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from headway.orchestrator import PBT, Experiment, LogUniform, Search
-from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.requests import Stop, ask_to_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventLog, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.sweeps.driver import _Lead
-from headway.orchestrator.sweeps.pbt_checkpoints import Donors
+from headway.orchestrator.sweeps.driver import SweepDriver
+from headway.orchestrator.sweeps.pbt_checkpoints import PBTCheckpoints
 from headway.orchestrator.train.driver import Signals
 from headway.trainer import CheckpointConfig, load_weights
 from headway.trainer.checkpoints.retention import is_pinned, pin
@@ -45,7 +45,9 @@ def pinned(checkpoint: str) -> bool:
 
 def lead(storage: Path) -> Any:
     """What the driver of the sweep has at hand when it starts, or starts again."""
-    return _Lead(experiment(storage), SEARCH, open_sweep(experiment(storage), SEARCH), None, SweepDisplay("x", "min"))
+    return SweepDriver(
+        experiment(storage), SEARCH, open_sweep(experiment(storage), SEARCH), None, SweepConsole("x", "min")
+    )
 
 
 def test_a_sweep_of_which_a_trial_was_stopped_has_not_completed(tmp_path: Path) -> None:
@@ -138,15 +140,15 @@ def test_what_is_gone_is_replaced_by_the_newest_and_what_a_person_has_pinned_sta
     assert Run(str(begun / "pbt/trial-001")).experiment().config.learning_rate == 0.02
 
     # Two trials may go on from one checkpoint; it is free when both have.
-    donors: Donors = driver._donors
-    assert donors.hold("trial-002", there) == (there, True)
-    donors.let_go("trial-002")
+    donors: PBTCheckpoints = driver._donors
+    assert donors.keep("trial-002", there) == (there, True)
+    donors.release("trial-002")
     assert pinned(there)
-    donors.let_go("trial-001")
+    donors.release("trial-001")
     assert not pinned(there)
     pin(*locate(there))
-    assert donors.hold("trial-001", there) == (there, False)
-    donors.let_go("trial-001")
+    assert donors.keep("trial-001", there) == (there, False)
+    donors.release("trial-001")
     assert pinned(there)
     with pytest.raises(CheckpointError, match="no other one beside it"):
-        donors.hold("trial-001", str(begun / "pbt/trial-001/checkpoints/step-00000001"))
+        donors.keep("trial-001", str(begun / "pbt/trial-001/checkpoints/step-00000001"))

@@ -25,14 +25,14 @@ from headway.orchestrator import (
     When,
     sweep,
 )
-from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.cli.tables import print_runs
 from headway.orchestrator.runs.open import open_run, open_sweep, take_changes
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventLog, read_events
-from headway.orchestrator.sweeps.driver import _first_possible, _Lead
+from headway.orchestrator.sweeps.driver import SweepDriver, _first_valid_trial
 from headway.orchestrator.sweeps.record import Sweep, Trial
-from headway.orchestrator.sweeps.replay import earlier_reports
+from headway.orchestrator.sweeps.replay import reports_of_ended_trials
 from headway.orchestrator.sweeps.result import SweepResult
 from headway.orchestrator.sweeps.retention import delete_checkpoints, surplus
 from headway.orchestrator.sweeps.search import resolve_search
@@ -242,7 +242,7 @@ def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_w
         open_sweep(longer, search(trials=2))
     # Other things may change: silently only where nothing is trained by them.
     other = experiment(tmp_path, config=TinyConfig(max_steps=4, log_every="2 steps"))
-    finished = sweep(other, search(trials=2), display=SweepDisplay("validation/loss", "min"))
+    finished = sweep(other, search(trials=2), display=SweepConsole("validation/loss", "min"))
     assert finished.status == "completed"
     assert Sweep(opened.sweep_dir).record.experiment == opened.record.experiment
     (change,) = take_changes(again, other)
@@ -264,9 +264,9 @@ def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: 
             run.update(status=status, error="no luck" if status == "failed" else None)
         opened.note("trial_ended", trial=name, status=status, error="no luck" if status == "failed" else None)
     opened.update(status="completed")
-    assert list(earlier_reports(opened, sought)) == ["trial-000", "trial-001", "trial-002"]
+    assert list(reports_of_ended_trials(opened, sought)) == ["trial-000", "trial-001", "trial-002"]
     told = io.StringIO()
-    result = sweep(base, sought, display=SweepDisplay("validation/loss", "min", Console(file=told)))
+    result = sweep(base, sought, display=SweepConsole("validation/loss", "min", Console(file=told)))
     assert [trial.status for trial in result.trials] == ["failed", "completed", "failed"]
     assert "start it again with --retry-failed" in told.getvalue()
 
@@ -275,8 +275,8 @@ def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: 
     assert [(trial.status, trial.error) for trial in opened.trials()] == [
         ("interrupted", None), ("completed", None), ("pending", None),
     ]  # fmt: skip
-    assert list(earlier_reports(opened, sought)) == ["trial-001"]
-    lead = _Lead(base, sought, open_sweep(base, sought), Signals(), SweepDisplay("validation/loss", "min"))
+    assert list(reports_of_ended_trials(opened, sought)) == ["trial-001"]
+    lead = SweepDriver(base, sought, open_sweep(base, sought), Signals(), SweepConsole("validation/loss", "min"))
     given = []
     while (found := lead._next()) is not None:
         given.append(found[0].name)
@@ -317,7 +317,7 @@ def test_a_trial_whose_record_is_damaged_is_shown_as_such_and_takes_nothing_else
     print_runs(str(tmp_path))
     assert "tiny: a sweep, running, 3 of 3 trials" in capsys.readouterr().out
     opened.update(status="failed")
-    lead = _Lead(base, sought, open_sweep(base, sought), Signals(), SweepDisplay("validation/loss", "min"))
+    lead = SweepDriver(base, sought, open_sweep(base, sought), Signals(), SweepConsole("validation/loss", "min"))
     assert lead._next() is None
     # Whoever removes the folder has it trained.
     (tmp_path / "tiny/trial-000/run.json").unlink()
@@ -362,7 +362,7 @@ def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
 
 def test_a_driver_that_has_lost_its_sweep_takes_no_trial_from_the_next_one(tmp_path: Path) -> None:
     opened = open_sweep(experiment(tmp_path), search())
-    lead = _Lead(experiment(tmp_path), search(), opened, Signals(), SweepDisplay("validation/loss", "min"))
+    lead = SweepDriver(experiment(tmp_path), search(), opened, Signals(), SweepConsole("validation/loss", "min"))
     theirs = claimed_by_another(opened.folder, "sweep.json")
     for do in (lead._next, lambda: lead._ended("trial-000", "died"), lambda: opened.update(status="failed")):
         with pytest.raises(RunConflictError, match="another driver has taken over the sweep in .*tiny"):
@@ -383,7 +383,7 @@ def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_o
     killed = open_sweep(base, grid)
     killed.note("trial_suggested", trial="trial-000", index=0, values=grid.suggest(0))
     killed.update(status="failed")
-    lead = _Lead(base, grid, open_sweep(base, grid), Signals(), SweepDisplay("validation/loss", "min"))
+    lead = SweepDriver(base, grid, open_sweep(base, grid), Signals(), SweepConsole("validation/loss", "min"))
     given = []
     while (found := lead._next()) is not None:
         given.append(found[0].name)
@@ -393,9 +393,9 @@ def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_o
     assert "cpu_offload belongs to strategies" in (failed.error or "")
     assert [trial.status for trial in others] == ["running"] * 3
     # What is tried before anything starts is one that can be; where there is none, nothing starts.
-    assert _first_possible(base, grid).config.parallel.strategy == "ddp"
+    assert _first_valid_trial(base, grid).config.parallel.strategy == "ddp"
     with pytest.raises(ConfigError, match="the values of no trial go together: .*cpu_offload"):
-        _first_possible(base, replace(grid, space={**offload, "config.parallel.strategy": "ddp"}, trials=1))
+        _first_valid_trial(base, replace(grid, space={**offload, "config.parallel.strategy": "ddp"}, trials=1))
 
 
 def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_pat
     run.update(status="completed", metrics={"train/loss": 0.75})
     (trial,) = opened.trials()
     assert trial.metric == 0.25
-    assert opened.trial_as_it_is(trial).metric == 0.25
+    assert opened.refreshed(trial).metric == 0.25
     # What the journal says of it is not looked up again.
     opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.125, steps=4)
     assert opened.trials()[0].metric == 0.125

@@ -18,14 +18,14 @@ from ray import cloudpickle
 from rich.console import Console
 
 from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search
-from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventLog, read_events
 from headway.orchestrator.sweeps import trial
 from headway.orchestrator.sweeps.record import Trial
-from headway.orchestrator.sweeps.replay import earlier_reports
-from headway.orchestrator.sweeps.trial import Relay, Reporter, SweepTask, run_trial
+from headway.orchestrator.sweeps.replay import reports_of_ended_trials
+from headway.orchestrator.sweeps.trial import EventTuneReporter, SweepTask, TuneReportCallback, run_trial
 from headway.orchestrator.train import driver
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.errors import ConfigError
@@ -50,7 +50,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         report=lambda report, checkpoint=None: reports.append(report), Checkpoint=trial.tune.Checkpoint,
     )  # fmt: skip
     monkeypatch.setattr(trial, "tune", tune)
-    monkeypatch.setattr(driver, "places_taken", set)
+    monkeypatch.setattr(driver, "placed_groups", set)
     return reports
 
 
@@ -80,7 +80,7 @@ def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_sta
     log = EventLog(run.folder, "rank-0")
     # In its second life it goes on from a checkpoint of step 25, and makes one evaluation again.
     for steps in ((10, 20, 30), (30, 40, 50)):
-        relay = Relay(task_of_a_sweep(tmp_path, found), run)
+        relay = EventTuneReporter(task_of_a_sweep(tmp_path, found), run)
         for step in steps:
             log.add("evaluated", step=step, metrics={"validation/loss": 1.0})
             relay.event(read_events(run.folder)[-1])
@@ -113,14 +113,14 @@ def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
         (24, 6),
     ]
     sweep.note("trial_ended", trial="tiny", status="completed")
-    assert earlier_reports(sweep, asked) == {"tiny": told}
+    assert reports_of_ended_trials(sweep, asked) == {"tiny": told}
 
 
 def test_an_evaluation_that_measured_nothing_finite_is_shown_so(tmp_path: Path) -> None:
     screen = io.StringIO()
-    display = SweepDisplay("validation/loss", "max", Console(file=screen, force_terminal=True, width=120))
+    display = SweepConsole("validation/loss", "max", Console(file=screen, force_terminal=True, width=120))
     task = task_of_a_sweep(tmp_path, experiment(tmp_path), mode="max")
-    report = trial.report_of(task, math.nan, 1, 10)
+    report = trial.make_report(task, math.nan, 1, 10)
     assert math.isfinite(report["validation/loss"]), "schedulers stop nothing of which they know no worth"
     display.started(Trial(name="trial-000", index=0, values={}))
     display.reported("trial-000", report)
@@ -140,7 +140,7 @@ def test_workers_of_a_trial_wait_for_others_to_end_as_long_as_it_takes(
         return returned
 
     monkeypatch.setattr(trial, "train_group", wait_for_a_place)
-    monkeypatch.setattr("headway.orchestrator.cluster.connect.missing", lambda _: "")
+    monkeypatch.setattr("headway.orchestrator.cluster.connect.missing_resources", lambda _: "")
     found = replace(experiment(tmp_path), scaling=Scaling(workers=2, wait=Duration(0.1, "seconds")))
     run = open_run(found).run
     run_trial({"trial": "tiny", "resume": "auto"}, task_of_a_sweep(tmp_path, found))
@@ -165,7 +165,7 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
     # Workers of its own tell of evaluations by their events.
     if metric.startswith("validation/"):
         with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation gives validation/loss"):
-            Relay(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
+            EventTuneReporter(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
 
 
 def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_checkpoint(
@@ -174,7 +174,7 @@ def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_chec
     """Saving is slower than training here; no evaluation is lost, or told with a checkpoint from before it."""
     found = replace(experiment(tmp_path, max_steps=None, max_epochs=3), name="tiny")
     open_run(found)
-    reporter = Reporter(task_of_a_sweep(tmp_path, found, pauses=True), Run(found.run_dir))
+    reporter = TuneReportCallback(task_of_a_sweep(tmp_path, found, pauses=True), Run(found.run_dir))
     trainer: Any = SimpleNamespace(
         global_step=10, progress=SimpleNamespace(evaluations=0), request_save=lambda: None, request_stop=lambda *_: None
     )

@@ -16,18 +16,18 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator import ASHA, HyperBand, LogUniform, MedianStopping, Search, StorageError
-from headway.orchestrator.cli.sweep_console import SweepDisplay
+from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_sweep
 from headway.orchestrator.runs.requests import asked_to_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventLog, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps import tune_adapter as orchestrator_tuning
-from headway.orchestrator.sweeps.driver import _Lead
+from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.record import Sweep
-from headway.orchestrator.sweeps.replay import earlier_reports
+from headway.orchestrator.sweeps.replay import reports_of_ended_trials
 from headway.orchestrator.sweeps.schedulers import Scheduler
-from headway.orchestrator.sweeps.tune_adapter import Gentle, _scheduler
+from headway.orchestrator.sweeps.tune_adapter import GracefulStopScheduler, _scheduler
 from headway.orchestrator.train.driver import Signals
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.runs.test_run import experiment
@@ -36,14 +36,14 @@ from tests.orchestrator.runs.test_stop import Leaving
 SPACE = {"config.learning_rate": LogUniform(1e-4, 1e-1)}
 
 
-def gentle(sweep: Sweep, search: Search, earlier: dict[str, list[dict[str, Any]]]) -> tuple[Gentle, Any]:
-    scheduler = Gentle(
+def gentle(sweep: Sweep, search: Search, earlier: dict[str, list[dict[str, Any]]]) -> tuple[GracefulStopScheduler, Any]:
+    scheduler = GracefulStopScheduler(
         _scheduler(search),
         sweep,
         kind="x",
         at_once=lambda: 1,
-        exploited=lambda *_: pytest.fail("no PBT"),
-        earlier=earlier,
+        on_exploit=lambda *_: pytest.fail("no PBT"),
+        earlier_reports=earlier,
     )
     controller = SimpleNamespace(update_max_pending_trials=lambda _: None, get_live_trials=list)
     return scheduler, controller
@@ -69,17 +69,17 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
             log.add("evaluated", step=step, metrics={"validation/loss": loss})
         sweep.note("trial_suggested", trial=name, index=index, values={})
         sweep.note("trial_ended", trial=name, status="completed")
-    earlier = earlier_reports(sweep, search)
+    earlier = reports_of_ended_trials(sweep, search)
     assert [len(each) for each in earlier.values()] == [2, 2, 2, 2, 0]
     for index, (past, loss, is_stopped) in enumerate(((earlier, 9.0, True), (earlier, 0.01, False), ({}, 9.0, False))):
         scheduler, controller = gentle(sweep, search, past)
         name = f"trial-00{index + 5}"
         Folder(sweep.folder.path(name)).prepare()
-        silent: Any = orchestrator_tuning._Ended("trial-008")
+        silent: Any = orchestrator_tuning.ReplayedTrial("trial-008")
         scheduler.on_trial_add(controller, silent)
         # One that has failed before it had anything to report.
         scheduler.on_trial_complete(controller, silent, {"done": True})
-        trial: Any = orchestrator_tuning._Ended(name)
+        trial: Any = orchestrator_tuning.ReplayedTrial(name)
         scheduler.on_trial_add(controller, trial)
         report = {"validation/loss": loss, "evaluations": 1, "step": 1}
         assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
@@ -93,7 +93,7 @@ def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(
     past = {"trial-000": [{"train/loss": 0.1, "evaluations": number, "step": number} for number in (1, 2, 3)]}
     scheduler, controller = gentle(sweep, search, past)
     Folder(sweep.folder.path("trial-001")).prepare()
-    trial: Any = orchestrator_tuning._Ended("trial-001")
+    trial: Any = orchestrator_tuning.ReplayedTrial("trial-001")
     scheduler.on_trial_add(controller, trial)
     for number in (1, 2, 3):
         scheduler.on_trial_result(controller, trial, {"train/loss": 9.0, "evaluations": number, "step": number})
@@ -102,10 +102,10 @@ def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(
     assert stop.reason == "the scheduler (x) after 3 records"
 
 
-def lead(search: Search, folder: str) -> _Lead:
+def lead(search: Search, folder: str) -> SweepDriver:
     asked = replace(experiment(Path("runs")), name="sweep", storage=folder)
-    display = SweepDisplay("validation/loss", "min", Console(file=io.StringIO()))
-    return _Lead(asked, search, open_sweep(asked, search), Signals(), display)
+    display = SweepConsole("validation/loss", "min", Console(file=io.StringIO()))
+    return SweepDriver(asked, search, open_sweep(asked, search), Signals(), display)
 
 
 def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
     monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
     # Each turn of the driver is to write.
     monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
-    capacity: Any = SimpleNamespace(told="", at_once=1, look=lambda: None)
+    capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=lambda: None)
     assert leader.run(capacity, leave_s=0.0) == ("completed", "all trials have ended")
     assert given == ["trial-000", "trial-001"]
     Leaving.is_away = False
@@ -157,7 +157,7 @@ def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(
         raise ConfigError("a trial has not come up")
 
     monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
-    capacity: Any = SimpleNamespace(told="", at_once=1, look=look)
+    capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=look)
     with pytest.raises(ConfigError, match="a trial has not come up"):
         leader.run(capacity, leave_s=10.0)
     assert seen == [True]
@@ -174,15 +174,15 @@ def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_u
     monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
     monkeypatch.setattr(Leaving, "is_away", True)
     leader._signals.count = 1
-    assert leader._turn() is None
+    assert leader._poll() is None
     Leaving.is_away = False
-    assert leader._turn() is None
+    assert leader._poll() is None
     stop = asked_to_stop(leader._sweep.folder)
     assert stop is not None
     assert stop.status == "interrupted"
     assert leader._stop == stop
     Leaving.is_away = True
-    assert leader._turn() is None
+    assert leader._poll() is None
     leader._patience._away_since_s -= 61
     with pytest.raises(StorageError, match="the store is away"):
-        leader._turn()
+        leader._poll()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headway.datasets.stream import ParquetStream
 from headway.orchestrator import Experiment, Scaling, plan, resolve
-from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.show import print_run
 from headway.orchestrator.cluster.connect import check_resources
 from headway.orchestrator.config.loader import from_yaml, to_yaml
@@ -142,7 +142,7 @@ def test_a_plan_and_a_record_have_both_ends(tmp_path: Path) -> None:
 
 def test_a_group_of_another_size_says_so_once() -> None:
     screen = io.StringIO()
-    display = Display(Console(file=screen, highlight=False, soft_wrap=True))
+    display = RunConsole(Console(file=screen, highlight=False, soft_wrap=True))
     for event in (
         {"event": "resized", "from": 2, "to": 3, "step": 40},
         {"event": "restored", "step": 40},

@@ -24,7 +24,7 @@ from headway.orchestrator import (
     find_run,
     fit,
 )
-from headway.orchestrator.cli.console import Display
+from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import _explain
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.requests import Stop, ask_to_stop
@@ -60,7 +60,7 @@ class Screen:
 
     def __init__(self) -> None:
         self._file = io.StringIO()
-        self.display = Display(Console(file=self._file, highlight=False, soft_wrap=True))
+        self.display = RunConsole(Console(file=self._file, highlight=False, soft_wrap=True))
 
     @property
     def text(self) -> str:

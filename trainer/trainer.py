@@ -19,8 +19,7 @@ from .checkpoints.export import cast, choose_model, gather_weights, write_on_mai
 from .checkpoints.rng import seed_everything
 from .checkpoints.store import Checkpoint
 from .config import TrainerConfig
-from .data.loaders import LoadedBatch
-from .data.protocols import BatchStream, check_data
+from .data.protocols import BatchStream, LoadedBatch, check_data
 from .data.tree import batch_size
 from .distributed import dtensor, parallelize
 from .distributed.world import World

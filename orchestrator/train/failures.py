@@ -40,7 +40,8 @@ _PHASES = {
     "loop.loop": "between two steps",  # also a loop of the user's own
     "loop.loop._global_batches": "reading data",
     "metrics.train_log": "logging",
-    "data.loaders": "reading data",
+    "data.dataloader_stream": "reading data",
+    "data.iterable_stream": "reading data",
     "step.optimizer_step": "training step",
     "loop.evaluation": "evaluation",
     "callbacks.base": "callback",

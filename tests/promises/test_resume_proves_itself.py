@@ -23,7 +23,7 @@ from headway.trainer.checkpoints.manifest import MANIFEST, parse_manifest, write
 from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
 from headway.trainer.checkpoints.store import CheckpointWarning, read_checkpoint
 from headway.trainer.checkpoints.tensor_checksums import TensorSum, sum_of_part
-from headway.trainer.data.loaders import LoaderStream
+from headway.trainer.data.dataloader_stream import LoaderStream
 from headway.trainer.loop.progress import Progress
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights

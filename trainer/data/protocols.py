@@ -1,4 +1,4 @@
-"""What the loop asks of its data and of the parts of its state. `loaders.py` makes streams of loaders."""
+"""The interfaces of training data, required and optional, and of checkpointed state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over a state that `state_dict` returned, perhaps in another process."""
+        """Restores a state that `state_dict` returned, perhaps in another process."""
         ...
 
 
@@ -31,19 +31,19 @@ class GlobalBatch(Protocol):
     """This rank's part of the samples of one optimizer update.
 
     Attributes:
-        micro_batches: what `training_step` gets, one after the other; equally many on every rank.
-        num_samples: how many samples of each micro-batch count; 0 marks rows that only keep the ranks in step.
-        global_num_samples: samples of the whole update over all ranks, or None where only a collective can tell.
+        micro_batches: the arguments of `training_step`, in order; the same number on every rank.
+        num_samples: samples of each micro-batch that count; 0 marks rows that only keep the ranks in step.
+        global_num_samples: samples of the whole update over all ranks; None if only a collective can tell.
     """
 
     @property
     def micro_batches(self) -> Sequence[Any]:
-        """What `training_step` gets."""
+        """The arguments of `training_step`."""
         ...
 
     @property
     def num_samples(self) -> Sequence[int]:
-        """How many samples of each count."""
+        """Samples of each that count."""
         ...
 
     @property
@@ -52,27 +52,41 @@ class GlobalBatch(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedBatch:
+    """A plain `GlobalBatch`, with the dataset index of each row where known."""
+
+    micro_batches: Sequence[Any]
+    num_samples: Sequence[int]
+    global_num_samples: int | None
+    rows: Sequence[Sequence[int]] = ()
+
+    def row_ids(self) -> Sequence[Sequence[int]]:
+        """Return the dataset indices of the rows of each micro-batch."""
+        return self.rows
+
+
 @runtime_checkable
 class HasRowIds(Protocol):
-    """A `GlobalBatch` that can say which rows of the data it holds, for the error that blames some of them."""
+    """A `GlobalBatch` that knows the ids of its rows, for errors that name the rows at fault."""
 
     def row_ids(self) -> Sequence[Sequence[int | str]]:
-        """Returns the rows of each micro-batch by what they are called in the data; nothing where nobody knows."""
+        """Return the ids of the rows of each micro-batch; empty if unknown."""
         ...
 
 
 @runtime_checkable
 class HasDroppedTail(Protocol):
-    """A `BatchStream` that knows how many samples of an epoch fill no global batch, and are left out."""
+    """A `BatchStream` that leaves out the samples at the end of an epoch that fill no global batch."""
 
     def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
-        """Returns how many, over all ranks, where the global batches are cut from `offset` on."""
+        """Return the number left out, over all ranks, if the global batches are cut from `offset` on."""
         ...
 
 
 @runtime_checkable
 class SupportsPeek(Protocol):
-    """A `BatchStream` that knows which rows come next without reading them: a resumed run proves itself by them."""
+    """A `BatchStream` that knows the next rows without reading them, which a resumed run is verified by."""
 
     @property
     def samples_per_step(self) -> int:
@@ -80,72 +94,72 @@ class SupportsPeek(Protocol):
         ...
 
     def next_rows(self, epoch: int, *, offset: int, count: int) -> Sequence[int | str]:
-        """Returns the next rows over all ranks by what they are called in the data, at most `count`, in their order.
+        """Return the ids of the next rows over all ranks, at most `count`, in order.
 
-        The same at every number of ranks. Another thread than the one that reads may call this.
+        The same on any number of ranks. May be called from another thread than the reading one.
         """
         ...
 
 
 @runtime_checkable
 class SupportsDiff(Protocol):
-    """A `BatchStream` whose fingerprint also changes with how its rows are read, and that can tell this from others."""
+    """A `BatchStream` whose fingerprint includes how its rows are read, and that can explain such a change."""
 
     def explain_change(self, before: str) -> str | None:
-        """Says what of the reading is not as it was under this fingerprint, and what to do; None if the rows differ."""
+        """Return how reading differs from this earlier fingerprint, and what to do; None if the rows differ."""
         ...
 
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """A `Stateful` that each rank keeps for itself, and whose states add up: ranks that are gone leave theirs."""
+    """A per-rank `Stateful` whose states can be summed, so that fewer ranks can resume the states of more."""
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Adds what `state_dict` returned on another rank."""
+        """Add what `state_dict` returned on another rank."""
         ...
 
 
 @runtime_checkable
 class SupportsShards(Protocol):
-    """A `BatchStream` that can cut every global batch by logical shards, in the same way for any number of ranks.
+    """A `BatchStream` that can split every global batch by logical shards, the same on any number of ranks.
 
-    With `ShardInfo.by_shard` it gives a rank equally many micro-batches for each of its logical shards, those of one
-    shard after the other, independent of the number of ranks. Rank r of R owns the shards from `num_shards * r // R` up
-    to `num_shards * (r + 1) // R`.
+    With `ShardInfo.by_shard` a rank gets the same number of micro-batches for each of its logical shards, shard by
+    shard, whatever the number of ranks. Rank r of R owns the shards from `num_shards * r // R` up to
+    `num_shards * (r + 1) // R`.
     """
 
     @property
     def num_shards(self) -> int:
-        """Logical shards, the same for the whole run; known once the stream is open."""
+        """Logical shards, constant over the run; known after `setup`."""
         ...
 
 
 def micro_batch_ranges(num_shards: int, world_size: int, *, num_own: int, rank: int) -> list[range]:
-    """Numbers the micro-batches of a global batch that is cut by shard, from 0 over all ranks; returns those of each.
+    """Return the indices of each rank's micro-batches within a global batch that is split by shard.
 
     Args:
         num_shards: logical shards.
-        world_size: ranks.
-        num_own: micro-batches of one rank.
-        rank: which; one that owns no shard tells nothing of the others.
+        world_size: number of ranks.
+        num_own: micro-batches of rank `rank`.
+        rank: a rank that owns at least one shard.
     """
     ends = [num_shards * each // world_size for each in range(world_size + 1)]
-    pieces = num_own // max(1, ends[rank + 1] - ends[rank])
-    return [range(begin * pieces, end * pieces) for begin, end in zip(ends, ends[1:], strict=False)]
+    per_shard = num_own // max(1, ends[rank + 1] - ends[rank])
+    return [range(begin * per_shard, end * per_shard) for begin, end in zip(ends, ends[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a stream must know of the run before it can be read; other packages take it by shape, not by import.
+    """Which part of the data a stream reads, and how. Other packages match it by shape and do not import it.
 
     Attributes:
-        rank, world_size: which part of every global batch is this rank's.
-        global_batch_size: samples of one update over all ranks; None leaves it to the loader.
-        micro_batch_size: at most this many samples in one forward pass; None: all that the rank has of the update.
+        rank, world_size: select this rank's part of every global batch.
+        global_batch_size: samples of one update over all ranks; None: as the loader has it.
+        micro_batch_size: the most samples of one forward pass; None: the rank's whole part of the update.
         accumulation: micro-batches of one update, for loaders that bring their own batches.
         seed: of the order of the data; the same on all ranks.
-        device: where the batches are to lie.
-        training: an evaluation stream gives every row exactly once, in a fixed order.
+        device: of the batches.
+        training: False for evaluation, which reads every row exactly once, in a fixed order.
         by_shard: no micro-batch has rows of two logical shards; see `SupportsShards`.
     """
 
@@ -161,54 +175,55 @@ class ShardInfo:
 
 
 class BatchStream(Protocol):
-    """Batches of one rank, epoch by epoch, from any place in an epoch.
+    """Batches of one rank, epoch by epoch, from any position in an epoch.
 
-    The place is one number: the samples of the epoch that all ranks together have consumed. The loop keeps it (it is
-    in every checkpoint) and hands it back; a stream holds no position of its own that matters.
+    The position is one number: the samples of the epoch that all ranks together have consumed. The loop keeps it, in
+    every checkpoint, and passes it to `epoch`; a stream need not remember it.
     """
 
     @property
     def guarantee(self) -> Guarantee:
-        """What is found again: "exact" any offset, "epoch" only the start of an epoch, "none" not even that."""
+        """Positions that a resumed run finds again: "exact" any, "epoch" the start of an epoch, "none" none."""
         ...
 
     @property
     def fingerprint(self) -> str | None:
-        """Changes when the data changes; None where nobody can tell."""
+        """Changes when the data changes; None if unknown."""
         ...
 
     def setup(self, shard: ShardInfo) -> None:
-        """Tells the stream who reads it. Called once, before anything else; opening checks, and reads no rows."""
+        """Called once, before anything else: check the data against `shard`, without reading rows."""
         ...
 
     def samples_in_epoch(self, epoch: int) -> int | None:
-        """Samples of one epoch over all ranks, after what the tail policy drops; None where nobody can tell."""
+        """Return the samples of one epoch over all ranks, without a dropped tail; None if unknown."""
         ...
 
     def steps_in_epoch(self, epoch: int) -> int | None:
-        """Global batches of one whole epoch; None where nobody can tell."""
+        """Return the global batches of one whole epoch; None if unknown."""
         ...
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
-        """Yields the global batches of an epoch from `offset` on. Equally many on every rank.
+        """Yield the global batches of an epoch from `offset` on, the same number on every rank.
 
-        The iterator may be closed before its end. A stream whose guarantee is not "exact" ignores the offset.
+        The iterator may be closed early. A stream whose guarantee is not "exact" ignores the offset, and its ranks may
+        yield different numbers of batches.
         """
         ...
 
     def close(self) -> None:
-        """Ends its threads and processes. May be called twice."""
+        """End its threads and processes. May be called twice."""
         ...
 
 
 def is_exhausted(data: BatchStream, *, epoch: int, steps: int, offset: int) -> bool:
-    """Whether an epoch of which so much has been consumed has no batch left, as far as the data has a length.
+    """Whether an epoch has no batch left, if the data has a length.
 
-    Exact data is asked by samples: a resumed run may have other batches than those that were counted before.
+    Exact data is compared by samples: before a resume, batches may have had another size.
 
     Args:
-        data: open.
-        epoch: in progress.
+        data: after `setup`.
+        epoch: the epoch in progress.
         steps: updates of it so far.
         offset: samples of it so far, over all ranks.
     """
@@ -221,22 +236,22 @@ def is_exhausted(data: BatchStream, *, epoch: int, steps: int, offset: int) -> b
 
 
 def is_stream(data: Any) -> TypeGuard[BatchStream]:
-    """Whether something has all that a `BatchStream` has. Looks at its class: before `setup` it may have no answers."""
+    """Whether the class of `data` has all members of `BatchStream`; before `setup` its properties may raise."""
     wanted = {name for name in vars(BatchStream) if not name.startswith("_")}
     return wanted <= set(dir(type(data)))
 
 
 def check_data(config: TrainerConfig, data: BatchStream, validation: Mapping[str, BatchStream]) -> None:
-    """Refuses a config that wants of the data what it has not.
+    """Check that the data has what the config needs.
 
     Raises:
-        ConfigError: nothing says when an epoch ends, or there is no validation data and something needs it.
+        ConfigError: an epoch has no known end, or something needs validation data and there is none.
     """
     limits = (config.max_steps, config.max_samples, config.max_tokens, config.steps_per_epoch)
     endless = all(limit is None for limit in limits)
     if endless and data.guarantee == "none":
         raise ConfigError(
-            f"max_epochs={config.max_epochs} counts epochs, and an iterator has no end that anybody could know of: "
+            f"max_epochs={config.max_epochs} counts epochs, and the end of an iterator (the training data) is unknown: "
             "set steps_per_epoch, or max_steps, max_samples or max_tokens instead"
         )
     wanting = {

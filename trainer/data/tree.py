@@ -1,4 +1,4 @@
-"""Nested structures: batches of tensors, in dicts, lists, tuples, named tuples and dataclasses; records of numbers."""
+"""Nested structures: batches of tensors in dicts, lists, tuples, named tuples and dataclasses; records of numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..metrics.means import clamp
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -> Any:
-    """Applies a function to every tensor of a nested batch and returns a new one of the same kinds.
+    """Apply a function to every tensor of a nested batch and return the results in the same structure.
 
     Args:
-        function: gets each tensor.
-        nested: tensors in dicts and other mappings, lists, tuples, named tuples and dataclasses, frozen ones too, of
-            any depth. It is not changed; what is no tensor is in the new one as it is.
+        function: called with each tensor.
+        nested: dicts and other mappings, lists, tuples, named tuples and dataclasses (also frozen) of any depth. Not
+            modified; leaves that are no tensors are kept.
 
     Example:
         >>> map_tensors(torch.Tensor.half, {"image": torch.ones(2), "labels": [torch.ones(1)], "name": "cat"})
@@ -34,7 +34,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -
         if type(nested) is dict:
             return mapped
         if isinstance(nested, MutableMapping):
-            # A copy, for what a constructor cannot be told: Hugging Face's BatchEncoding, a defaultdict's default.
+            # A copy keeps what a constructor would lose: Hugging Face's BatchEncoding, the default of a defaultdict.
             clone = copy.copy(nested)
             clone.update(mapped)
             return clone
@@ -46,39 +46,40 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
         moved = copy.copy(nested)
         for each in dataclasses.fields(nested):
-            # As a frozen dataclass sets its fields; `dataclasses.replace` refuses those that are not for `__init__`.
+            # Works on frozen dataclasses; `dataclasses.replace` refuses fields with init=False.
             object.__setattr__(moved, each.name, map_tensors(function, getattr(nested, each.name)))
         return moved
     return nested
 
 
 def move(nested: Any, device: torch.device) -> Any:
-    """Copies the tensors of a nested batch to a device, without waiting where the host memory is pinned."""
+    """Copy the tensors of a nested batch to a device, asynchronously from pinned memory."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), nested)
 
 
 def average_records(
     records: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None, *, exclude_nan: bool = False
 ) -> dict[str, Any]:
-    """Returns the weighted mean of every number in some records, nested as they are.
+    """Return the weighted mean of every number in some records, nested as they are.
 
-    A number that only some records have is averaged over these. What is no number, as text, has no mean and is left
-    out.
+    A number that only some records have is averaged over these. Other values, such as text, are left out.
 
     Args:
-        records: numbers, or tensors of one element, by name, perhaps in dicts; reading a tensor waits for its device.
-        weights: how much each record counts, such as its number of samples; by default all the same.
-        exclude_nan: leaves NaN out of a mean; a mean of nothing else is NaN all the same.
+        records: numbers, or tensors of one element, by name, possibly in nested dicts; reading a tensor waits for its
+            device.
+        weights: of each record, such as its number of samples; equal by default.
+        exclude_nan: leave NaN out of a mean; a mean of NaN alone is still NaN.
 
     Raises:
-        ValueError: there are more or fewer weights than records; or a name is a number here and a dict there.
+        ValueError: the numbers of weights and records differ, or a name is a number in one record and a dict in
+            another.
 
     Example:
         >>> average_records([{"loss": 1.0, "top": {"1": 0.5}}, {"loss": 4.0, "name": "b"}], weights=[2, 1])
         {'loss': 2.0, 'top': {'1': 0.5}}
     """
     if weights is not None and len(weights) != len(records):
-        raise ValueError(f"{len(records)} records need as many weights, and there are {len(weights)}")
+        raise ValueError(f"weights: {len(weights)} given for {len(records)} records; give one for each")
     found: dict[str, list[tuple[Any, float]]] = {}
     for record, weight in zip(records, weights or [1.0] * len(records), strict=True):
         for name, value in record.items():
@@ -107,7 +108,7 @@ def _is_number(value: Any) -> bool:
 
 
 def batch_size(nested: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor or array that has one; 1 where there is none."""
+    """Return the rows of a batch: the first dimension of its first tensor or array that has one; 1 without any."""
     rows = _rows(nested)
     return 1 if rows is None else rows
 

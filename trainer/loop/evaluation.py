@@ -12,8 +12,7 @@ import torch
 
 from ..callbacks.base import CallbackList
 from ..checkpoints.rng import seed_for
-from ..data.loaders import LoadedBatch
-from ..data.protocols import BatchStream, GlobalBatch, SupportsShards, micro_batch_ranges
+from ..data.protocols import BatchStream, GlobalBatch, LoadedBatch, SupportsShards, micro_batch_ranges
 from ..data.tree import move
 from ..distributed.world import World
 from ..errors import ConfigError, DataError, StepError

@@ -15,8 +15,7 @@ from ..checkpoints.background import Saving
 from ..checkpoints.rng import RngState, seed_for
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
-from ..data.loaders import LoadedBatch
-from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, SupportsShards, is_exhausted
+from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, SupportsShards, is_exhausted
 from ..distributed.parallelize import check_no_partial_gradients
 from ..errors import CheckpointError, ConfigError, DataError, LossSpikeError
 from ..exact.means import ExactMeans

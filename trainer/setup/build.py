@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoints.model_state import OptimizerState
-from ..data.loaders import as_stream
 from ..data.protocols import BatchStream, ShardInfo
+from ..data.streams import as_stream
 from ..distributed import parallelize
 from ..distributed.parallelize import named_tensors
 from ..errors import ConfigError

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoints.rng import RngState
-from ..data.loaders import LoadedBatch
-from ..data.protocols import GlobalBatch, HasRowIds
+from ..data.protocols import GlobalBatch, HasRowIds, LoadedBatch
 from ..data.tree import batch_size, map_tensors
 from ..distributed.dtensor import is_sharded
 from ..distributed.parallelize import without_gradient_sync

@@ -128,7 +128,7 @@ def test_nan_in_a_record_is_in_the_mean_unless_it_is_excluded() -> None:
 
 
 def test_records_that_cannot_be_averaged_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 records need as many weights, and there are 1"):
+    with pytest.raises(ValueError, match="weights: 1 given for 2 records"):
         average_records([{}, {}], weights=[1.0])
     with pytest.raises(ValueError, match="'top' is a dict in some records and a number in others"):
         average_records([{"top": 1.0}, {"top": {"1": 2.0}}])

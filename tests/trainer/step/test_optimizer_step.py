@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from headway.trainer import Callback, CheckpointConfig, ConfigError, ParallelConfig, StepError, Trainer, World
-from headway.trainer.data.loaders import LoadedBatch
+from headway.trainer.data.protocols import LoadedBatch
 from headway.trainer.distributed.dtensor import to_full_tensor
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights

@@ -30,8 +30,10 @@ from torch.utils.data import (
 )
 
 from headway.trainer import Callback, CheckpointConfig, ConfigError, DataError, World
-from headway.trainer.data.loaders import IterableStream, LoaderStream, as_stream
+from headway.trainer.data.dataloader_stream import LoaderStream
+from headway.trainer.data.iterable_stream import IterableStream
 from headway.trainer.data.protocols import GlobalBatch, ShardInfo
+from headway.trainer.data.streams import as_stream
 from headway.trainer.metrics import train_log
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer
@@ -53,14 +55,14 @@ class Numbers(Dataset[int]):
         return row
 
 
-def _feed(rank: int = 0, world_size: int = 1, **changes: Any) -> ShardInfo:
+def _shard_info(rank: int = 0, world_size: int = 1, **changes: Any) -> ShardInfo:
     settings = {"global_batch_size": None, "micro_batch_size": None, "accumulation": 1, "seed": 3, "training": True}
     return ShardInfo(rank=rank, world_size=world_size, device=torch.device("cpu"), **{**settings, **changes})
 
 
-def _open(data: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> Any:
+def _set_up(data: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> Any:
     stream = as_stream(data)
-    stream.setup(_feed(rank, world_size, **changes))
+    stream.setup(_shard_info(rank, world_size, **changes))
     return stream
 
 
@@ -75,7 +77,7 @@ def _epoch(
 ) -> list[list[int]]:
     """The rows of every global batch, in order, put together from all ranks."""
     ranks = [
-        list(_open(loader(), rank, world_size, **changes).epoch(epoch, offset=offset)) for rank in range(world_size)
+        list(_set_up(loader(), rank, world_size, **changes).epoch(epoch, offset=offset)) for rank in range(world_size)
     ]
     batches = []
     for parts in zip(*ranks, strict=True):
@@ -109,14 +111,14 @@ def test_the_same_global_batches_at_every_number_of_ranks(world_size: int, micro
 
 def test_micro_batches_are_no_larger_than_asked_for() -> None:
     for rank in range(3):
-        stream = _open(_shuffled(), rank, 3, global_batch_size=32, micro_batch_size=4)
+        stream = _set_up(_shuffled(), rank, 3, global_batch_size=32, micro_batch_size=4)
         sizes = [[len(each) for each in batch.micro_batches] for batch in stream.epoch(0)]
         assert all(len(each) == 3 and max(each) <= 4 for each in sizes[:-1])
         assert len(sizes) == stream.steps_in_epoch(0) == 4
 
 
 def test_a_loader_that_says_nothing_brings_its_own_batch_size() -> None:
-    stream = _open(_shuffled(), 0, 2, accumulation=3)
+    stream = _set_up(_shuffled(), 0, 2, accumulation=3)
     first = next(iter(stream.epoch(0)))
     assert [len(each) for each in first.micro_batches] == [4, 4, 4]
     assert (first.global_num_samples, stream.steps_in_epoch(0), stream.samples_in_epoch(0)) == (24, 5, 103)
@@ -138,12 +140,12 @@ def test_any_place_in_an_epoch_is_found_without_reading_what_was_before(offset: 
     whole = _epoch(_shuffled, 2, 1, global_batch_size=8)
     assert _epoch(_shuffled, 3, 1, offset, global_batch_size=8) == whole[offset // 8 + bool(offset % 8) :]
     data = Numbers(103)
-    list(_open(DataLoader(data, batch_size=8, shuffle=True)).epoch(1, offset=offset))
+    list(_set_up(DataLoader(data, batch_size=8, shuffle=True)).epoch(1, offset=offset))
     assert data.reads == 103 - offset
 
 
 def test_the_tail_is_dropped_wherever_other_batches_have_led_to() -> None:
-    stream = _open(_shuffled(drop_last=True), global_batch_size=10)
+    stream = _set_up(_shuffled(drop_last=True), global_batch_size=10)
     assert [batch.global_num_samples for batch in stream.epoch(1, offset=48)] == [10] * 5
     assert (stream.dropped_in_epoch(1), stream.dropped_in_epoch(1, offset=48)) == (3, 5)
     assert len(stream.next_rows(1, offset=88, count=20)) == 10
@@ -157,7 +159,7 @@ def test_what_is_not_shuffled_stays_in_order() -> None:
     # An evaluation reads every row once in its order, whatever training would do.
     shuffled = lambda: DataLoader(Numbers(50), batch_size=8, shuffle=True, drop_last=True)  # noqa: E731
     assert list(itertools.chain(*_epoch(shuffled, 3, training=False, global_batch_size=999, accumulation=4))) == rows
-    assert _open(shuffled(), training=False, accumulation=4).steps_in_epoch(0) == 7
+    assert _set_up(shuffled(), training=False, accumulation=4).steps_in_epoch(0) == 7
 
 
 def test_a_distributed_sampler_is_replaced() -> None:
@@ -208,7 +210,7 @@ class Backwards(Sampler[int]):
     ids=lambda sampler: type(sampler).__name__,
 )
 def test_a_sampler_of_ones_own_is_kept(sampler: Any) -> None:
-    stream = _open(DataLoader(Numbers(20), batch_size=5, sampler=sampler))
+    stream = _set_up(DataLoader(Numbers(20), batch_size=5, sampler=sampler))
     assert stream.guarantee == "epoch"
     rows = list(itertools.chain(*(_counting(batch) for batch in stream.epoch(4))))
     assert len(rows) == len(sampler)
@@ -229,7 +231,7 @@ class Iterates(DataLoader[Any]):
 
 @pytest.mark.parametrize(("of", "rows"), [(Hundredfold, [0, 100, 200, 300]), (Iterates, [7])])
 def test_a_loader_that_iterates_in_its_own_way_does_so(of: type[DataLoader[Any]], rows: list[int]) -> None:
-    stream = _open(of(Numbers(4), batch_size=2))
+    stream = _set_up(of(Numbers(4), batch_size=2))
     assert stream.guarantee == "epoch"
     assert [row for batch in stream.epoch(0) for row in _counting(batch)] == rows
 
@@ -254,15 +256,15 @@ class Counted(DataLoader[Any]):
 def test_a_loader_that_is_read_as_it_comes_says_why(options: dict[str, Any], why: str) -> None:
     loader = lambda: DataLoader(Numbers(8), **options)  # noqa: E731
     with pytest.raises(ConfigError, match=rf"global_batch_size=4 needs .*because of {why}.*gradient_accumulation"):
-        _open(loader(), global_batch_size=4)
-    for training, told in ((True, "training loader gives, and each row is trained on"), (False, "each row counts")):
-        with pytest.warns(UserWarning, match=f"each of the 2 ranks reads all .*{told} as often: .*because of {why}"):
-            _open(loader(), 0, 2, training=training)
+        _set_up(loader(), global_batch_size=4)
+    for training, told in ((True, "training loader, so each row is trained on"), (False, "so each row counts")):
+        with pytest.warns(UserWarning, match=f"each of the 2 ranks reads all .*{told} 2 times: .*because of {why}"):
+            _set_up(loader(), 0, 2, training=training)
     # Warnings are errors here: told once, and nobody whose rows are shared out, or who has no rows to share.
-    _open(loader(), 1, 2)
-    _open(Counted(Numbers(8)), 0, 2, global_batch_size=4)
-    _open(DataLoader(Short()), 0, 2)
-    _open(DataLoader(Numbers(8), batch_sampler=BatchSampler(DistributedSampler(Numbers(8), 2, 0), 2, False)), 0, 2)
+    _set_up(loader(), 1, 2)
+    _set_up(Counted(Numbers(8)), 0, 2, global_batch_size=4)
+    _set_up(DataLoader(Short()), 0, 2)
+    _set_up(DataLoader(Numbers(8), batch_sampler=BatchSampler(DistributedSampler(Numbers(8), 2, 0), 2, False)), 0, 2)
 
 
 class Opened(Numbers):
@@ -281,7 +283,7 @@ def _open_file(worker: int) -> None:
 
 
 def test_a_worker_finds_its_own_dataset_when_it_begins() -> None:
-    stream = _open(DataLoader(Opened(4), batch_size=4, num_workers=1, worker_init_fn=_open_file))
+    stream = _set_up(DataLoader(Opened(4), batch_size=4, num_workers=1, worker_init_fn=_open_file))
     (batch,) = stream.epoch(0)
     assert batch.micro_batches[0].tolist() == [100, 101, 102, 103]
     stream.close()
@@ -290,7 +292,7 @@ def test_a_worker_finds_its_own_dataset_when_it_begins() -> None:
 def test_rows_draw_the_same_in_any_worker_process() -> None:
     def draws(num_workers: int, rank: int, world_size: int, offset: int) -> dict[int, Any]:
         loader = DataLoader(Draws(24), batch_size=4, shuffle=True, num_workers=num_workers)
-        batches = list(_open(loader, rank, world_size, global_batch_size=8).epoch(1, offset=offset))
+        batches = list(_set_up(loader, rank, world_size, global_batch_size=8).epoch(1, offset=offset))
         rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.tolist()]
         return {int(row[0]): row for row in rows}
 
@@ -314,7 +316,7 @@ class DrawsByItself(Numbers):
 
 def test_a_generator_of_a_datasets_own_has_a_seed_of_run_epoch_and_rank() -> None:
     def draws(rank: int, seed: int, epoch: int) -> tuple[float, ...]:
-        stream = _open(DataLoader(DrawsByItself(8), batch_size=8, num_workers=1), rank, 2, seed=seed)
+        stream = _set_up(DataLoader(DrawsByItself(8), batch_size=8, num_workers=1), rank, 2, seed=seed)
         (batch,) = stream.epoch(epoch)
         return tuple(batch.micro_batches[0].tolist())
 
@@ -336,7 +338,7 @@ class AtOnce(Dataset[Any]):
 
 def test_a_dataset_that_only_reads_several_rows_at_once_does_so_in_worker_processes() -> None:
     def rows(num_workers: int, batch_size: int = 4) -> list[float]:
-        stream = _open(DataLoader(AtOnce(), batch_size=batch_size, num_workers=num_workers))
+        stream = _set_up(DataLoader(AtOnce(), batch_size=batch_size, num_workers=num_workers))
         return [row for batch in stream.epoch(0) for row in batch.micro_batches[0].tolist()]
 
     assert [int(row) for row in rows(0)] == list(range(8))
@@ -354,7 +356,7 @@ def test_worker_processes_end_with_their_epoch_unless_they_are_to_stay(dataset: 
     before = _processes()
     for persistent in (False, True):
         data = dataset() if callable(dataset) else dataset
-        stream = _open(DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent))
+        stream = _set_up(DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent))
         batches = stream.epoch(0)
         next(batches)
         assert _processes() == before + 1
@@ -374,7 +376,7 @@ def test_worker_processes_end_with_their_epoch_unless_they_are_to_stay(dataset: 
 def test_an_evaluation_in_an_epoch_leaves_the_workers_that_both_were_given_alone(given: str) -> None:
     loader = DataLoader(Short(), batch_size=2, num_workers=1, persistent_workers=True)
     data = loader if given == "loader" else lambda: loader
-    training, evaluation = _open(data), _open(data, training=False)
+    training, evaluation = _set_up(data), _set_up(data, training=False)
     rows = []
     for epoch in range(2):
         for number, batch in enumerate(training.epoch(epoch)):
@@ -388,7 +390,7 @@ def test_an_evaluation_in_an_epoch_leaves_the_workers_that_both_were_given_alone
 
 def test_an_epoch_is_cut_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits, or pays memory, for lists as long as an epoch."""
-    stream = _open(DataLoader(Draws(2**14), batch_size=4, num_workers=1, prefetch_factor=2))
+    stream = _set_up(DataLoader(Draws(2**14), batch_size=4, num_workers=1, prefetch_factor=2))
     cuts, split = [], stream._split
     monkeypatch.setattr(stream, "_split", lambda rows: cuts.append(rows) or split(rows))
     batches = stream.epoch(0)
@@ -460,13 +462,13 @@ def test_a_dataset_that_knows_its_rows_tells_other_ones_of_the_same_length() -> 
 
 
 def test_several_batches_of_an_iterable_make_an_update() -> None:
-    stream = _open([[number] for number in range(5)], accumulation=2)
+    stream = _set_up([[number] for number in range(5)], accumulation=2)
     assert [batch.micro_batches for batch in stream.epoch(0)] == [[[0], [1]], [[2], [3]], [[4]]]
     assert stream.steps_in_epoch(0) == 3
-    evaluation = _open([[1], [2]], accumulation=2, training=False)
+    evaluation = _set_up([[1], [2]], accumulation=2, training=False)
     assert [batch.micro_batches for batch in evaluation.epoch(0)] == [[[1]], [[2]]]
-    assert _open(iter([1])).steps_in_epoch(0) is None
-    assert _open(DataLoader(Short(), batch_size=4)).steps_in_epoch(0) is None
+    assert _set_up(iter([1])).steps_in_epoch(0) is None
+    assert _set_up(DataLoader(Short(), batch_size=4)).steps_in_epoch(0) is None
 
 
 class Streamed(IterableDataset[int]):
@@ -483,7 +485,7 @@ class Streamed(IterableDataset[int]):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_an_iterable_dataset_is_told_its_epoch(options: dict[str, Any]) -> None:
-    stream = _open(DataLoader(Streamed(), batch_size=16, **options))
+    stream = _set_up(DataLoader(Streamed(), batch_size=16, **options))
     orders = [[batch.micro_batches[0].tolist() for batch in stream.epoch(epoch)] for epoch in (0, 1, 1, 2)]
     stream.close()
     assert orders == [
@@ -493,7 +495,7 @@ def test_an_iterable_dataset_is_told_its_epoch(options: dict[str, Any]) -> None:
 
 def test_a_sampler_inside_a_batch_sampler_is_told_its_epoch() -> None:
     sampler = DistributedSampler(Numbers(8), num_replicas=1, rank=0, seed=3)
-    stream = _open(DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 8, drop_last=False)))
+    stream = _set_up(DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 8, drop_last=False)))
     first, second = ([batch.micro_batches for batch in stream.epoch(epoch)] for epoch in (0, 1))
     assert isinstance(stream, IterableStream)
     assert str(first) != str(second)

@@ -1,0 +1,298 @@
+"""A torch DataLoader over a map-style dataset as an exact `BatchStream`.
+
+Its rows are read in an order that is a pure function of (seed, epoch), so any position in an epoch is found again
+without reading, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import tee
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
+
+from ..checkpoints.rng import RngState, seed_torch
+from ..errors import DataError
+from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
+
+
+class LoaderStream:
+    """Reads a map-style DataLoader in an order of its own, in which any position of an epoch can be found again.
+
+    The loader's dataset, collate function, worker processes, batch size, `drop_last` and whether it shuffles are kept.
+    Its sampler is replaced, and the rows are divided among the ranks. With worker processes, everything a row draws
+    from the global generators of Python, NumPy and torch is seeded by (seed, epoch, row): augmentation does not depend
+    on the number of workers, ranks or restarts. `get_worker_info().seed`, for a generator of the dataset's own, depends
+    on the run's seed, the rank and the epoch in which the worker starts; resuming does not restore such a generator.
+    """
+
+    guarantee: Guarantee = "exact"
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._dataset: Any = loader.dataset
+        self._shuffle = not isinstance(loader.sampler, SequentialSampler) and getattr(loader.sampler, "shuffle", True)
+        self._indices = _Indices()
+        self._reader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The class and length of the dataset, and its own `fingerprint` if it has one.
+
+        Nothing more is known without reading it. The private `_fingerprint` of Hugging Face's datasets is not used:
+        after a transformation that cannot be pickled, or without their cache, it differs in every process.
+        """
+        what = f"{type(self._dataset).__qualname__}[{len(self._dataset)}]"
+        own = getattr(self._dataset, "fingerprint", None)
+        return f"{what} {own}" if isinstance(own, str) else what
+
+    def setup(self, shard: ShardInfo) -> None:
+        """Compute the batch sizes.
+
+        Raises:
+            DataError: the training dataset is empty, or smaller than one global batch whose tail is dropped. An
+                evaluation skips an empty set.
+        """
+        loader, self._shard = self._loader, shard
+        assert loader.batch_size is not None
+        self._micro_batch_size = shard.micro_batch_size or loader.batch_size
+        own = loader.batch_size * shard.world_size * (shard.accumulation if shard.training else 1)
+        self._global_batch_size = ((shard.training or shard.by_shard) and shard.global_batch_size) or own
+        self._drop_last = loader.drop_last and shard.training
+        if shard.training and not len(self._dataset):
+            raise DataError(f"the {type(self._dataset).__name__} of the training loader has no rows")
+        if self._drop_last and len(self._dataset) < self._global_batch_size:
+            raise DataError(
+                f"the {type(self._dataset).__name__} has {len(self._dataset)} rows, less than one global batch of "
+                f"{self._global_batch_size}, and drop_last drops it: nothing would be trained on"
+            )
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Rows of an epoch over all ranks."""
+        return self._epoch_end(0)
+
+    def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
+        """Rows that `drop_last` leaves out; different ones in each epoch if they are shuffled."""
+        return len(self._dataset) - self._epoch_end(offset)
+
+    def steps_in_epoch(self, epoch: int) -> int:
+        """Global batches of an epoch, the last of which may be smaller."""
+        return ceil_div(self.samples_in_epoch(epoch), self._global_batch_size)
+
+    @property
+    def num_shards(self) -> int:
+        """Logical shards: parts of a global batch of `micro_batch_size` rows each."""
+        return ceil_div(self._global_batch_size, self._micro_batch_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Rows of one update over all ranks."""
+        return self._global_batch_size
+
+    def next_rows(self, epoch: int, *, offset: int, count: int) -> list[int]:
+        """Return the dataset indices of the next rows over all ranks."""
+        return self._order(epoch)[offset : min(offset + count, self._epoch_end(offset))].tolist()
+
+    def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
+        """Yield the global batches from `offset` on; finding it costs only the epoch's permutation."""
+        # The reader runs ahead by what it prefetches; no more of the epoch than that is ever in lists.
+        plan, ahead = tee(self._split(rows) for rows in self._global_rows(epoch, offset))
+        rows = (rows for micro_batches, _, _ in ahead for rows in micro_batches)
+        # Worker processes may outlive an epoch, so each row carries its epoch.
+        self._indices.batches = ([(epoch, row) for row in each] for each in rows) if self._seeds_rows else rows
+        reader = self._reader_for(epoch)
+        self._batches = batches = iter(reader)
+        try:
+            for micro_batches, num_samples, total in plan:
+                with _preserve_rng() if self._seeds_this_process else nullcontext():
+                    loaded = [next(batches) for _ in micro_batches]
+                yield LoadedBatch(loaded, num_samples, total, micro_batches)
+        finally:
+            if not reader.persistent_workers:
+                shut_down_workers(batches)
+
+    def close(self) -> None:
+        """Shut down the worker processes."""
+        shut_down_workers(self._batches)
+        self._batches = self._reader = None
+
+    def _epoch_end(self, offset: int) -> int:
+        """Where the epoch ends if its batches are cut from `offset` on; earlier batches may have had another size."""
+        rows = len(self._dataset)
+        return rows - (rows - offset) % self._global_batch_size if self._drop_last else rows
+
+    def _global_rows(self, epoch: int, offset: int) -> Iterator[list[int]]:
+        order, end = self._order(epoch), self._epoch_end(offset)
+        for start in range(offset, end, self._global_batch_size):
+            yield order[start : min(start + self._global_batch_size, end)].tolist()
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        rows = len(self._dataset)
+        if not self._shuffle or not self._shard.training:
+            return torch.arange(rows)
+        return torch.randperm(rows, generator=_generator(self._shard.seed, epoch))
+
+    @property
+    def _seeds_this_process(self) -> bool:
+        """Whether rows are read in this process and seeded all the same."""
+        return self._shard.by_shard and not self._loader.num_workers
+
+    @property
+    def _seeds_rows(self) -> bool:
+        return self._shard.by_shard or self._loader.num_workers > 0
+
+    def _split(self, rows: list[int]) -> tuple[list[list[int]], list[int], int]:
+        """Split the rows of a global batch into this rank's micro-batches; every rank gets the same number of them."""
+        rank, size, length = self._shard.rank, self._shard.world_size, self._micro_batch_size
+        if self._shard.by_shard:
+            first, last = self.num_shards * rank // size, self.num_shards * (rank + 1) // size
+            own = [rows[shard * length : (shard + 1) * length] for shard in range(first, last)]
+        else:
+            of_rank = _nth_part(rows, rank, size)
+            num_micro_batches = max(1, ceil_div(ceil_div(len(rows), size), length))
+            own = [_nth_part(of_rank, i, num_micro_batches) for i in range(num_micro_batches)]
+        # A micro-batch without rows reads one that counts as none: its rank still joins every collective of the pass.
+        return [each or rows[:1] for each in own], [len(each) for each in own], len(rows)
+
+    def _reader_for(self, epoch: int) -> DataLoader[Any]:
+        """Return the loader that reads; workers that start now are seeded by run, epoch and rank."""
+        # Without a generator of its own, every epoch's start draws from the global one, and a resume once more.
+        generator = _generator(self._shard.seed, epoch, self._shard.rank)
+        if self._reader is None:
+            loader = self._loader
+            workers: dict[str, Any] = {}
+            if loader.num_workers:
+                workers = {
+                    "prefetch_factor": loader.prefetch_factor,
+                    "persistent_workers": loader.persistent_workers,
+                    "multiprocessing_context": loader.multiprocessing_context,
+                    "worker_init_fn": partial(_init_worker, loader.worker_init_fn),
+                    "timeout": loader.timeout,
+                }
+            self._reader = DataLoader(
+                _SeededRows(self._dataset, self._shard.seed) if self._seeds_rows else self._dataset,
+                batch_sampler=self._indices,
+                collate_fn=loader.collate_fn,
+                num_workers=loader.num_workers,
+                pin_memory=loader.pin_memory,
+                **workers,
+            )
+        self._reader.generator = generator
+        return self._reader
+
+
+class _Indices:
+    """A batch sampler whose batches are set before every epoch, so that worker processes can persist."""
+
+    batches: Iterator[list[Any]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.batches
+
+
+class _SeededRows(Dataset[Any]):
+    """Seeds all global generators before each row, so that what a row draws depends only on the row.
+
+    For worker processes; the training process must restore its generators afterwards.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        # `Dataset.__getitem__`, which a dataset may inherit, only raises.
+        self._has_rows = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        epoch, row = place
+        words = np.random.SeedSequence((self._seed, epoch, row)).generate_state(2, np.uint32)
+        seed_torch(int(words[0]))
+        random.seed(int(words[1]))
+        np.random.seed(words)
+        return self._dataset[row] if self._has_rows else self._dataset.__getitems__([row])[0]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Start a worker process: `get_worker_info` must show the loader's own dataset, not its `_SeededRows`."""
+    info: Any = get_worker_info()
+    # `WorkerInfo` refuses assignment; the process reads its rows through another reference.
+    object.__setattr__(info, "dataset", info.dataset._dataset)
+    if init is not None:
+        init(worker)
+
+
+def _generator(*key: int) -> torch.Generator:
+    words = np.random.SeedSequence(key).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
+
+
+@contextmanager
+def _preserve_rng() -> Iterator[None]:
+    """Restore the generators of this process at the end."""
+    generators = RngState()
+    before = generators.state_dict()
+    try:
+        yield
+    finally:
+        generators.load_state_dict(before)
+
+
+def _nth_part(rows: list[int], n: int, parts: int) -> list[int]:
+    return rows[len(rows) * n // parts : len(rows) * (n + 1) // parts]
+
+
+def ceil_div(amount: int, divisor: int) -> int:
+    """Return `amount / divisor`, rounded up."""
+    return -(amount // -divisor)
+
+
+def shut_down_workers(batches: Iterator[Any] | None) -> None:
+    """Shut down the worker processes behind an iterator of a DataLoader, if there are any.
+
+    They would end with the iterator itself, but the traceback of an error in a row keeps it alive.
+    """
+    if (shut_down := getattr(batches, "_shutdown_workers", None)) is not None:
+        shut_down()
+
+
+def unsupported_part(loader: DataLoader[Any]) -> str | None:
+    """Name the part of a loader that `LoaderStream` cannot replace: one that reads in a way of its own.
+
+    Returns:
+        None if the loader draws each row of a map-style dataset once.
+    """
+    if any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
+        return f"its class, {type(loader).__name__}, which overrides how a DataLoader iterates"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"its dataset, the IterableDataset {type(loader.dataset).__name__}"
+    if loader.batch_sampler is None:
+        return "batch_size=None"
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return f"its batch_sampler, a {type(loader.batch_sampler).__name__}"
+    sampler: Any = loader.sampler
+    dataset: Any = loader.dataset
+    # Not isinstance: a derived class may have an order of its own.
+    if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):
+        return f"its sampler, a {type(sampler).__name__}"
+    source: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler.data_source
+    own_number = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(source))
+    if own_number or not (source is dataset or len(source) == len(dataset)):
+        return f"its {type(sampler).__name__}, which does not draw each row of the dataset once"
+    return None

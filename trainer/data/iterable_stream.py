@@ -1,0 +1,159 @@
+"""Any iterable as a `BatchStream`: read in its own order, with a weaker guarantee than "exact"."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..errors import ConfigError, DataError
+from .dataloader_stream import ceil_div, shut_down_workers, unsupported_part
+from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
+from .tree import batch_size
+
+
+class IterableStream:
+    """Reads any iterable in its own order: each rank reads its own iterable, several batches per update.
+
+    An iterable that can be restarted (a list, a DataLoader over an `IterableDataset`, a function that returns an
+    iterator) guarantees "epoch": after an interruption its epoch restarts. An iterator guarantees "none".
+    """
+
+    def __init__(self, data: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        self._make: Callable[[], Iterable[Any]] = data if not isinstance(data, Iterable) else lambda: data
+        self._data = data
+        self._is_iterator = isinstance(data, Iterator)
+        self._batches: Iterator[Any] | None = None
+        self._copied_from: Any = None
+        self._loader: DataLoader[Any] | None = None
+        self._epoch: int | None = None
+        self._num_batches = _length(data)
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Whether the start of an epoch is found again ("epoch"), or nothing ("none"), as for an iterator."""
+        return "none" if self._is_iterator else "epoch"
+
+    @property
+    def fingerprint(self) -> None:
+        """None: the content of an iterable is unknown before it is read."""
+        return
+
+    def setup(self, shard: ShardInfo) -> None:
+        """Store `shard`, and check that the iterable can be read as it asks.
+
+        Raises:
+            ConfigError: a global batch size is set, which only a stream that knows its rows can keep.
+            DataError: the iterable is training data and has no batches.
+        """
+        self._shard = shard
+        if shard.training and shard.global_batch_size is not None:
+            unsupported = unsupported_part(self._data) if isinstance(self._data, DataLoader) else None
+            why = f"This one is read in its own order because of {unsupported}, and" if unsupported else "An iterable"
+            raise ConfigError(
+                f"global_batch_size={shard.global_batch_size} needs data that can be cut to size: a DataLoader over a "
+                "map-style dataset, with no sampler but torch's sequential, random and distributed ones, or a Headway "
+                f"stream. {why} brings its own batches; set gradient_accumulation_steps instead"
+            )
+        if shard.training and self._num_batches == 0:
+            raise DataError(f"the training data, a {type(self._data).__name__}, has no batches")
+        if shard.rank == 0 and shard.world_size > 1:
+            self._warn_if_rows_repeat()
+
+    def samples_in_epoch(self, epoch: int) -> None:
+        """None: unknown before the batches are read."""
+        return
+
+    def steps_in_epoch(self, epoch: int) -> int | None:
+        """Global batches, if the iterable has a length."""
+        return None if self._num_batches is None else ceil_div(self._num_batches, self._batches_per_step)
+
+    def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
+        """Yield groups of batches from the start of the iterable, or from the current position of an iterator."""
+        made = self._private_copy(self._make())
+        keeps_workers = isinstance(made, DataLoader) and made.persistent_workers
+        if _set_epoch(made, epoch) and epoch != self._epoch:
+            # Persistent workers hold the dataset of the previous epoch.
+            self.close()
+        self._epoch = epoch
+        group: list[Any] = []
+        self._batches = batches = iter(made)
+        try:
+            for batch in batches:
+                group.append(batch)
+                if len(group) == self._batches_per_step:
+                    yield self._global_batch(group)
+                    group = []
+            if group:
+                yield self._global_batch(group)
+        finally:
+            if not keeps_workers:
+                shut_down_workers(batches)
+
+    def close(self) -> None:
+        """Shut down a loader's worker processes; the next epoch starts others."""
+        shut_down_workers(self._batches)
+        if self._loader is not None:
+            # A loader with persistent workers keeps its iterator, and would reuse it without workers.
+            shut_down_workers(self._loader._iterator)
+            self._loader._iterator = None
+        self._batches = None
+
+    def _private_copy(self, made: Iterable[Any]) -> Iterable[Any]:
+        """Return a copy of a loader with persistent workers: it has one iterator, which other streams may use too."""
+        if not isinstance(made, DataLoader) or not made.persistent_workers:
+            return made
+        if self._loader is None or made is not self._copied_from:
+            self._copied_from, self._loader = made, copy.copy(made)
+            self._loader._iterator = None
+        return self._loader
+
+    def _warn_if_rows_repeat(self) -> None:
+        """Warn if every rank reads all rows of a loader whose rows could have been divided."""
+        data, shard = self._data, self._shard
+        if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or _is_rank_aware(data):
+            return
+        role, effect = ("training", "is trained on") if shard.training else ("validation", "counts")
+        warnings.warn(
+            f"each of the {shard.world_size} ranks reads all rows of the {role} loader, so each row {effect} "
+            f"{shard.world_size} times: the loader is read in its own order because of {unsupported_part(data)}. Let "
+            "it read only the part of self.world.rank, or give a DataLoader without that",
+            stacklevel=2,
+        )
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self._shard.accumulation if self._shard.training else 1
+
+    def _global_batch(self, group: list[Any]) -> LoadedBatch:
+        num_samples = [batch_size(batch) for batch in group]
+        return LoadedBatch(group, num_samples, sum(num_samples) if self._shard.world_size == 1 else None)
+
+
+def _set_epoch(data: Any, epoch: int) -> bool:
+    """Call every `set_epoch` of a loader and its parts; return whether its dataset has one."""
+    batch_sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
+    parts = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset)
+    for part in {id(part): part for part in parts}.values():  # the batch sampler mostly has the loader's own sampler
+        if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+    return hasattr(dataset, "set_epoch")
+
+
+def _is_rank_aware(loader: DataLoader[Any]) -> bool:
+    """Whether a sampler of a loader gives each rank its part."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(hasattr(each, name) for each in samplers for name in ("num_replicas", "rank", "process_index"))
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of batches if known: a DataLoader asks its sampler, which may not know, or only estimates."""
+    if not isinstance(data, Sized) or (isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)):
+        return None
+    try:
+        return len(data)
+    except TypeError:
+        return None

@@ -1,0 +1,31 @@
+"""Choose the stream that reads whatever `configure_dataloaders` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..errors import ConfigError
+from .dataloader_stream import LoaderStream, unsupported_part
+from .iterable_stream import IterableStream
+from .protocols import BatchStream, is_stream
+
+
+def as_stream(data: Any) -> BatchStream:
+    """Return the stream that reads `data`: a stream as it is, a DataLoader, an iterable, or a function that makes one.
+
+    Raises:
+        ConfigError: `data` is none of these.
+    """
+    if is_stream(data):
+        return data
+    if isinstance(data, DataLoader) and unsupported_part(data) is None:
+        return LoaderStream(data)
+    if not isinstance(data, (str, bytes, Mapping)) and (isinstance(data, Iterable) or callable(data)):
+        return IterableStream(data)
+    raise ConfigError(
+        f"cannot read batches from a {type(data).__name__}: give a torch DataLoader, a Headway stream, any iterable of "
+        "batches, or a function that returns one"
+    )

@@ -1,8 +1,8 @@
-"""Arrow columns to arrays of rows and back, and rows of several arrays to the tensors of one batch.
+"""Converts Arrow tables to NumPy arrays of rows, and back.
 
-A column of numbers becomes an array [B]; of lists that are all of one length, [B, T] (deeper nesting likewise).
-All else is one Python object for each row: text, bytes, dates, dicts; of ragged lists of numbers an array, and of lists
-that are ragged inside an array of such arrays.
+A numeric column becomes an array [B]; lists that all have one length become [B, T], and so on for deeper nesting. Any
+other column becomes an object array with one Python object per row: str, bytes, dates, dicts; an array for ragged lists
+of numbers; an array of arrays for lists that are ragged inside.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from .errors import DataError
 Rows: TypeAlias = dict[str, npt.NDArray[Any]]
 
 NUMBERS = "biuf"
-"""Kinds of NumPy's dtypes that a tensor can hold."""
+"""NumPy dtype kinds that a tensor can hold."""
 
-# What one object of a row becomes on its way to another process.
+# The type of a pickled object on its way to another process.
 _PICKLE = pa.struct([("headway: pickle", pa.large_binary())])
 
 
 def to_rows(table: pa.Table) -> Rows:
-    """Returns the columns of a table from a file as arrays, without copying numbers that lie together.
+    """Return the columns of a table from a file as arrays; contiguous numbers are not copied.
 
     Raises:
-        DataError: a column of numbers has nulls, which no tensor can hold.
+        DataError: a numeric column has nulls, which tensors cannot hold.
     """
     return {name: _to_array(name, _in_one_piece(table.column(name))) for name in table.column_names}
 
 
 def from_table(table: pa.Table) -> Rows:
-    """The reverse of `to_table`. For tables of ours alone: what a file calls a pickle may run anybody's code."""
+    """Invert `to_table`. Only for tables made by it, because unpickling the contents of a file could run its code."""
     columns = {name: _in_one_piece(table.column(name)) for name in table.column_names}
     return {
         name: _unpickled(column) if column.type == _PICKLE else _to_array(name, column)
@@ -45,16 +45,16 @@ def from_table(table: pa.Table) -> Rows:
 
 
 def to_table(rows: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
-    """Returns rows as what crosses from one process to another; numbers are not copied.
+    """Return rows as a table that can be sent to another process; numbers are not copied.
 
     Raises:
         DataError: a column holds objects that cannot be pickled.
     """
-    return join([rows])
+    return concat([rows])
 
 
-def join(pieces: Sequence[Mapping[str, npt.NDArray[Any]]]) -> pa.Table:
-    """Returns the rows of several pieces as one table, each piece in a chunk of its own.
+def concat(pieces: Sequence[Mapping[str, npt.NDArray[Any]]]) -> pa.Table:
+    """Return the rows of several pieces as one table with one chunk per piece.
 
     Raises:
         DataError: the pieces have different columns, or one holds objects that cannot be pickled.
@@ -63,14 +63,14 @@ def join(pieces: Sequence[Mapping[str, npt.NDArray[Any]]]) -> pa.Table:
     for piece in pieces:
         if piece.keys() != first.keys():
             raise DataError(
-                f"some rows have the columns {list(first)} and others {list(piece)}; a transform returns the same "
-                "columns for all"
+                f"some rows have the columns {list(first)} and others {list(piece)}; a transform must return the same "
+                "columns for all rows"
             )
     return pa.table({name: _to_arrow(name, [piece[name] for piece in pieces]) for name in first})
 
 
 def num_rows(rows: Mapping[str, Any]) -> int:
-    """Returns the length of the first column."""
+    """Return the number of rows."""
     return len(next(iter(rows.values())))
 
 
@@ -96,8 +96,8 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_boolean(column.type) or pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         if column.null_count:
             raise DataError(
-                f"column {name!r} has {column.null_count} nulls among {len(column)} values, which no tensor holds; "
-                "fill them or leave these rows out when the data is prepared"
+                f"column {name!r} has {column.null_count} nulls among {len(column)} values; tensors cannot hold them. "
+                "Fill them, or remove these rows when you prepare the data"
             )
         array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
         return array
@@ -111,7 +111,7 @@ def _unpickled(column: pa.Array) -> npt.NDArray[Any]:
 
 def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
     objects = np.empty(len(values), dtype=object)
-    for index, each in enumerate(values):  # assigned as one, arrays of one shape would become one array
+    for index, each in enumerate(values):  # one by one: NumPy would merge arrays of one shape into one array
         objects[index] = each
     return objects
 
@@ -124,7 +124,7 @@ def _lists(name: str, column: pa.Array) -> npt.NDArray[Any]:
         if (lengths == length).all():
             values = _to_array(name, column.values[int(offsets[0]) : int(offsets[-1])])
             if values.dtype != object:
-                # Nothing is of one length too, and of the dtype that the file says; of how many axes is not to be seen.
+                # Without rows, the length of the lists is unknown: return the empty array with the file's dtype.
                 return values.reshape(len(column), length, *values.shape[1:]) if len(column) else values
     return _objects([_to_array(name, each.values) if each.is_valid else None for each in column])
 
@@ -144,23 +144,23 @@ def _inner(kind: pa.DataType) -> tuple[int, ...]:
 
 
 def _to_arrow(name: str, columns: Sequence[npt.NDArray[Any]]) -> pa.ChunkedArray:
-    """Row groups may differ in kind: lists of one length in one, of another or of several in the next."""
+    """Return the columns as chunks of one type. Row groups may differ: lists of one length here, ragged ones there."""
     try:
         for form in (_as_numbers, _as_lists, _as_pickles):
             chunks = [form(column) for column in columns]
             if len({None if chunk is None else chunk.type for chunk in chunks}) == 1 and chunks[0] is not None:
                 break
-    except Exception as error:  # a pickle runs the code of what it pickles
+    except Exception as error:  # pickling runs user code
         kinds = ", ".join(sorted({type(each).__name__ for column in columns for each in column}))
         raise DataError(
             f"column {name!r} holds {kinds}, which cannot be sent to another process: {type(error).__name__}: {error}. "
-            "Make it numbers, arrays, text or plain Python objects"
+            "Return numbers, arrays, text or plain Python objects"
         ) from error
     return pa.chunked_array(chunks)
 
 
 def _as_numbers(column: npt.NDArray[Any]) -> pa.Array | None:
-    # Arrow has no lists of a fixed size of nothing.
+    # Arrow has no fixed-size lists of length 0.
     if column.dtype.kind not in NUMBERS + "mM" or 0 in column.shape[1:]:
         return None
     if column.ndim < 2:
@@ -180,14 +180,14 @@ def _as_lists(column: npt.NDArray[Any]) -> pa.Array | None:
 
 
 def _as_pickles(column: npt.NDArray[Any]) -> pa.Array:
-    """Not as Arrow would have it: the type that it guesses of some rows is not that of others, nor the file's."""
+    """Pickle each object. The type that Arrow infers from some rows may differ from that of others and of the file."""
     rows = pa.array(column).to_pylist() if column.dtype.kind in "mM" else column
     pickles = pa.array([pickle.dumps(each, protocol=5) for each in rows], pa.large_binary())
     return pa.StructArray.from_arrays([pickles], fields=list(_PICKLE))
 
 
 def is_stackable(parts: Sequence[npt.NDArray[Any]]) -> bool:
-    """Whether these pieces of one column can be laid into one array of numbers."""
+    """Return whether these pieces of one column fit into one numeric array."""
     first = parts[0]
     return first.dtype.kind in NUMBERS and all(
         each.dtype == first.dtype and each.shape[1:] == first.shape[1:] for each in parts

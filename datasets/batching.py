@@ -1,4 +1,4 @@
-"""Cuts rows, which come fragment by fragment, into one rank's micro-batches, which take some rows of many fragments."""
+"""Makes one rank's micro-batches of rows that arrive fragment by fragment. A batch takes rows of many fragments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .arrow import NUMBERS, Rows, is_stackable, num_rows
 from .plan import Batch, Read
 
 Part: TypeAlias = tuple[Rows, int, int]
-"""Rows `start` to `stop` of some columns."""
+"""(columns, start, stop): some consecutive rows of these columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class GlobalBatch:
     """This rank's part of the samples of one optimizer update.
 
     Attributes:
-        micro_batches: columns as tensors [B, ...] or, for what is no number, lists of B Python objects.
-        num_samples: rows of each micro-batch that count; 0 marks a repeated row, there to keep the ranks in step.
+        micro_batches: columns as tensors [B, ...]; columns that are not numeric as lists of B Python objects.
+        num_samples: rows of each micro-batch that count. 0 marks a repeated row, which only keeps the ranks in step.
         global_num_samples: rows of the update over all ranks.
-        name_rows: says what the rows that count are called in the data, in their order.
+        name_rows: returns the ids of the rows that count, in order.
     """
 
     micro_batches: Sequence[dict[str, Any]]
@@ -36,18 +36,18 @@ class GlobalBatch:
     name_rows: Callable[[], Sequence[str]]
 
     def row_ids(self) -> list[Sequence[str]]:
-        """Returns the rows of each micro-batch as "<file>[<row group>]:<row in it>"; works them out when asked."""
+        """Return the row ids of each micro-batch as "<file>[<row group>]:<row in it>". Computed on demand."""
         names, ends = self.name_rows(), list(accumulate(self.num_samples))
         return [names[end - size : end] for size, end in zip(self.num_samples, ends, strict=True)]
 
 
 class ShardBuffers:
-    """Rows that have been read and not yet used, one buffer for each logical shard.
+    """Rows that have been read but not used yet, in one buffer per logical shard.
 
     Args:
-        asked: the reads whose rows are to come, in this order; grows while rows arrive.
-        chunks: the rows of these reads, one after the other, cut anywhere.
-        filler_row: returns one row to fill a micro-batch with, for a rank that never had any.
+        asked: reads whose rows are still to arrive, in this order; grows while rows arrive.
+        chunks: the rows of these reads in order, in chunks of any length.
+        filler_row: returns one row, to fill a micro-batch of a rank that has not had any.
     """
 
     def __init__(self, asked: deque[Read], chunks: Iterator[Rows], filler_row: Callable[[], Rows]) -> None:
@@ -59,47 +59,50 @@ class ShardBuffers:
         self._last: Rows | None = None
 
     def clear(self) -> None:
-        """Throws away what the tail policy dropped, before the next epoch's rows arrive."""
+        """Discard the rows that the tail policy dropped, before the next epoch's rows arrive."""
         self._buffers.clear()
 
     def batches(
-        self, batch: Batch, names: Sequence[Callable[[], Sequence[str]]], *, pinned: bool = False
+        self, batch: Batch, names: Sequence[Callable[[], Sequence[str]]], *, pin_memory: bool = False
     ) -> list[GlobalBatch]:
-        """Returns the next batches, one for each of `names`, as tensors; waits for rows that have not arrived.
+        """Return the next batches, one for each of `names`, as tensors; waits for rows that have not arrived.
 
-        They are alike. Several at a time because a batch takes a row or two of each of many shards: a shard's rows for
-        all of them lie together.
+        All have the same `shard_counts`. Making several at a time is cheaper: a batch takes only a row or two of each
+        shard, and a shard's rows for all the batches are contiguous.
         """
         own, times = sum(batch.sizes), len(names)
         if not own:
             rows = self._last = self._last or self._filler_row()
             columns = {
-                name: gather_column([(column, np.zeros(1, np.intp))], 1, pinned) for name, column in rows.items()
+                name: gather_column([(column, np.zeros(1, np.intp))], 1, pin_memory) for name, column in rows.items()
             }
             made = [_cut(columns, range(0, 1)) for _ in batch.sizes]
             return [GlobalBatch(made, batch.sizes, batch.global_num_samples, each) for each in names]
-        parts, places, before = [], [], 0
+        parts, part_positions, before = [], [], 0
         for shard, count in batch.shard_counts:
-            place = (np.arange(times)[:, None] * own + np.arange(before, before + count)).reshape(-1)
+            positions = (np.arange(times)[:, None] * own + np.arange(before, before + count)).reshape(-1)
             for rows, start, stop in self._take(shard, count * times):
                 parts.append((rows, start, stop))
-                places.append(place[: stop - start])
-                place = place[stop - start :]
+                part_positions.append(positions[: stop - start])
+                positions = positions[stop - start :]
             before += count
         rows, _, stop = parts[-1]
         self._last = {name: column[stop - 1 : stop].copy() for name, column in rows.items()}
         columns = {
             name: gather_column(
-                [(rows[name][start:stop], place) for (rows, start, stop), place in zip(parts, places, strict=True)],
+                [
+                    (rows[name][start:stop], positions)
+                    for (rows, start, stop), positions in zip(parts, part_positions, strict=True)
+                ],
                 own * times,
-                pinned,
+                pin_memory,
             )
             for name in rows
         }
         ends = [sum(batch.sizes[: i + 1]) for i in range(len(batch.sizes))]
         return [
             GlobalBatch(
-                # Rows are missing only where a rank has fewer than micro-batches: its last row stands in.
+                # A micro-batch is empty only if the rank has fewer rows than micro-batches: repeat the previous row.
                 [
                     _cut(columns, range(first + end - (size or 1), first + end) if end else range(first, first + 1))
                     for size, end in zip(batch.sizes, ends, strict=True)
@@ -126,8 +129,8 @@ class ShardBuffers:
             rows -= taken
 
     def _receive(self) -> None:
-        """Puts the rows of one read onto the buffers."""
-        self._arrive()  # first: only what has arrived has certainly been asked for
+        """Add the rows of one read to the buffers."""
+        self._arrive()  # first: a read is certain to be in `asked` only once its rows have arrived
         for each in self._asked.popleft().slices:
             missing = each.stop - each.start
             while missing:
@@ -145,26 +148,28 @@ class ShardBuffers:
             self._arrived = rows, 0, num_rows(rows)
 
 
-def gather_column(pieces: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.intp]]], length: int, pinned: bool) -> Any:
-    """Lays the pieces of one column at their places: one tensor if they are numbers of one shape, else a list."""
+def gather_column(
+    pieces: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.intp]]], length: int, pin_memory: bool
+) -> Any:
+    """Copy the pieces of one column to their positions: a tensor if they are numbers of one shape, else a list."""
     if not is_stackable([piece for piece, _ in pieces]):
         objects: list[Any] = [None] * length
-        for piece, place in pieces:
-            for row, at in zip(piece, place.tolist(), strict=True):
+        for piece, positions in pieces:
+            for row, at in zip(piece, positions.tolist(), strict=True):
                 objects[at] = row
         return objects
     first = pieces[0][0]
-    # A copy, once, to where the batch is to lie: the pieces are views of what was read, which nobody may write to.
+    # Copied once, into the (pin_memory) batch: the pieces are views of read buffers, which must not be written to.
     kind = torch.from_numpy(np.empty(0, first.dtype)).dtype
-    tensor = torch.empty((length, *first.shape[1:]), dtype=kind, pin_memory=pinned)
+    tensor = torch.empty((length, *first.shape[1:]), dtype=kind, pin_memory=pin_memory)
     array = tensor.numpy()
-    for piece, place in pieces:
-        array[place] = piece
+    for piece, positions in pieces:
+        array[positions] = piece
     return tensor
 
 
 def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:
-    """Returns some rows of each column; lists of arrays of one shape become a tensor."""
+    """Return some rows of each column; a list of arrays of one shape becomes a tensor."""
     cut = {name: column[rows.start : rows.stop] for name, column in columns.items()}
     for name, column in cut.items():
         if isinstance(column, list) and any(isinstance(each, np.ndarray) for each in column):
@@ -173,7 +178,7 @@ def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:
 
 
 def _to_tensors(rows: Sequence[Any]) -> Any:
-    """One tensor of arrays of one shape, else a list of tensors, of such lists, and of what is no array of numbers."""
+    """Stack arrays of one shape into a tensor; else return a list, with each numeric array as a tensor."""
     kinds = {(each.dtype, each.shape) if isinstance(each, np.ndarray) else None for each in rows}
     if len(kinds) == 1 and rows[0].dtype.kind in NUMBERS:
         return torch.from_numpy(np.stack(rows))

@@ -1,7 +1,7 @@
-"""Carries out reading jobs ahead of time and hands over their rows in order: on Ray Data, or on threads.
+"""Runs reading jobs ahead of time, on Ray Data or on threads, and yields their rows in order.
 
-Both give the same rows in the same order, one epoch after the other without a gap. An engine is a generator:
-closing it ends all that it started.
+Both engines yield the same rows in the same order, one epoch after the other without a pause. An engine is a
+generator; closing it stops everything it started.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import Any
 
 import pyarrow as pa
 
-from .arrow import Rows
-from .row_groups import ReadJob, as_table, chunks, read, read_table, transform
+from .arrow import Rows, concat
+from .row_groups import ReadJob, chunks, read, read_table, transform
 from .transforms import Transform
 
-# Ray Data's scheduling takes about 12 ms of this process's CPU for each task, however little that reads (2.60): row
-# groups are put together up to this size.
+# Ray Data's scheduling takes about 12 ms of this process's CPU per task, whatever its size (Ray 2.60), so row groups
+# are combined up to this size.
 _TASK_BYTES = 16 * 2**20
-# What has been read and waits in Ray's store beside what is being read, in tasks. With one or two, Ray Data begins a
-# task only when another's rows have been taken, and its readers idle for half of the time (2.60).
+# Finished tasks whose rows may wait in Ray's object store, beside those being read. With one or two, Ray Data starts a
+# task only when another's rows have been taken, and its readers idle half of the time (Ray 2.60).
 _WAITING_TASKS = 4
-# Tasks of one Ray Data execution. It lists and stores them all before it starts, so a long epoch is read by several.
+# Tasks of one Ray Data execution. It stores them all before it starts, so a long epoch is read by several executions.
 _TASKS_PER_EXECUTION = 64
-_ERROR = "headway: what went wrong"
-# Where it is set, processes of this environment are kept in reserve for training; reading is not to use them up.
+_ERROR = "headway: error"
+# Set where worker processes of this environment are kept in reserve for training: reading must not use them up.
 _SPARES = "HEADWAY_SPARES"
 
 
 def connected_to_ray() -> bool:
-    """Whether this process is part of a Ray cluster; does not import Ray to find out."""
+    """Return whether Ray is initialized in this process, without importing it."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -47,7 +47,7 @@ def connected_to_ray() -> bool:
 def read_with_threads(
     epochs: Iterable[Iterable[ReadJob]], *, transforms: Sequence[Transform], readers: int, ahead_rows: int
 ) -> Generator[Rows, None, None]:
-    """Yields the rows of each job, read ahead by threads of this process."""
+    """Yield the rows of each job in order, read ahead by threads of this process."""
     pool = ThreadPoolExecutor(max_workers=readers, thread_name_prefix="headway-read")
     waiting: deque[tuple[Future[Rows], int]] = deque()
     todo = chain.from_iterable(epochs)
@@ -74,7 +74,7 @@ def read_with_ray(
     ahead_rows: int,
     row_bytes: int,
 ) -> Generator[Rows, None, None]:
-    """Yields the rows of the jobs in order, read ahead by tasks of Ray Data."""
+    """Yield the rows of each job in order, read ahead by tasks of Ray Data."""
     rows_per_task = max(1, _TASK_BYTES // row_bytes)
     tasks = _tasks(epochs, rows_per_task)
     ahead = 1 + ahead_rows // rows_per_task
@@ -84,7 +84,7 @@ def read_with_ray(
         while current or (current := _Execution.start(tasks, transforms, readers)):
             current.read_ahead(max(1, ahead - _WAITING_TASKS))
             for pieces in current:
-                # As soon as its first block fits beside what is left: sooner would take more memory.
+                # As soon as its first block fits beside the remaining ones; earlier would take more memory.
                 if following is None and current.left <= max(1, ahead - 1):
                     following = _Execution.start(tasks, transforms, readers)
                 yield from pieces
@@ -101,19 +101,19 @@ def _tasks(epochs: Iterable[Iterable[ReadJob]], rows_per_task: int) -> Iterator[
     for jobs in epochs:
         for job in jobs:
             task.append(job)
-            # Not `job.rows`: what costs time is to decode the group, of which a resumed epoch may want a few rows.
+            # Not `job.rows`: the whole group is decoded, even if a resumed epoch needs only a few of its rows.
             rows += job.num_rows
             if rows >= rows_per_task:
                 yield task
                 task, rows = [], 0
-        # A task ends with its epoch: those of a small dataset have no end, and would never fill it.
+        # A task ends with its epoch. The epochs of a small dataset are endless and might never fill one.
         if task:
             yield task
             task, rows = [], 0
 
 
 class _Execution:
-    """One execution of Ray Data, drained by a thread of its own so that it runs before anyone asks for its rows."""
+    """One execution of Ray Data, drained by a thread so that it starts before its rows are needed."""
 
     def __init__(self, tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> None:
         self.left = len(tasks)
@@ -125,12 +125,12 @@ class _Execution:
 
     @classmethod
     def start(cls, tasks: Iterator[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> _Execution | None:
-        """Starts to read the next tasks; None if there are no more."""
+        """Start reading the next tasks; return None if there are none."""
         some = list(islice(tasks, _TASKS_PER_EXECUTION))
         return cls(some, transforms, readers) if some else None
 
     def read_ahead(self, blocks: int) -> None:
-        """Lets more blocks wait than the one of an execution whose turn has not come."""
+        """Raise the number of blocks that may wait. It is one until it is this execution's turn."""
         with self._blocks.not_full:
             self._blocks.maxsize = blocks
             self._blocks.not_full.notify()
@@ -143,7 +143,7 @@ class _Execution:
             yield block
 
     def stop(self) -> None:
-        """Ends the execution and waits for its end."""
+        """Stop the execution and wait until it has ended."""
         self._stopped.set()
         while self._thread.is_alive():
             while not self._blocks.empty():
@@ -153,10 +153,9 @@ class _Execution:
     def _drain(self) -> None:
         end: BaseException | None = None
         try:
-            # Not `iter_batches`: left in the middle, that kills the processes of its tasks, and every stream that is
-            # closed would cost the next one seconds to start them again.
-            # A block comes out as it was made: in the order of the tasks, and never cut or joined with another.
-            # As `iter_internal_ref_bundles` does, which does not hand out the executor.
+            # Not `iter_batches`: abandoned midway, it kills the processes of its tasks, and the next stream spends
+            # seconds starting them again. Blocks come out as they were made: in task order, never split or merged.
+            # This is what `iter_internal_ref_bundles` does, which does not return the executor.
             bundles, _, executor = self._dataset._execute_to_iterator(capture_executor=False)
             for bundle in bundles:
                 if end is None and not self._stopped.is_set():
@@ -179,7 +178,7 @@ class _Execution:
                 raise pickle.loads(table.column(_ERROR)[0].as_py())
             if not self._wait_for_room():
                 return
-            # Copies, so that the shared block goes back to Ray now, and not with the last of its rows.
+            # Copied, so that the shared block is returned to Ray now and not with the last of its rows.
             self._put([{name: column.copy() for name, column in rows.items()} for rows in chunks(table)])
 
     def _wait_for_room(self) -> bool:
@@ -198,10 +197,10 @@ class _Execution:
 
 
 def _drop_unstarted_tasks(executor: Any) -> None:
-    """Takes the tasks that have not begun from an execution, which then ends by itself with those that have.
+    """Remove the tasks that have not started from an execution, which then ends with those that have.
 
-    Left in the middle, it would cancel them, and a task that ends while it is cancelled may abort this whole process:
-    https://github.com/ray-project/ray/issues/54846.
+    Abandoning the execution would cancel its running tasks, and a task that ends while it is being cancelled may abort
+    this whole process: https://github.com/ray-project/ray/issues/54846.
     """
     for operator in executor._topology.values():
         for waiting in operator.input_queues:
@@ -219,8 +218,8 @@ def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], reader
     try:
         items = [{"jobs": pickle.dumps(task)} for task in tasks]
         dataset = ray.data.from_items(items, override_num_blocks=len(items))
-        # No CPU is reserved: training workers may have taken all there are, and the epoch would never begin.
-        # `concurrency` bounds what a rank has running.
+        # num_cpus=0: training workers may have reserved all CPUs, and the epoch would never begin. `concurrency` bounds
+        # the tasks of a rank.
         options: dict[str, Any] = {"batch_format": "pyarrow", "num_cpus": 0, "concurrency": min(readers, len(items))}
         if os.environ.get(_SPARES):
             options["runtime_env"] = {"env_vars": {_SPARES: ""}}
@@ -233,7 +232,7 @@ def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], reader
     dataset.context.execution_options.resource_limits = ExecutionResources.for_limits(
         object_store_memory=(readers + _WAITING_TASKS) * _TASK_BYTES
     )
-    # An evaluation or a checkpoint may take longer than Ray Data would wait for its consumer.
+    # An evaluation or a checkpoint may take longer than Ray Data's default timeout for a slow consumer.
     dataset.context.execution_no_progress_timeout_s = -1
     return dataset
 
@@ -244,7 +243,7 @@ def _read_task(items: pa.Table) -> pa.Table:
 
 
 class _Transformed:
-    """A transform as Ray Data calls it."""
+    """Wraps a transform as a function that Ray Data can call."""
 
     def __init__(self, function: Transform) -> None:
         self._function = function
@@ -253,11 +252,11 @@ class _Transformed:
     def __call__(self, table: pa.Table) -> pa.Table:
         if _ERROR in table.column_names:
             return table
-        return _errors_as_table(lambda: as_table(transform(rows, [self._function]) for rows in chunks(table)))
+        return _errors_as_table(lambda: concat([transform(rows, [self._function]) for rows in chunks(table)]))
 
 
 def _errors_as_table(make: Callable[[], pa.Table]) -> pa.Table:
-    """Returns what went wrong as a table: Ray Data would log it at length, wrap it, and lose what it was."""
+    """Return an exception as a table. Ray Data would log it at length and wrap it in its own type."""
     try:
         return make()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""The one error of this folder that a person can act on."""
+"""The error that datasets/ raises for bad data or options."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """The data is missing, empty, not what it was, or does not fit what was asked for."""
+    """The data is missing, empty, has changed, or does not fit the options."""

@@ -1,4 +1,4 @@
-"""The text files that a dataset is made from: finding them, splitting them, and what they are called."""
+"""Finds, splits and names the text files that a dataset is prepared from."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .paths import Paths
 
 
 def split_files(inputs: Paths, *, held_out: float = 0.05, seed: int = 0) -> tuple[list[Path], list[Path]]:
-    """Splits files into those to train on and those to hold out, by a hash of their names.
+    """Split files into (train, held out) by a hash of their names, with at least one file on each side.
 
-    A file stays on its side when others come or go. Returns at least one file for each side.
+    A file stays on its side when other files are added or removed.
 
     Raises:
         DataError: there are fewer than two files, or `held_out` is not between 0 and 1.
     """
     files = find_files(inputs)
     if not 0 < held_out < 1:
-        raise DataError(f"held_out is the part of the files to hold out, between 0 and 1, not {held_out}")
+        raise DataError(f"held_out (the fraction of files to hold out) must be between 0 and 1, got {held_out}")
     if len(files) < 2:
-        raise DataError(f"there is one file, {files[0]}, and a split takes at least two")
+        raise DataError(f"found one file, {files[0]}, but a split needs at least two")
     ranked = sorted(zip(names(files), files, strict=True), key=lambda each: _draw(each[0], seed))
     held = sum(_draw(name, seed) < held_out for name, _ in ranked)
     held = min(max(held, 1), len(files) - 1)
@@ -32,10 +32,10 @@ def split_files(inputs: Paths, *, held_out: float = 0.05, seed: int = 0) -> tupl
 
 
 def find_files(inputs: Paths) -> list[Path]:
-    """Returns the text files that are meant, in the order of their paths.
+    """Return the input text files, sorted by path.
 
     Raises:
-        DataError: one of the inputs does not exist, or nothing is in it.
+        DataError: an input does not exist or is empty.
     """
     found: set[Path] = set()
     for each in [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs:
@@ -47,20 +47,16 @@ def find_files(inputs: Paths) -> list[Path]:
         else:
             inside = {Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()}
         if not inside:
-            what = (
-                "is an empty folder"
-                if path.is_dir()
-                else "is no file and no folder, and as a pattern it matches no file"
-            )
+            what = "is an empty folder" if path.is_dir() else "is not a file or folder, and matches no file as a glob"
             raise DataError(f"{path} {what}")
         found |= inside
     if not found:
-        raise DataError("no input was given; name text files, folders or patterns")
+        raise DataError("inputs is empty; name text files, folders or globs")
     return sorted(found)
 
 
 def names(files: Sequence[Path]) -> list[str]:
-    """Returns names that stay the same when all files are moved together."""
+    """Return names relative to the common folder, which do not change when all files are moved together."""
     common = os.path.commonpath([file.parent for file in files])
     return [file.relative_to(common).as_posix() for file in files]
 
@@ -74,5 +70,5 @@ def _hidden(path: Path) -> bool:
 
 
 def count(files: Sequence[Path]) -> str:
-    """Returns "1 file" or "7 files"."""
+    """Return "1 file" or "7 files"."""
     return f"{len(files)} file{'s' if len(files) != 1 else ''}"

@@ -1,4 +1,4 @@
-"""Lets one process at a time make a folder, which is not there yet."""
+"""A lock that lets one process at a time create a folder."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(partial: Path) -> Iterator[None]:
-    """Makes the folder in which another is made, and holds it alone; waits for who else holds it.
+    """Create the folder `partial` and hold an exclusive lock on it; waits for a process that holds it already.
 
-    It ends with its process, however that ends. A file system without locks has none: there, as before, one must see to
-    it oneself that a folder is made once at a time.
+    The lock is released when its process ends, for any reason. On a file system without locks this only logs a warning.
     """
     while True:
         partial.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # renamed by who was making it
+        with suppress(FileNotFoundError):  # renamed by the process that finished it
             file = (partial / LOCK).open("wb")
             break
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("waits for another process that writes %s", partial)
+            logger.warning("waiting for another process that is writing %s", partial)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            logger.warning("cannot lock %s (%s): let no other process write it now", partial, error.strerror)
+            logger.warning("cannot lock %s (%s): no other process may write it now", partial, error.strerror)
         yield

@@ -1,4 +1,4 @@
-"""Which files a path means: one file, a folder, a pattern, a URI. Knows how files are called, not what is in them."""
+"""Resolves paths to files: a file, a folder, a glob or a URI. Never reads the files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SUFFIXES = (".parquet", ".pq", ".parq")
 
 
 class Found(NamedTuple):
-    """A file that was found.
+    """A file found.
 
     Attributes:
-        path: absolute path or URI, which any process can open from the text alone.
-        fs: the file system of fsspec that holds it.
-        inner: its path there.
+        path: absolute path or URI, which any process can open.
+        fs: the fsspec file system that holds it.
+        inner: its path in that file system.
     """
 
     path: str
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 def absolute(path: Paths) -> tuple[str, ...]:
-    """Returns the paths so that they mean the same in another process, which may run in another folder."""
+    """Return absolute paths, which mean the same in a process with another working directory."""
     if isinstance(path, (str, os.PathLike)):
         path = [path]
     texts = [os.fspath(each) for each in path]
@@ -42,10 +42,10 @@ def absolute(path: Paths) -> tuple[str, ...]:
 
 
 def find(path: str) -> list[Found]:
-    """Returns the files that an absolute path or a URI means.
+    """Return the files that an absolute path or a URI stands for.
 
     Raises:
-        DataError: there is none, or its file system cannot be reached.
+        DataError: there are none, or the file system cannot be reached.
     """
     try:
         fs, inner = fsspec.core.url_to_fs(path)
@@ -59,7 +59,7 @@ def find(path: str) -> list[Found]:
         if any(mark in inner for mark in "*?["):
             if matches := _matching(fs, inner):
                 return _named(matches, fs, path)
-            raise DataError(f"no file matches {path}, and no folder that holds {' or '.join(SUFFIXES)}")
+            raise DataError(f"no file matches {path}, and no folder with {' or '.join(SUFFIXES)} files")
     except OSError as error:
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     parent = posixpath.dirname(inner.rstrip("/"))
@@ -72,10 +72,10 @@ def find(path: str) -> list[Found]:
 
 
 def name_files(found: Sequence[Found]) -> list[str]:
-    """Returns a name of each file, relative to what all have in common: it stays when they are moved together."""
-    # In an archive, it is the archive that moves.
+    """Return a name for each file relative to their common folder, so that moving them together keeps the names."""
+    # Inside an archive, the archive's own path is left out, because the archive may move.
     places = [each.inner if "::" in each.path else each.path for each in found]
-    if len(set(places)) < len(places):  # two archives with files of one name
+    if len(set(places)) < len(places):  # two archives with files of the same name
         places = [each.path for each in found]
     if len(places) == 1:
         return [posixpath.basename(places[0])]
@@ -84,7 +84,7 @@ def name_files(found: Sequence[Found]) -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the end of an error about a name that does not exist: the names there are, the likeliest first."""
+    """Return "did you mean ...? There is: ...", for an error about a name that does not exist."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=1)
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
@@ -99,7 +99,7 @@ def _absolute(path: str) -> str:
 
 
 def _named(files: Sequence[str], fs: Any, path: str) -> list[Found]:
-    """Puts back what fsspec strips from a URI."""
+    """Restore the protocol that fsspec strips from a URI."""
     if "://" not in path:
         return [Found(each, fs, each) for each in files]
     if "::" not in path:
@@ -107,35 +107,35 @@ def _named(files: Sequence[str], fs: Any, path: str) -> list[Found]:
     found = [Found(_in_chain(path, each), fs, each) for each in files]
     if fsspec.core.url_to_fs(found[0].path) != (fs, files[0]):
         raise DataError(
-            f"cannot read {path}: another process would take {found[0].path} for another file than {files[0]}. "
-            "Unpack or copy the data, and name it by one URI"
+            f"cannot read {path}: {found[0].path} would open another file than {files[0]} in another process. "
+            "Unpack or copy the data, and give a single URI"
         )
     return found
 
 
 def _in_chain(path: str, inner: str) -> str:
-    """Returns a chain of URIs, such as "zip://*.parquet::s3://bucket/data.zip", for one of the files that it means."""
+    """Return the URI chain of one file, given a chain such as "zip://*.parquet::s3://bucket/data.zip"."""
     head, chained, tail = path.partition("::")
     protocol, has_path, _ = head.partition("://")
     if has_path:
         return (inner if "://" in inner else f"{protocol}://{inner}") + chained + tail
-    return f"{head}::{_in_chain(tail, inner)}" if chained else inner  # "simplecache::" has no path of its own
+    return f"{head}::{_in_chain(tail, inner)}" if chained else inner  # "simplecache::" has no path
 
 
 def _matching(fs: Any, pattern: str) -> list[str]:
-    """Returns the files that a pattern matches, and those in the folders that it matches, such as Spark writes."""
+    """Return the files that a glob matches, and the Parquet files in folders it matches, such as Spark writes."""
     files: list[str] = []
     for match in fs.glob(pattern):
         if fs.isfile(match):
             files.append(match)
         elif posixpath.basename(match.rstrip("/"))[:1] not in "._":
             files += [each for each in _visible_in(fs, match) if each.endswith(SUFFIXES)]
-    return list(dict.fromkeys(files))  # `**` matches a folder and what is in it
+    return list(dict.fromkeys(files))  # `**` matches a folder and also its contents
 
 
 def _visible_in(fs: Any, folder: str) -> list[str]:
     everything = [str(each) for each in fs.find(folder)]
-    # Like Spark, Arrow and Hugging Face: what begins with a dot or an underscore is somebody's bookkeeping.
+    # As in Spark, Arrow and Hugging Face, names that begin with a dot or an underscore are metadata.
     return [
         each for each in everything if not any(part[:1] in "._" for part in posixpath.relpath(each, folder).split("/"))
     ]
@@ -148,5 +148,5 @@ def _parquet_in(fs: Any, folder: str, shown: str) -> list[str]:
     there = ", ".join(sorted(posixpath.relpath(each, folder) for each in visible)[:5])
     raise DataError(
         f"the folder {shown} has no file that ends in {', '.join(SUFFIXES)}; there is: {there or 'nothing'}. "
-        "`headway data prepare` makes Parquet from text"
+        "`headway data prepare` converts text to Parquet"
     )

@@ -1,16 +1,17 @@
-"""Which rows come next: arithmetic only, the heart of exact resume. Knows no files, no Ray, no torch.
+"""The order of the rows of an epoch, which makes exact resume possible. Pure arithmetic: no files, no Ray, no torch.
 
 The order of an epoch is a pure function of (row counts, seed, epoch, shuffle, shards):
 
-1. the fragments are permuted, the rows inside each fragment are permuted, and all rows are laid end to end;
-2. that *sequence* of N rows is cut into S *logical shards*, shard s from N*s//S to N*(s+1)//S: equal, or one row apart;
-3. the epoch's *samples* are drawn from the shards in turn: sample j is row j//S of shard j%S, and what the longer
-   shards have over comes last, in the order of the shards.
+1. The fragments (row groups) are permuted, the rows inside each fragment are permuted, and all rows are concatenated.
+2. This *sequence* of N rows is cut into S *logical shards*, shard s from N*s//S to N*(s+1)//S. Their lengths differ by
+   at most one row.
+3. The *samples* of the epoch are taken from the shards in round-robin order: sample j is row j//S of shard j%S. The one
+   extra row of each longer shard comes last, in shard order.
 
-The place in an epoch is one number, the *offset*: how many samples all ranks together have consumed. A global batch is
-the next `global_batch_size` samples, so it takes `global_batch_size / S` rows of every shard, and which samples are
-consumed depends on no batch size and no number of ranks. A rank owns a contiguous run of shards, and with it the same
-rows at every step; nothing here is ever as long as an epoch, only as its list of fragments.
+The position in an epoch is one number, the *offset*: how many samples all ranks together have consumed. A global batch
+is the next `global_batch_size` samples, so it takes `global_batch_size / S` rows of every shard. Which samples have
+been consumed depends neither on the batch size nor on the number of ranks. Each rank owns a contiguous range of shards,
+and therefore the same rows of every step. No array here is as long as an epoch, only as its list of fragments.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import numpy.typing as npt
 from .errors import DataError
 
 Tail = Literal["drop", "keep"]
-USUAL_SHARDS = 32
+DEFAULT_SHARDS = 32
 
-# The first word of every seed: orders of different things never share a stream of random numbers.
+# The first word of every seed, so that the two kinds of order never share a stream of random numbers.
 _FRAGMENTS, _ROWS = 1, 2
 
 
@@ -37,8 +38,8 @@ class Slice(NamedTuple):
 
     Attributes:
         shard: the logical shard.
-        start, stop: places in the fragment's (permuted) row order.
-        first_need: the sample of the epoch that takes the first of these rows.
+        start, stop: positions in the fragment's (permuted) row order.
+        first_need: the sample of the epoch that uses the first of these rows.
     """
 
     shard: int
@@ -48,14 +49,14 @@ class Slice(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What is read of one fragment at one go: its slices, in this order."""
+    """One read of a fragment: the slices it returns, in this order."""
 
     fragment: int
     slices: tuple[Slice, ...]
 
     @property
     def rows(self) -> int:
-        """Rows that come out of this read."""
+        """Number of rows that this read returns."""
         return sum(each.stop - each.start for each in self.slices)
 
 
@@ -63,8 +64,8 @@ class Batch(NamedTuple):
     """One rank's part of one global batch.
 
     Attributes:
-        shard_counts: (shard, rows) in the order of the batch: the next rows of each of the rank's shards.
-        sizes: rows of each micro-batch, equally many micro-batches on every rank; a size of 0 is filled with padding.
+        shard_counts: (shard, rows) in batch order: how many of the next rows to take from each of the rank's shards.
+        sizes: rows of each micro-batch. Every rank has the same number of micro-batches; one of size 0 is padded.
         global_num_samples: rows of the global batch over all ranks.
     """
 
@@ -74,53 +75,53 @@ class Batch(NamedTuple):
 
 
 def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
-    """Returns an order of `length` things that depends on the key and nothing else, on every machine.
+    """Return a permutation of `range(length)` that depends only on the key, on every machine.
 
-    The bits come from Philox, seeded through `SeedSequence`, whose streams NumPy promises never to change
-    (https://numpy.org/doc/stable/reference/random/compatibility.html makes that promise for bit generators, not for
-    `Generator.permutation`): the order is that of 64 random bits for each thing.
+    Sorts by 64 random bits per item, drawn from Philox seeded through `SeedSequence`. NumPy guarantees that the streams
+    of bit generators never change; it gives no such guarantee for `Generator.permutation`
+    (https://numpy.org/doc/stable/reference/random/compatibility.html).
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(length)
     return np.argsort(bits, kind="stable")
 
 
 def row_order(rows: int, *, seed: int, epoch: int, fragment: int, shuffle: bool) -> npt.NDArray[np.int64]:
-    """Returns the order in which the rows of one fragment are laid into the epoch's sequence."""
+    """Return the order of one fragment's rows in the epoch's sequence."""
     return permutation(rows, _ROWS, seed, epoch, fragment) if shuffle else np.arange(rows)
 
 
 def default_shards(global_batch_size: int) -> int:
-    """Returns the divisor of the global batch size that is nearest to 32, by ratio.
+    """Return the divisor of the global batch size that is nearest to 32, by ratio.
 
-    32 is more ranks than most runs ever have, and draws each batch from 32 places of the data. As many row groups are
-    open at a time, over all ranks, and each shard's end lets one be read twice: more shards mix better and cost more.
-    It depends on nothing that changes with the machine.
+    32 exceeds the ranks of most runs, and mixes rows of 32 places of the data into each batch. More shards mix better
+    but cost more: one row group per shard is open at a time over all ranks, and the row group at the end of each shard
+    may be read twice. The result depends on nothing that changes with the machine.
     """
     small = [d for d in range(1, math.isqrt(global_batch_size) + 1) if global_batch_size % d == 0]
     divisors = {*small, *(global_batch_size // d for d in small)}
-    return min(sorted(divisors), key=lambda d: abs(math.log(d / USUAL_SHARDS)))
+    return min(sorted(divisors), key=lambda d: abs(math.log(d / DEFAULT_SHARDS)))
 
 
 def check_shards(shards: int, *, global_batch_size: int, world_size: int) -> None:
-    """Refuses shards that cannot be dealt out.
+    """Check that the shards can be distributed over the ranks.
 
     Raises:
         DataError: the global batch size is not a multiple of `shards`, or there are more ranks than shards.
     """
     if shards < 1:
-        raise DataError(f"shards is a whole number from 1, not {shards}")
+        raise DataError(f"shards must be an integer >= 1, got {shards}")
     if global_batch_size % shards:
         down = global_batch_size - global_batch_size % shards
         nearest = " or ".join(str(each) for each in (down, down + shards) if each)
         raise DataError(
-            f"global_batch_size {global_batch_size} is not a multiple of the {shards} logical shards, each of "
-            f"which gives equally many rows to every batch; nearest: {nearest}; or leave shards out, and "
-            f"{default_shards(global_batch_size)} are used"
+            f"global_batch_size {global_batch_size} is not a multiple of the {shards} logical shards. Nearest: "
+            f"{nearest}. Or omit shards to use {default_shards(global_batch_size)}"
         )
     if world_size > shards:
         raise DataError(
-            f"{world_size} ranks cannot share {shards} logical shards, each of which belongs to one rank; use at most "
-            f"{shards} workers, or shards and a global_batch_size (now {global_batch_size}) of at least {world_size}"
+            f"{world_size} ranks cannot share {shards} logical shards, because each shard belongs to one rank. Use at "
+            f"most {shards} workers, or set shards and global_batch_size (now {global_batch_size}) to at least "
+            f"{world_size}"
         )
 
 
@@ -129,11 +130,11 @@ class EpochPlan:
     """The order of one epoch.
 
     Attributes:
-        fragment_rows: rows of every fragment, in the order of the source.
-        seed, epoch: what the order depends on.
+        fragment_rows: int64, rows of each fragment, in the order of the source.
+        seed, epoch: seed of the order.
         shuffle: False keeps the order of the source.
-        shards: logical shards, fixed for the run.
-        tail: "keep" delivers every row exactly once; "drop" ends after the last full global batch.
+        shards: number of logical shards, fixed for the run.
+        tail: "keep" yields every row exactly once; "drop" ends after the last full global batch.
 
     Example:
         >>> import numpy as np
@@ -152,22 +153,22 @@ class EpochPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of the dataset."""
+        """Number of rows of the dataset."""
         return int(self.fragment_rows.sum())
 
     def samples(self, global_batch_size: int, *, offset: int = 0) -> int:
-        """Where an epoch that goes on from `offset` ends: its samples, less what the tail policy drops."""
+        """Return the offset at which an epoch resumed at `offset` ends, after the tail policy."""
         return self.rows - (self.rows - offset) % global_batch_size if self.tail == "drop" else self.rows
 
     def steps(self, global_batch_size: int) -> int:
-        """Global batches of the epoch, the last of which may be smaller under "keep"."""
+        """Return the number of global batches of the epoch. With tail="keep" the last one may be smaller."""
         return -(-self.samples(global_batch_size) // global_batch_size)
 
     def reads(self, *, rank: int, world_size: int, offset: int = 0) -> list[Read]:
-        """Returns what a rank reads from `offset` to the end of the sequence, in the order of first need.
+        """Return the reads of one rank from `offset` to the end of the epoch, in the order of first need.
 
-        Takes time and memory for the rank's fragments, not for its rows. Under "drop" the last few rows are read for
-        nothing, so that the list depends on no batch size.
+        Time and memory are proportional to the rank's fragments, not to its rows. With tail="drop" the list includes
+        the few rows that are dropped, so that it does not depend on the batch size.
         """
         first, last = shard_range(self.shards, rank=rank, world_size=world_size)
         cuts = self._shard_bounds
@@ -176,7 +177,7 @@ class EpochPlan:
         ends = np.cumsum(self.fragment_rows[fragments])
         starts = ends - self.fragment_rows[fragments]
 
-        # Every start of a fragment or of a shard begins a slice; what a shard has given before `offset` is left out.
+        # A slice begins at each start of a fragment or shard. Rows that were consumed before `offset` are skipped.
         edges = np.unique(np.concatenate([starts, cuts[first : last + 1]]))
         edges = edges[(edges >= cuts[first]) & (edges <= cuts[last])]
         begin, end = edges[:-1], edges[1:]
@@ -185,19 +186,17 @@ class EpochPlan:
         keep = begin < end
         begin, end, shard = begin[keep], end[keep], shard[keep]
         place = np.searchsorted(ends, begin, side="right")
-        first_need = self._sample(shard, begin - cuts[shard])
-        last_need = self._sample(shard, end - 1 - cuts[shard])
+        first_need = self._sample_index(shard, begin - cuts[shard])
+        last_need = self._sample_index(shard, end - 1 - cuts[shard])
 
         reads: list[list[int]] = []
-        open_reads: dict[
-            int, tuple[int, int]
-        ] = {}  # place of a fragment: index in reads, last need of its slices there
+        open_reads: dict[int, tuple[int, int]] = {}  # position of a fragment: (index in reads, last need of its slices)
         newest: dict[int, int] = {}  # shard: index in reads of its last slice
         for index in np.argsort(first_need, kind="stable").tolist():
             at, of = int(place[index]), int(shard[index])
             read, until = open_reads.get(at, (-1, -1))
-            # A fragment longer than a shard is needed by several at once: it is read once for all of them, unless this
-            # slice would then arrive before rows that its shard needs earlier.
+            # A fragment longer than a shard is needed by several shards at a time. It is read once for all of them,
+            # unless this slice would then arrive before rows that its shard needs earlier.
             if int(first_need[index]) <= until and newest.get(of, -1) <= read:
                 reads[read].append(index)
             else:
@@ -231,10 +230,10 @@ class EpochPlan:
         by_shard: bool = False,
         offset: int = 0,
     ) -> Iterator[Batch]:
-        """Yields a rank's part of every global batch from `offset` on; equally many on every rank.
+        """Yield one rank's part of every global batch from `offset` on; the same number on every rank.
 
-        With `by_shard` no micro-batch has rows of two shards: each shard's rows make equally many, which depends on no
-        number of ranks.
+        With `by_shard` no micro-batch mixes rows of two shards. Each shard then gives the same number of micro-batches,
+        whatever the number of ranks.
         """
         first, last = shard_range(self.shards, rank=rank, world_size=world_size)
         shards = np.arange(self.shards)
@@ -246,7 +245,7 @@ class EpochPlan:
             size = min(global_batch_size, end - offset)
             after = self._consumed(shards, offset + size)
             taken = after - before
-            # Almost all batches of an epoch are alike.
+            # Almost all batches of an epoch are equal.
             if cached is None or cached[0] != taken.tobytes():
                 most = int(taken.max() if by_shard else np.add.reduceat(taken, runs).max())
                 own = taken[first:last]
@@ -259,14 +258,14 @@ class EpochPlan:
             offset, before = offset + size, after
 
     def locate(self, offset: int, count: int) -> list[tuple[int, int]]:
-        """Returns fragment and row in it (of the file, not of the permuted order) of the next samples, at most `count`.
+        """Return (fragment, row in the fragment, in file order) of the next samples, at most `count`.
 
-        Takes the permutation of each fragment that it names.
+        Computes the permutation of each fragment involved.
         """
         return self._locate(*self._next_samples(offset, count))
 
     def locate_on_rank(self, offset: int, count: int, *, rank: int, world_size: int) -> list[tuple[int, int]]:
-        """Returns the same of a rank's part of these samples, in the order that they have in its batch."""
+        """Return the same for one rank's part of these samples, in the order of its batch."""
         first, last = shard_range(self.shards, rank=rank, world_size=world_size)
         samples, shard = self._next_samples(offset, count)
         order = np.argsort(shard, kind="stable")
@@ -274,16 +273,16 @@ class EpochPlan:
         return self._locate(samples[own], shard[own])
 
     def _next_samples(self, offset: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The next samples, and the shard that each is drawn from."""
+        """Return the next samples and the shard of each."""
         samples = np.arange(offset, min(offset + count, self.rows))
         shard, over = samples % self.shards, samples - self.rows // self.shards * self.shards
-        # What the longer shards have over comes last.
+        # The extra rows of the longer shards come last.
         longer = np.flatnonzero(np.diff(self._shard_bounds) > self.rows // self.shards)
         shard[over >= 0] = longer[over[over >= 0]]
         return samples, shard
 
     def _locate(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Fragment and row in it of samples that are drawn from these shards."""
+        """Return (fragment, row in the fragment) of samples that come from these shards."""
         place = self._shard_bounds[shard] + samples // self.shards
         fragments = np.arange(len(self.fragment_rows))
         if self.shuffle:
@@ -311,25 +310,25 @@ class EpochPlan:
         return self.rows * np.arange(self.shards + 1, dtype=np.int64) // self.shards
 
     def _consumed(self, shard: npt.NDArray[np.int64], offset: int) -> npt.NDArray[np.int64]:
-        """Rows that each of these shards has given to the first `offset` samples."""
+        """Return how many of the first `offset` samples come from each of these shards."""
         common = self.rows // self.shards
         if offset <= common * self.shards:
             return offset // self.shards + (shard < offset % self.shards)
         longer = np.cumsum(np.diff(self._shard_bounds) > common)
         return common + ((np.diff(self._shard_bounds) > common) & (longer <= offset - common * self.shards))[shard]
 
-    def _sample(self, shard: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sample of the epoch that is row `row` of shard `shard`."""
+    def _sample_index(self, shard: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the sample of the epoch that is row `row` of shard `shard`."""
         common = self.rows // self.shards
         longer = np.cumsum(np.diff(self._shard_bounds) > common)
         return np.where(row < common, row * self.shards + shard, common * self.shards + longer[shard] - 1)
 
 
 def shard_range(shards: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the first of a rank's logical shards, and the first that is not."""
+    """Return the range [first, last) of a rank's logical shards."""
     return shards * rank // world_size, shards * (rank + 1) // world_size
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """Cuts `total` into whole numbers that differ by at most one."""
+    """Split `total` into integers that differ by at most one."""
     return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))

@@ -1,4 +1,4 @@
-"""A thread that stays a few batches ahead of the training loop, across the ends of epochs."""
+"""Prefetches batches in a thread, across the ends of epochs, and copies them to the device."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .row_groups import ReadJob, read
 from .sources import Source
 from .transforms import Transform
 
-# Batches are made a few at a time, which is cheaper, as long as these are small.
+# Small batches are made several at a time, which is cheaper.
 _MOST_AT_A_TIME = 16
 _BYTES_AT_A_TIME = 2 * 2**20
-# Rows that have been read and wait to be needed, at most.
+# Rows that have been read but are not needed yet, at most.
 _BYTES_AHEAD = 256 * 2**20
-# Such helpings that lie ready. Two hide the jitter of one; more would only take memory.
+# Groups of batches kept ready. Two hide the jitter of one; more only take memory.
 _READY = 2
 
 
 class StreamContext(Protocol):
-    """What a stream must know of the run; `headway.trainer.data.protocols.Feed` has this shape."""
+    """What a stream needs to know about the run. `headway.trainer.data.protocols.Feed` implements it."""
 
     @property
     def rank(self) -> int: ...  # noqa: D102
@@ -55,15 +55,15 @@ class StreamContext(Protocol):
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """All that the batches of one rank depend on.
+    """Everything that the batches of one rank depend on.
 
     Attributes:
-        context: the run.
+        context: rank, seed, batch size and device of the run.
         source: the files.
-        global_batch_size, shards, shuffle, tail: the plan; see `EpochPlan`.
+        global_batch_size, shards, shuffle, tail: see `EpochPlan`.
         transforms: applied to the rows in this order.
-        readers: reading tasks that run at a time.
-        engine: what carries them out.
+        readers: concurrent reading tasks.
+        engine: what runs the reading tasks.
     """
 
     context: StreamContext
@@ -77,7 +77,7 @@ class StreamSpec:
     engine: Literal["ray", "threads"]
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The order of one epoch."""
+        """Return the order of one epoch."""
         return EpochPlan(
             self.source.fragment_rows,
             self.context.seed,
@@ -88,7 +88,7 @@ class StreamSpec:
         )
 
     def reads(self, epoch: int, offset: int) -> Iterator[Read]:
-        """What this rank reads of an epoch; nothing that only the tail would need."""
+        """Yield this rank's reads of an epoch, without those that only the dropped tail needs."""
         plan = self.plan(epoch)
         end = plan.samples(self.global_batch_size, offset=offset)
         for each in plan.reads(rank=self.context.rank, world_size=self.context.world_size, offset=offset):
@@ -96,7 +96,7 @@ class StreamSpec:
                 yield each
 
     def job(self, epoch: int, fragment: int, slices: Sequence[Slice]) -> ReadJob:
-        """What a reader must know to read these slices."""
+        """Return the job that reads these slices of a fragment."""
         source = self.source
         file = source.files[source.fragment_files[fragment]]
         return ReadJob(
@@ -110,21 +110,21 @@ class StreamSpec:
         )
 
     def filler_row(self) -> Rows:
-        """One row to fill a micro-batch with, for a rank that has none of its own."""
+        """Return one row, to fill a micro-batch of a rank that has no rows."""
         return read(self.job(0, 0, [Slice(0, 0, 1, 0)]), self.transforms)
 
     def row_names(self, places: Iterable[tuple[int, int]]) -> list[str]:
-        """What rows are called that a plan gives by fragment and row in it: "<file>[<row group>]:<row in it>"."""
+        """Return the ids "<file>[<row group>]:<row in it>" of rows given as (fragment, row in the fragment)."""
         files, groups = self.source.fragment_files, self.source.fragment_groups
         return [f"{self.source.files[files[each]].name}[{groups[each]}]:{row}" for each, row in places]
 
     def own_rows(self, epoch: int, offset: int, count: int) -> list[str]:
-        """What this rank's part of some samples is called, in the order of its batch."""
+        """Return the ids of this rank's part of some samples, in the order of its batch."""
         rank, world_size = self.context.rank, self.context.world_size
         return self.row_names(self.plan(epoch).locate_on_rank(offset, count, rank=rank, world_size=world_size))
 
     def rows(self, epochs: Iterable[Iterable[ReadJob]]) -> Generator[Rows, None, None]:
-        """Carries the jobs out; the rows come in their order."""
+        """Run the jobs and yield their rows in order."""
         if self.engine == "ray":
             return read_with_ray(
                 epochs,
@@ -137,23 +137,23 @@ class StreamSpec:
 
     @property
     def ahead_rows(self) -> int:
-        """Rows to read ahead: a row group for each of the rank's shards, which is what an epoch begins with."""
+        """Rows to read ahead: one row group for each of the rank's shards, which the start of an epoch needs."""
         shards = -(-self.shards // self.context.world_size)
         wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.context.world_size)
         return min(wave, _BYTES_AHEAD // self.source.row_bytes)
 
 
 class Prefetcher:
-    """The batches of one rank from a place in an epoch on, made ready by a thread.
+    """The batches of one rank from a position in an epoch on, prepared by a thread.
 
-    Training goes on into the next epoch, so that its first rows are there when it begins; evaluation is one epoch.
+    Training continues into the next epoch, so that its first rows are ready when it begins. Evaluation is one epoch.
 
     Attributes:
-        next_place: (epoch, offset) of the batch that comes next.
+        next_position: (epoch, offset) of the next batch.
     """
 
     def __init__(self, spec: StreamSpec, epoch: int, offset: int) -> None:
-        self.next_place = epoch, offset
+        self.next_position = epoch, offset
         self._spec = spec
         self._ready: queue.Queue[_Item] = queue.Queue(maxsize=_READY)
         self._closed = threading.Event()
@@ -161,8 +161,8 @@ class Prefetcher:
         self._thread.start()
 
     def epoch(self) -> Iterator[GlobalBatch]:
-        """Yields what is left of the current epoch."""
-        epoch, offset = self.next_place
+        """Yield the remaining batches of the current epoch."""
+        epoch, offset = self.next_position
         while (item := self._ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
@@ -171,12 +171,12 @@ class Prefetcher:
                 _wait_for_copy(batches, copied)
             for batch in batches:
                 offset += batch.global_num_samples
-                self.next_place = epoch, offset
+                self.next_position = epoch, offset
                 yield batch
-        self.next_place = epoch + 1, 0
+        self.next_position = epoch + 1, 0
 
     def close(self) -> None:
-        """Ends the thread and all reading."""
+        """Stop the thread and all reading."""
         self._closed.set()
         while self._thread.is_alive():
             while not self._ready.empty():
@@ -184,8 +184,8 @@ class Prefetcher:
             self._thread.join(timeout=0.02)
         while not self._ready.empty():
             self._ready.get()
-        # Nobody puts anything there any more: who still reads would wait for ever.
-        self._ready.put(DataError("the stream was closed, or opened again, while somebody read from it"))
+        # The thread has ended, so a consumer that is still reading would block forever.
+        self._ready.put(DataError("the stream was closed, or opened again, while an iterator was reading from it"))
 
     def _run(self) -> None:
         try:
@@ -206,7 +206,7 @@ class Prefetcher:
 
     def _items(self) -> Iterator[_Item]:
         spec, context = self._spec, self._spec.context
-        epoch, offset = self.next_place
+        epoch, offset = self.next_position
         asked: deque[Read] = deque()
 
         def epochs() -> Iterable[int]:
@@ -235,18 +235,18 @@ class Prefetcher:
                     size = batch.global_num_samples
                     names = [partial(spec.own_rows, each, place + i * size, size) for i in range(times)]
                     place += times * size
-                    made = buffers.batches(batch, names, pinned=cuda)
+                    made = buffers.batches(batch, names, pin_memory=cuda)
                     yield (made, None) if copies is None else _copy_to_device(made, context.device, copies)
                 buffers.clear()
                 yield None
 
 
 _Item: TypeAlias = tuple[list[GlobalBatch], "torch.cuda.Event | None"] | BaseException | None
-"""Batches and the event of their copy to the device; what went wrong; or the end of an epoch."""
+"""Batches with the event of their copy to the device; or an error; or None at the end of an epoch."""
 
 
 def group_equal_batches(batches: Iterable[Batch], row_bytes: int) -> Iterator[tuple[Batch, int]]:
-    """Groups batches that take equally many rows of every shard, as almost all of an epoch do."""
+    """Yield (batch, times): runs of consecutive batches that are equal, as almost all of an epoch are."""
     for batch, same in groupby(batches):
         most = max(1, min(_MOST_AT_A_TIME, _BYTES_AT_A_TIME // (row_bytes * max(1, sum(batch.sizes)))))
         while times := sum(1 for _ in islice(same, most)):
@@ -254,7 +254,7 @@ def group_equal_batches(batches: Iterable[Batch], row_bytes: int) -> Iterator[tu
 
 
 def _copy_to_device(batches: list[GlobalBatch], device: torch.device, stream: torch.cuda.Stream) -> _Item:
-    """Starts to copy batches to the device, beside what the device computes meanwhile."""
+    """Start copying batches to the device on a side stream, in parallel with computation."""
     with torch.cuda.stream(stream):
         moved = [replace(batch, micro_batches=[_to(each, device) for each in batch.micro_batches]) for batch in batches]
     return moved, stream.record_event()
@@ -268,11 +268,11 @@ def _to(columns: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _wait_for_copy(batches: list[GlobalBatch], copied: torch.cuda.Event) -> None:
-    """Lets the current stream wait for the copy; the host does not."""
+    """Make the current stream wait for the copy, without blocking the host."""
     current = torch.cuda.current_stream()
     current.wait_event(copied)
     for columns in (columns for batch in batches for columns in batch.micro_batches):
         for each in columns.values():
             if isinstance(each, torch.Tensor):
-                # The memory belongs to the copying stream, which must not reuse it while this one still reads it.
+                # Allocated on the copying stream, which must not reuse the memory while this stream reads it.
                 each.record_stream(current)

@@ -1,8 +1,8 @@
-"""Text files to rows of equally many tokens in Parquet: once, before training, so that training only reads.
+"""Tokenizes text files into Parquet rows of fixed length, once, before training.
 
-The documents' tokens are laid end to end in the order of the files' names and cut into rows. The same files and options
-give the same bytes. All is written to `<output>.partial`, which takes its final name when it is whole: a folder that is
-there is finished. Interrupted, the next call goes on after the last Parquet file that was finished.
+The tokens of all documents are concatenated in the order of the file names and cut into rows. The same files and
+options give the same bytes. Output goes to `<output>.partial`, which is renamed when it is complete, so a folder with
+the final name is always complete. After an interruption, the next call resumes after the last complete Parquet file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _SAMPLE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `prepare_text` made.
+    """The result of `prepare_text`.
 
     Attributes:
-        path: the folder.
-        rows, tokens: what is in it; with tail="pad", padding included.
-        files: Parquet files.
-        already_done: whether an earlier call had made it.
+        path: the output folder.
+        rows, tokens: number of rows and tokens, including padding if tail="pad".
+        files: number of Parquet files.
+        already_done: True if an earlier call had created the folder.
     """
 
     path: Path
@@ -52,18 +52,18 @@ class Prepared:
     already_done: bool
 
     def __str__(self) -> str:
-        done = "was prepared before" if self.already_done else "is prepared"
+        done = "already prepared" if self.already_done else "prepared"
         return f"{self.path} {done}: {self.rows:,} rows, {self.tokens:,} tokens, {self.files} Parquet files"
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """How far `prepare_text` has come.
+    """Progress of `prepare_text`.
 
     Attributes:
-        files_done, files: input files.
-        rows, tokens: written or about to be.
-        seconds: since the call.
+        files_done, files: input files done, and in total.
+        rows, tokens: written so far, including those in memory.
+        seconds: elapsed time.
     """
 
     files_done: int
@@ -79,8 +79,8 @@ class PrepareProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where in the input the next Parquet file begins: after `tokens` tokens of document `document`."""
+class _Position:
+    """The input position of the next Parquet file: after `tokens` tokens of document `document`."""
 
     parts: int = 0
     rows: int = 0
@@ -101,40 +101,40 @@ def prepare_text(
     rows_per_file: int = 65536,
     progress: Callable[[PrepareProgress], None] | None = None,
 ) -> Prepared:
-    """Turns text files into Parquet files of token rows.
+    """Convert text files to Parquet files of token rows.
 
     Args:
-        inputs: a file, a folder (all files in it, to its bottom), a glob, or a list of these. UTF-8; what is not is
-            replaced by U+FFFD.
-        output: the folder to make. If it is there, it must be what this call would make. It may lie in a folder of the
-            input, of which it is no part. Another process that makes it is waited for.
-        row_length: tokens of one row.
-        tokenizer: a function from a document's text to its tokens; None takes the bytes, with a mark before and after.
-            The same text must always give the same tokens: by its name, and by what it makes of the first document's
-            beginning, it is known again.
-        tail: what becomes of tokens that do not fill the last row: "drop" leaves them out, "pad" fills up with `pad`.
-        pad: the token that fills up.
-        column: its name.
-        rows_per_group: rows of one row group, which is what a stream reads and shuffles at a time.
-        rows_per_file: rows of one Parquet file.
-        progress: called a few times a second at most, with how far it is.
+        inputs: a file, a folder (searched recursively), a glob, or a list of these. Decoded as UTF-8; invalid bytes
+            become U+FFFD.
+        output: folder to create. An existing folder must be the result of the same call. It may be inside an input
+            folder; its files are not read. If another process is creating it, this call waits.
+        row_length: tokens per row.
+        tokenizer: maps a document's text to its tokens. None uses `ByteTokenizer`: UTF-8 bytes between bos and eos.
+            Must be deterministic. An existing output is matched by the tokenizer's name and by its tokens of the start
+            of the first document.
+        tail: tokens that do not fill the last row: "drop" leaves them out, "pad" fills the row with `pad`.
+        pad: the padding token.
+        column: name of the token column.
+        rows_per_group: rows per row group, the unit that a stream reads and shuffles.
+        rows_per_file: rows per Parquet file.
+        progress: called with the progress, at most a few times a second.
 
     Raises:
-        DataError: there is no input, an option makes no sense, or `output` was made from something else.
+        DataError: there is no input, an option is invalid, or `output` was created from other inputs or options.
     """
     if row_length < 1 or rows_per_group < 1 or rows_per_file < 1:
         raise DataError(
-            f"row_length, rows_per_group and rows_per_file are whole numbers from 1, not {row_length}, "
+            f"row_length, rows_per_group and rows_per_file must be integers >= 1, got {row_length}, "
             f"{rows_per_group}, {rows_per_file}"
         )
     if tail not in ("drop", "pad"):
-        raise DataError(f"tail is 'drop' or 'pad', not {tail!r}")
+        raise DataError(f"tail must be 'drop' or 'pad', got {tail!r}")
     tokenizer = tokenizer or ByteTokenizer()
     folder = Path(output).expanduser().absolute()
     partial = folder.with_name(folder.name + ".partial")
     files = [each for each in find_files(inputs) if not {folder, partial} & {*each.parents}]
     if not files:
-        raise DataError(f"the input holds no file but those of the output, {folder}")
+        raise DataError(f"inputs contains only files of the output folder {folder}")
     wanted = {
         "row_length": row_length,
         "tokenizer": _name(tokenizer),
@@ -150,7 +150,7 @@ def prepare_text(
         return _finished(folder, wanted)
 
     with locked(partial):
-        if folder.exists():  # made by whom this one waited for
+        if folder.exists():  # created by the process that this call waited for
             (partial / LOCK).unlink(missing_ok=True)
             with suppress(OSError):
                 partial.rmdir()
@@ -178,7 +178,9 @@ def prepare_text(
                     rest, part_tokens = rest[size:], part_tokens + size
                     if part_tokens == part:
                         writer.finish(place.parts)
-                        place = _Place(place.parts + 1, place.rows + rows_per_file, document, len(tokens) - len(rest))
+                        place = _Position(
+                            place.parts + 1, place.rows + rows_per_file, document, len(tokens) - len(rest)
+                        )
                         _write_json(partial / _PLACE, asdict(place))
                         part_tokens = 0
                 show(document + 1, place.rows + (part_tokens + len(rest)) // row_length)
@@ -199,8 +201,7 @@ def prepare_text(
         rows, parts = place.rows + part_tokens // row_length, place.parts + (part_tokens > 0)
         if not rows:
             raise DataError(
-                f"{count(files)} hold fewer tokens than one row of {row_length}; use a smaller row_length, or "
-                "tail='pad'"
+                f"row_length {row_length} exceeds the tokens of {count(files)}; use a smaller row_length, or tail='pad'"
             )
         show(len(files), rows, now=True)
         (partial / _PLACE).unlink(missing_ok=True)
@@ -211,7 +212,7 @@ def prepare_text(
 
 
 class _Writer:
-    """Writes Parquet files under a temporary name until they are whole."""
+    """Writes Parquet files under a temporary name until they are complete."""
 
     def __init__(self, folder: Path, column: str, row_length: int) -> None:
         self._folder = folder
@@ -220,19 +221,19 @@ class _Writer:
         self._writer: pq.ParquetWriter | None = None
 
     def write(self, part: int, tokens: npt.NDArray[np.int32]) -> None:
-        """Writes one row group."""
+        """Write one row group."""
         if self._writer is None:
             self._writer = pq.ParquetWriter(self._path(part).with_suffix(".writing"), self._schema, compression="zstd")
         rows = pa.FixedSizeListArray.from_arrays(pa.array(tokens), self._row_length)
         self._writer.write_table(pa.table([rows], schema=self._schema), row_group_size=len(rows))
 
     def finish(self, part: int) -> None:
-        """Ends a file, which from then on is there."""
+        """Close a file and give it its final name."""
         self.close()
         self._path(part).with_suffix(".writing").replace(self._path(part))
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Close the open file, if any."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -242,7 +243,7 @@ class _Writer:
 
 
 def _first_tokens(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """Tells tokenizers apart that are called alike, such as functions without a name."""
+    """Return a digest that tells tokenizers with the same name apart, such as lambdas."""
     first = next((each for each in files if each.stat().st_size), files[0])
     tokens = _tokens(first, tokenizer, length_bytes=_SAMPLE_BYTES)
     return f"{len(tokens)} tokens, {hashlib.sha256(tokens.tobytes()).hexdigest()[:12]}"
@@ -257,13 +258,13 @@ def _tokens(path: Path, tokenizer: Tokenizer, *, length_bytes: int = -1) -> npt.
     tokens = np.asarray(tokenizer(text))
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
         raise DataError(
-            f"the tokenizer {_name(tokenizer)} returned {tokens.dtype} of shape {tokens.shape} for {path}; it returns "
-            "a flat sequence of whole numbers"
+            f"the tokenizer {_name(tokenizer)} returned {tokens.dtype} of shape {tokens.shape} for {path}; it must "
+            "return a flat sequence of integers"
         )
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= 2**31):
         raise DataError(
             f"the tokenizer {_name(tokenizer)} returned tokens from {tokens.min()} to {tokens.max()} for {path}; "
-            "they are stored as int32, from 0"
+            "they are stored as int32 and must be >= 0"
         )
     return tokens.astype(np.int32)
 
@@ -273,23 +274,22 @@ def _finished(folder: Path, wanted: dict[str, Any]) -> Prepared:
         record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         raise DataError(
-            f"{folder} is there and was not made by `prepare`: it has no readable {RECORD}. Choose "
-            "another output folder"
+            f"{folder} exists but was not made by `prepare`: it has no readable {RECORD}. Choose another output folder"
         ) from None
     _compare(folder, record, wanted)
     return Prepared(folder, record["rows"], record["tokens"], record["files"], already_done=True)
 
 
-def _resume(partial: Path, wanted: dict[str, Any]) -> _Place:
-    """Returns where an interrupted call stopped, after its last whole Parquet file."""
+def _resume(partial: Path, wanted: dict[str, Any]) -> _Position:
+    """Return the position of an interrupted call, after its last complete Parquet file."""
     if (partial / RECORD).exists():
         _compare(partial, json.loads((partial / RECORD).read_text()), wanted)
     else:
         partial.mkdir(parents=True, exist_ok=True)
         _write_json(partial / RECORD, wanted)
     if not (partial / _PLACE).exists():
-        return _Place()
-    return _Place(**json.loads((partial / _PLACE).read_text()))
+        return _Position()
+    return _Position(**json.loads((partial / _PLACE).read_text()))
 
 
 def _compare(folder: Path, record: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -302,12 +302,13 @@ def _compare(folder: Path, record: dict[str, Any], wanted: dict[str, Any]) -> No
     ]
     if different:
         raise DataError(
-            f"{folder} was made from something else: {'; '.join(different)}. Delete it, or choose another output folder"
+            f"{folder} was made with other inputs or options: {'; '.join(different)}. Delete it, or choose "
+            "another output folder"
         )
 
 
 def _inputs(files: Sequence[Path]) -> str:
-    """Says what the input is: names and sizes, which is what can be told without reading it."""
+    """Describe the input by file names and sizes, without reading it."""
     sizes = [file.stat().st_size for file in files]
     digest = hashlib.sha256(
         "\0".join(f"{name} {size}" for name, size in zip(names(files), sizes, strict=True)).encode()
@@ -316,7 +317,7 @@ def _inputs(files: Sequence[Path]) -> str:
 
 
 def _name(tokenizer: Tokenizer) -> str:
-    # A tokenizer is known by its type, or its method's name, and, if its object says so, by what that was loaded from.
+    # The name of the function, method or type, and what the object was loaded from, if it has `name_or_path`.
     of = getattr(getattr(tokenizer, "__self__", tokenizer), "name_or_path", None)
     kind = tokenizer if hasattr(tokenizer, "__qualname__") else type(tokenizer)
     return f"{kind.__module__}.{kind.__qualname__}" + (f" {of}" if of else "")

@@ -1,8 +1,8 @@
-"""Reads what a plan asks for from row groups. Runs also in Ray's processes, so it is light: no torch, no Ray."""
+"""Reads rows of row groups. Also runs in Ray Data's worker processes, so it imports neither torch nor Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,21 +11,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .arrow import Rows, from_table, join, to_rows, to_table
+from .arrow import Rows, concat, from_table, to_rows, to_table
 from .errors import DataError
 from .plan import row_order
 from .transforms import Transform, apply, name_of
 
 
 class ReadJob(NamedTuple):
-    """One row group to be read, and the rows wanted of it. Says all that another process must know.
+    """A row group and the rows to read of it. Self-contained, so it can be sent to another process.
 
     Attributes:
-        path, digest: which file, and what it was when the plan was made.
-        group, num_rows: which row group, and how many rows it had.
-        columns: what to read.
-        order: (seed, epoch, fragment) that its rows are permuted by; None reads them in the order of the file.
-        ranges: (start, stop) in that order, one after the other.
+        path, digest: the file, and its digest when the plan was made.
+        group, num_rows: the row group, and its number of rows when the plan was made.
+        columns: columns to read.
+        order: (seed, epoch, fragment) of the permutation of its rows; None keeps the order of the file.
+        ranges: (start, stop) ranges in that order.
     """
 
     path: str
@@ -38,15 +38,15 @@ class ReadJob(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows are wanted."""
+        """Number of rows that the job returns."""
         return sum(stop - start for start, stop in self.ranges)
 
 
 def read(job: ReadJob, transforms: Sequence[Transform] = ()) -> Rows:
-    """Returns the rows that a job asks for, transformed.
+    """Return the rows of a job, transformed.
 
     Raises:
-        DataError: the file is gone or is not what it was, or a transform returned what it may not.
+        DataError: the file is missing or has changed, or a transform returned something invalid.
     """
     table = read_group(job)
     try:
@@ -65,10 +65,10 @@ def read(job: ReadJob, transforms: Sequence[Transform] = ()) -> Rows:
 
 
 def read_group(job: ReadJob) -> pa.Table:
-    """Returns the whole row group of a job, in the order of the file.
+    """Return the whole row group of a job, in the order of the file.
 
     Raises:
-        DataError: the file is gone, or is not what it was.
+        DataError: the file is missing or has changed.
     """
     try:
         table = _read_group(job)
@@ -76,43 +76,38 @@ def read_group(job: ReadJob) -> pa.Table:
         raise DataError(f"cannot read row group {job.group} of {job.path}: {type(error).__name__}: {error}") from error
     if table.num_rows != job.num_rows:
         raise DataError(
-            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run began and has {table.num_rows}; "
-            "the data was rewritten. Start a new run for new data"
+            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run started and has "
+            f"{table.num_rows} now; the data was rewritten. Start a new run for new data"
         )
     return table
 
 
 def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:
-    """Applies the transforms in their order."""
+    """Apply the transforms in order."""
     for each in transforms:
-        # Through Arrow, as between processes, so that a column looks the same to whoever reads it, wherever that is.
+        # Through Arrow, as between processes, so that both engines give a column the same form.
         changed = apply(each, rows)
         try:
             rows = from_table(to_table(changed))
         except DataError as error:
-            raise DataError(f"what the transform {name_of(each)} returned: {error}") from error
+            raise DataError(f"the transform {name_of(each)} returned invalid rows: {error}") from error
     return rows
 
 
 def read_table(jobs: Sequence[ReadJob]) -> pa.Table:
-    """Returns the rows of several jobs as one table."""
-    return as_table(read(job) for job in jobs)
-
-
-def as_table(pieces: Iterable[Rows]) -> pa.Table:
-    """Returns rows as one table, each piece in a chunk of its own."""
-    return join(list(pieces))
+    """Return the rows of several jobs as one table with one chunk per job."""
+    return concat([read(job) for job in jobs])
 
 
 def chunks(table: pa.Table) -> Iterator[Rows]:
-    """Yields a table's rows, cut where copying can be avoided."""
+    """Yield a table's rows, one piece per record batch, so that nothing is copied."""
     for batch in table.to_batches():
         yield from_table(pa.Table.from_batches([batch]))
 
 
 def _read_group(job: ReadJob) -> pa.Table:
     metadata = _metadata(job.path, job.digest)
-    # One thread: parallelism is across jobs. A local file is mapped, so what is not needed is not even read.
+    # One thread: jobs run in parallel. A local file is memory-mapped, so only the needed pages are read.
     if "://" not in job.path:
         with pq.ParquetFile(job.path, metadata=metadata, memory_map=True) as file:
             return _ordered(file, job)
@@ -126,6 +121,6 @@ def _ordered(file: Any, job: ReadJob) -> pa.Table:
 
 @lru_cache(maxsize=256)
 def _metadata(path: str, digest: str) -> pq.FileMetaData:
-    """A file's footer, parsed once in each process: it describes all row groups, and one is read at a time."""
+    """Return a file's footer. Cached: it describes all row groups, and each job reads only one."""
     with fsspec.open(path, "rb") as file:
         return pq.read_metadata(file)

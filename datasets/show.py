@@ -1,4 +1,4 @@
-"""What is in a dataset, for a person to look at."""
+"""Describes a dataset, and looks up single rows (`headway data show`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .sources import Source, read_source
 
 @dataclass(frozen=True)
 class Description:
-    """A dataset at a glance.
+    """Summary of a dataset.
 
     Attributes:
-        path: where it was looked for.
-        rows, files, fragments: how much there is; a fragment is a row group.
-        size_bytes: of the files.
-        columns: name: type.
+        path: the path given.
+        rows, files, fragments: number of rows, files and row groups.
+        size_bytes: total size of the files.
+        columns: {name: type}.
         fingerprint: changes when the data changes.
-        first_row: column: value, in the order of the files.
+        first_row: {column: value} of the first row, in file order.
     """
 
     path: str
@@ -52,10 +52,10 @@ class Description:
 
 
 def describe(path: Paths, *, columns: Sequence[str] | None = None) -> Description:
-    """Looks at a dataset: its footers, and one row.
+    """Summarize a dataset from its footers and its first row.
 
     Raises:
-        DataError: there is no dataset, or it is damaged.
+        DataError: the dataset is missing or damaged.
     """
     source = read_source(path, columns=columns)
     return Description(
@@ -71,15 +71,15 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None) -> Descriptio
 
 
 def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> dict[str, Any]:
-    """Looks a row up by what it is called in an error, a checkpoint's certificate or a batch's `row_ids()`.
+    """Return a row by its id, as shown in errors and in a checkpoint's resume check, or returned by `row_ids()`.
 
     Args:
-        path: the whole dataset: files are named relative to what they have in common.
+        path: the whole dataset; file names in ids are relative to the common folder of all files.
         row: "<file>[<row group>]:<row in it>", counted from 0.
-        columns: those to show; None for all. Files may differ in the others.
+        columns: columns to return; None for all. Files may differ in other columns.
 
     Returns:
-        column: value.
+        {column: value}.
 
     Raises:
         DataError: there is no such row.
@@ -88,7 +88,7 @@ def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> 
     names = [file.name for file in source.files]
     written = re.fullmatch(r"(.+)\[(\d+)\]:(\d+)", row)
     if written is None:
-        raise DataError(f'a row is called like "{names[0]}[0]:17" (file, row group, row in it), not {row!r}')
+        raise DataError(f'a row id looks like "{names[0]}[0]:17" (file[row group]:row), got {row!r}')
     name, group, number = written[1], int(written[2]), int(written[3])
     if name not in names:
         raise DataError(f"the dataset has no file {name!r}; {nearest(name, names)}")
@@ -102,7 +102,7 @@ def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> 
 
 
 def _row(source: Source, fragment: int, number: int) -> dict[str, Any]:
-    """Returns a row as it is in the file, nulls and all: what cannot be trained on is what one looks for."""
+    """Return a row exactly as it is in the file, including nulls, which training would reject."""
     file = source.files[source.fragment_files[fragment]]
     table = read_group(
         ReadJob(

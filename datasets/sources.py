@@ -1,6 +1,6 @@
-"""What a dataset is made of: Parquet files, their row groups, how many rows each has. Reads footers, never rows.
+"""The Parquet files of a dataset, their row groups and row counts. Reads footers, never rows.
 
-A *fragment* is one row group of one file: the smallest thing that can be read alone.
+A *fragment* is one row group of one file, the smallest unit that can be read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class File:
 
     Attributes:
         path: absolute path or URI.
-        name: path relative to what all files of the source have in common; stays the same when a dataset is moved.
-        size_bytes: of the file.
+        name: path relative to the common folder of all files; does not change when the dataset is moved.
+        size_bytes: size of the file.
         digest: sha256 of the footer and of a sample from the middle of the file.
     """
 
@@ -44,15 +44,15 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """The fragments of a dataset, in the order of their files' names.
+    """The fragments of a dataset, sorted by file name.
 
     Attributes:
         files: sorted by name.
         schema: of the selected columns.
         fragment_files: int32, index into `files` of each fragment.
         fragment_groups: int32, row group of each fragment within its file.
-        fragment_rows: int64, rows of each fragment; none is empty.
-        row_bytes: what a row takes in memory, roughly.
+        fragment_rows: int64, rows of each fragment; at least 1.
+        row_bytes: approximate size of a row in memory.
     """
 
     files: tuple[File, ...]
@@ -64,21 +64,20 @@ class Source:
 
     @property
     def rows(self) -> int:
-        """Rows of all fragments."""
+        """Number of rows of all fragments."""
         return int(self.fragment_rows.sum())
 
     @property
     def columns(self) -> list[str]:
-        """Names of the selected columns, in the order of the files."""
+        """Names of the selected columns, in file order."""
         return list(self.schema.names)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change when the data changes, and do not when it is only moved.
+        """Sixteen hex digits that change when the data changes, but not when it is moved.
 
-        It covers every file's name, size and footer (schema; offsets, sizes and statistics of every column chunk) and
-        4 KiB from its middle. A change that leaves all of these as they are goes unnoticed: noticing it would take
-        reading everything.
+        Covers every file's name, size and footer (schema; offsets, sizes and statistics of every column chunk) and
+        4 KiB from its middle. A change that keeps all of these is not detected; that would require reading everything.
         """
         digest = hashlib.sha256()
         for file in self.files:
@@ -87,23 +86,23 @@ class Source:
 
 
 def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
-    """Finds Parquet files and reads their footers.
+    """Find Parquet files and read their footers.
 
     Args:
-        path: a file, a folder (searched to its bottom), a glob, an fsspec URI of one of these, or a list of them.
-        columns: those that will be read; None for all. Files may differ in the others.
+        path: a file, a folder (searched recursively), a glob, an fsspec URI of one of these, or a list of them.
+        columns: columns to read; None for all. Files may differ in other columns.
 
     Raises:
-        DataError: nothing is there, it holds no rows or is not Parquet, a column is missing, or the
-            files' schemas differ.
+        DataError: there are no files or no rows, a file is not Parquet, a column is missing, or the schemas
+            differ.
     """
     if not (wanted := absolute(path)):
-        raise DataError("no path was given, but an empty list: what made it found nothing")
+        raise DataError("path is empty: it must name at least one file (did a glob match nothing?)")
     found = sorted((each for one in wanted for each in find(one)), key=lambda each: each.path)
     paths = [each.path for each in found]
     if twice := [one for one, other in pairwise(paths) if one == other]:
-        raise DataError(f"{twice[0]} is in the dataset twice, and its rows would be too; name it once")
-    # Footers are small and far away: waiting for many at once costs no more than waiting for one.
+        raise DataError(f"{twice[0]} is listed twice in path, so its rows would be read twice; list it once")
+    # Reading a footer is mostly latency, so many are read concurrently.
     with ThreadPoolExecutor(max_workers=min(32, len(paths))) as pool:
         footers = list(pool.map(_read_footer, found))
     names = name_files(found)
@@ -117,7 +116,7 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
                 rows.append(num_rows)
                 places.append((index, group))
     if not rows:
-        raise DataError(f"{_describe(path)} holds {_count(files, 'Parquet file')} and not one row")
+        raise DataError(f"{_describe(path)} holds {_count(files, 'Parquet file')} but no rows")
     where = np.array(places, dtype=np.int32)
     return Source(
         files=tuple(files),
@@ -130,7 +129,7 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
 
 
 def _read_footer(found: Found) -> tuple[pq.FileMetaData, int, str]:
-    """Returns a file's metadata, size and digest from its last bytes and a sample of its middle."""
+    """Return a file's metadata, size and digest, from its last bytes and a sample of its middle."""
     path = found.path
     try:
         with found.fs.open(found.inner, "rb", cache_type="none") if "://" in path else open(path, "rb") as file:
@@ -138,7 +137,7 @@ def _read_footer(found: Found) -> tuple[pq.FileMetaData, int, str]:
             file.seek(max(0, size - _FOOTER_GUESS_BYTES))
             tail = file.read()
             if size < 12 or tail[-4:] != b"PAR1":
-                raise DataError(f"{path} is not a Parquet file: it does not end in PAR1")
+                raise DataError(f"{path} is not a Parquet file: it does not end with PAR1")
             length = int.from_bytes(tail[-8:-4], "little") + 8
             if length > min(len(tail), size):
                 file.seek(max(0, size - length))
@@ -151,7 +150,7 @@ def _read_footer(found: Found) -> tuple[pq.FileMetaData, int, str]:
     try:
         metadata = pq.read_metadata(pa.BufferReader(footer))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a whole Parquet file: {error}") from error
+        raise DataError(f"{path} is not a complete Parquet file: {error}") from error
     return metadata, size, hashlib.sha256(footer + sample).hexdigest()
 
 
@@ -160,7 +159,7 @@ def _common_schema(paths: Sequence[str], schemas: Sequence[pa.Schema], columns: 
     first = selected[0]
     kinds = {field.name: _canonical_type(field.type) for field in first}
     for path, schema in zip(paths, selected, strict=True):
-        # By name, as they are read: in which order a file has them, and whether it says that none is null, is all one.
+        # Compared by name and by the type they are read as; column order and nullability do not matter.
         others = {field.name: _canonical_type(field.type) for field in schema}
         differing = [
             f"{name!r} is {_type_of(first, name)} in the first and {_type_of(schema, name)} in the second"
@@ -169,14 +168,14 @@ def _common_schema(paths: Sequence[str], schemas: Sequence[pa.Schema], columns: 
         ]
         if differing:
             raise DataError(
-                f"the schemas of {paths[0]} and {path} differ: {'; '.join(differing[:3])}. Rewrite one, or read only "
+                f"the schemas of {paths[0]} and {path} differ: {'; '.join(differing[:3])}. Rewrite one, or select "
                 "columns that they share"
             )
     return first.remove_metadata()
 
 
 def _canonical_type(kind: pa.DataType) -> pa.DataType:
-    """Returns one type for all that are read as the same values: text and bytes of either width, dictionaries of it."""
+    """Return one type for all types that are read as the same values, e.g. string for large_string."""
     if pa.types.is_dictionary(kind):
         return _canonical_type(kind.value_type)
     if pa.types.is_large_string(kind):
@@ -192,11 +191,11 @@ def _canonical_type(kind: pa.DataType) -> pa.DataType:
 
 def _select(path: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     if twice := {name for name in schema.names if schema.names.count(name) > 1}:
-        raise DataError(f"{path} has several columns called {min(twice)!r}; give each a name of its own")
+        raise DataError(f"{path} has several columns called {min(twice)!r}; rename them")
     if columns is None:
         return schema
     if isinstance(columns, str) or not columns:
-        raise DataError(f"columns is a list of names or None for all, not {columns!r}")
+        raise DataError(f"columns must be a list of names, or None for all, got {columns!r}")
     for name in columns:
         if name not in schema.names:
             raise DataError(f"{path} has no column {name!r}; {nearest(name, schema.names)}")
@@ -210,7 +209,7 @@ def _type_of(schema: pa.Schema, name: str) -> str:
 def _row_bytes(schema: pa.Schema, footers: Sequence[pq.FileMetaData], rows: int) -> int:
     if None not in (widths := [_width_bytes(field.type) for field in schema]):
         return max(1, sum(width for width in widths if width is not None))
-    # Without a fixed width, what the pages take uncompressed is the best guess there is.
+    # Without a fixed width, the uncompressed size of the pages is the best estimate.
     total = sum(int(footer.row_group(g).total_byte_size) for footer in footers for g in range(footer.num_row_groups))
     return max(1, total // rows)
 

@@ -1,6 +1,7 @@
-"""A stream of batches from Parquet files: the plan says which rows, an engine reads them, this cuts them into batches.
+"""`ParquetStream`: batches from Parquet files, which can resume at any row of an epoch on any number of ranks.
 
-It keeps the trainer's `BatchStream` contract by shape and knows nothing else of the trainer.
+`plan` computes which rows come next, an engine reads them, and `batching` makes batches of them. The class implements
+the trainer's `BatchStream` protocol structurally; nothing here imports the trainer.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ Engine = Literal["auto", "ray", "threads"]
 
 
 class ParquetStream:
-    """Streams Parquet rows to one rank, exactly and in an order that any number of ranks agrees on.
+    """Stream Parquet rows to one rank, in an order that does not depend on the number of ranks.
 
-    Making one touches nothing, so it can be made anywhere and pickled; `setup` reads the files' footers.
+    The constructor does no I/O, so a stream can be created anywhere and pickled. `setup` reads the files' footers.
 
     Args:
-        path: a file, a folder (searched to its bottom), a glob, an fsspec URI of one of these, or a list of them.
+        path: a file, a folder (searched recursively), a glob, an fsspec URI of one of these, or a list of them.
         columns: columns to read; None for all.
-        transforms: row-wise functions over {column: array}, applied in their order; see `headway.datasets.transforms`.
-        shuffle: whether the training order is permuted, anew in every epoch. Evaluation never shuffles.
-        tail: what becomes of rows that do not fill the last global batch of a training epoch: "drop" leaves them out,
-            another few in every epoch; "keep" makes the last batch smaller. Evaluation always keeps.
-        shards: logical shards: the most ranks that can ever share the data, and from how many places of it each batch
-            is drawn. A divisor of the global batch size; None takes the one nearest to 32. Fixed for a run.
-        readers: reading tasks of this rank that run at a time.
-        engine: "ray" reads by Ray Data, "threads" in this process; "auto" takes Ray Data where Ray is connected.
+        transforms: row-wise functions over {column: array}, applied in order; see `headway.datasets.transforms`.
+        shuffle: reshuffle the training data every epoch. Evaluation never shuffles.
+        tail: rows that do not fill the last global batch of a training epoch: "drop" leaves them out (different rows
+            every epoch); "keep" makes the last batch smaller. Evaluation always keeps them.
+        shards: number of logical shards: the maximum number of ranks, and the number of places in the data that each
+            batch mixes. Must divide the global batch size; None takes the divisor nearest to 32. Fixed for a run.
+        readers: concurrent reading tasks of this rank.
+        engine: "ray" reads with Ray Data, "threads" in this process; "auto" uses Ray Data if Ray is connected.
 
     Example:
         >>> from headway.datasets.stream import ParquetStream
@@ -63,11 +64,11 @@ class ParquetStream:
         engine: Engine = "auto",
     ) -> None:
         if tail not in ("drop", "keep"):
-            raise DataError(f"tail is 'drop' or 'keep', not {tail!r}")
+            raise DataError(f"tail must be 'drop' or 'keep', got {tail!r}")
         if engine not in ("auto", "ray", "threads"):
-            raise DataError(f"engine is 'auto', 'ray' or 'threads', not {engine!r}")
+            raise DataError(f"engine must be 'auto', 'ray' or 'threads', got {engine!r}")
         if readers < 1:
-            raise DataError(f"readers is a whole number from 1, not {readers}")
+            raise DataError(f"readers must be an integer >= 1, got {readers}")
         self.path = absolute(path)
         self.columns = None if columns is None else tuple(columns) if not isinstance(columns, str) else (columns,)
         self.transforms = tuple(transforms)
@@ -76,41 +77,41 @@ class ParquetStream:
         self._prefetcher: Prefetcher | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, here or in another process, is not open.
+        # A copy or an unpickled stream is not open.
         return {**vars(self), "_opened": None, "_prefetcher": None}
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the data changes, or the order in which a position counts it."""
+        """Identifies the data and its order: changes when either does."""
         opened = self._open
         order = "" if opened.shuffle else " unshuffled"
         return f"{opened.source.fingerprint} in {opened.shards} shards{order}"
 
     def explain_change(self, before: str) -> str | None:
-        """Says what of the order has changed since this was the fingerprint, and what to do; None if the files have."""
+        """Return how the order differs from an earlier fingerprint, and the fix; None if the files differ."""
         opened, size = self._open, self._open.global_batch_size
-        said = re.fullmatch(r"(\S+) in (\d+) shards( unshuffled)?", before)
-        if said is None or said[1] != opened.source.fingerprint or before == self.fingerprint:
+        parsed = re.fullmatch(r"(\S+) in (\d+) shards( unshuffled)?", before)
+        if parsed is None or parsed[1] != opened.source.fingerprint or before == self.fingerprint:
             return None
-        shards, shuffle = int(said[2]), said[3] is None
+        shards, shuffle = int(parsed[2]), parsed[3] is None
         if shuffle != opened.shuffle:
-            return f"the files are the same, and shuffle was {shuffle}: give the ParquetStream shuffle={shuffle}"
-        multiple = f" and the run a global_batch_size (now {size}) that is a multiple of it" if size % shards else ""
+            return f"the files are the same, but shuffle was {shuffle}: set shuffle={shuffle} on the ParquetStream"
+        multiple = f", and global_batch_size (now {size}) to a multiple of it" if size % shards else ""
         return (
-            f"the files are the same, and were cut into {shards} logical shards and are into {opened.shards}, a number "
-            f"that follows global_batch_size unless it is given: give the ParquetStream shards={shards}{multiple}"
+            f"the files are the same, but had {shards} logical shards and now have {opened.shards} (the default "
+            f"follows global_batch_size): set shards={shards} on the ParquetStream{multiple}"
         )
 
     @property
     def source(self) -> Source:
-        """The files and row groups."""
+        """Files and row groups of the dataset."""
         return self._open.source
 
     def setup(self, context: StreamContext) -> None:
-        """Reads the files' footers and checks that the run can be fed from them.
+        """Read the files' footers and check that they fit the run.
 
         Raises:
-            DataError: the data is not there, is not what was asked for, or does not make one global batch.
+            DataError: the data is missing, has other columns, or is smaller than one global batch.
         """
         self.close()
         source = read_source(self.path, columns=self.columns)
@@ -119,8 +120,7 @@ class ParquetStream:
             size = context.micro_batch_size * context.world_size
         if size is None:
             raise DataError(
-                "a stream of rows is cut into global batches: set config.global_batch_size, the samples of one update "
-                "over all ranks"
+                "config.global_batch_size is not set: a ParquetStream needs it (samples of one update over all ranks)"
             )
         shards = self.shards or default_shards(size)
         check_shards(shards, global_batch_size=size, world_size=context.world_size)
@@ -137,13 +137,13 @@ class ParquetStream:
         )
         if opened.plan(0).steps(size) == 0:
             raise DataError(
-                f"{', '.join(self.path)} has {source.rows} rows, less than one global batch of {size}, and tail='drop' "
-                "drops it: nothing would be trained on. Use a smaller global_batch_size, or tail='keep'"
+                f"global_batch_size {size} exceeds the {source.rows} rows of {', '.join(self.path)}, and tail='drop' "
+                "would drop them all. Use a smaller global_batch_size, or tail='keep'"
             )
         self._opened = opened
         if context.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):
             logger.info(
-                "%d rows make %d batches of %d; %d are left out, others each epoch",
+                "%d rows make %d batches of %d; %d rows are dropped, different ones each epoch",
                 source.rows,
                 source.rows // size,
                 size,
@@ -152,60 +152,60 @@ class ParquetStream:
 
     @property
     def num_shards(self) -> int:
-        """Logical shards: where a batch is cut for a run whose result is to be the same at every number of ranks."""
+        """Number of logical shards. Exact mode cuts batches at their boundaries, whatever the number of ranks."""
         return self._open.shards
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Samples of one epoch over all ranks, after what the tail policy drops."""
+        """Return the number of samples of one epoch over all ranks, after the tail policy."""
         return self._open.plan(epoch).samples(self._open.global_batch_size)
 
     def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
-        """Rows of one epoch that the tail policy leaves out, where its batches are cut from `offset` on."""
+        """Return the number of rows that the tail policy drops from an epoch resumed at `offset`."""
         opened = self._open
         return opened.source.rows - opened.plan(epoch).samples(opened.global_batch_size, offset=offset)
 
     def steps_in_epoch(self, epoch: int) -> int:
-        """Global batches of one epoch."""
+        """Return the number of global batches of one epoch."""
         return self._open.plan(epoch).steps(self._open.global_batch_size)
 
     @property
     def samples_per_step(self) -> int:
-        """Rows of one update over all ranks."""
+        """Samples of one update over all ranks."""
         return self._open.global_batch_size
 
     def next_rows(self, epoch: int, *, offset: int, count: int) -> list[str]:
-        """Returns the rows that come next over all ranks, one of each logical shard in turn, by file, group and row."""
+        """Return the ids of the next rows over all ranks, in sample order, as "<file>[<row group>]:<row in it>"."""
         opened = self._open
         plan = opened.plan(epoch)
         left = plan.samples(opened.global_batch_size, offset=offset) - offset
         return opened.row_names(plan.locate(offset, min(count, left)))
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
-        """Yields this rank's part of every global batch of an epoch, from `offset` on; equally many on every rank.
+        """Yield this rank's part of every global batch of an epoch from `offset` on; the same number on every rank.
 
-        When a training epoch ends, the next one is already being read. An iterator closed in the middle ends its reads.
+        At the end of a training epoch the next one is already being read. Closing the iterator early stops its reads.
 
         Args:
-            epoch: which order.
+            epoch: number of the epoch, which seeds its order.
             offset: samples of this epoch that all ranks together have consumed.
         """
         opened = self._open
         if not 0 <= offset <= opened.source.rows:
-            raise DataError(f"offset {offset} is not a place in an epoch of {opened.source.rows} rows")
-        if self._prefetcher is None or self._prefetcher.next_place != (epoch, offset):
+            raise DataError(f"offset must be from 0 to {opened.source.rows}, the rows of an epoch, got {offset}")
+        if self._prefetcher is None or self._prefetcher.next_position != (epoch, offset):
             self.close()
             self._prefetcher = Prefetcher(opened, epoch, offset)
         prefetcher = self._prefetcher
         try:
             yield from prefetcher.epoch()
         finally:
-            if prefetcher.next_place != (epoch + 1, 0) or not opened.context.training:
+            if prefetcher.next_position != (epoch + 1, 0) or not opened.context.training:
                 prefetcher.close()
                 if self._prefetcher is prefetcher:
                     self._prefetcher = None
 
     def close(self) -> None:
-        """Ends all reading. May be called twice."""
+        """Stop all reading. May be called more than once."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -213,11 +213,11 @@ class ParquetStream:
     def _choose_engine(self) -> Literal["ray", "threads"]:
         if self.engine == "ray" and not connected_to_ray():
             raise DataError(
-                "engine='ray' reads by Ray Data, and Ray is not up in this process: call ray.init(), or use 'auto'"
+                "engine='ray' needs Ray, which is not initialized in this process: call ray.init(), or use 'auto'"
             )
         return "ray" if self.engine == "ray" or (self.engine == "auto" and connected_to_ray()) else "threads"
 
     @property
     def _open(self) -> StreamSpec:
-        assert self._opened is not None, "open(context) comes before anything else"
+        assert self._opened is not None, "setup(context) must be called first"
         return self._opened

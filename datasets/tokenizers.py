@@ -1,4 +1,4 @@
-"""Text to numbers: one tokenizer that is always there. Any function from text to numbers is another."""
+"""A byte tokenizer that needs no download. Any function from text to token ids works in its place."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 Tokenizer: TypeAlias = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
-"""Takes a whole document, returns its tokens, with whatever marks its beginning and its end."""
+"""Maps a whole document to its tokens, including any bos and eos tokens."""
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, with a mark before and after every document.
+    """Tokenizes text as UTF-8 bytes, with bos and eos around every document.
 
     Attributes:
-        bos, eos: what comes before a document and after it.
-        vocab_size: how many different tokens there are.
+        bos, eos: tokens before and after a document.
+        vocab_size: number of distinct tokens.
 
     Example:
         >>> from headway.datasets.tokenizers import ByteTokenizer
@@ -31,12 +31,12 @@ class ByteTokenizer:
     vocab_size: int = 258
 
     def __call__(self, text: str) -> npt.NDArray[np.int32]:
-        """Returns the tokens of a document, int32."""
+        """Return the tokens of a document, int32 [T]."""
         tokens = np.empty(len(encoded := text.encode("utf-8", errors="surrogateescape")) + 2, dtype=np.int32)
         tokens[0], tokens[-1] = self.bos, self.eos
         tokens[1:-1] = np.frombuffer(encoded, dtype=np.uint8)
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the text of some tokens; marks are left out, and bytes that are no text become a replacement sign."""
+        """Return the text of some tokens. Skips bos and eos; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in map(int, tokens) if token < 256).decode("utf-8", errors="replace")

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from headway.datasets.arrow import Rows, from_table, to_rows, to_table
+from headway.datasets.arrow import Rows, concat, from_table, to_rows, to_table
 from headway.datasets.errors import DataError
-from headway.datasets.row_groups import ReadJob, as_table, chunks, read, read_table, transform
+from headway.datasets.row_groups import ReadJob, chunks, read, read_table, transform
 from headway.datasets.sources import read_source
 from headway.datasets.stream import ParquetStream
 
@@ -136,7 +136,7 @@ def test_a_column_is_the_same_through_ray_and_through_transforms(tmp_path: Path,
     assert len(here) == 4
     assert _rows(*chunks(read_table(jobs))) == here
     assert _rows(*(read(job, [_keep, _keep]) for job in jobs)) == here
-    sent = as_table(transform(rows, [_keep]) for rows in chunks(read_table(jobs)))
+    sent = concat([transform(rows, [_keep]) for rows in chunks(read_table(jobs))])
     assert _rows(*chunks(sent)) == here
 
 

@@ -114,8 +114,8 @@ def test_finished_it_says_so_at_once(texts: Path, tmp_path: Path) -> None:
     assert again.already_done
     assert (again.rows, again.tokens, again.files) == (made.rows, made.tokens, made.files)
     assert {file: file.stat().st_mtime_ns for file in made.path.iterdir()} == before
-    assert "was prepared before" in str(again)
-    assert "is prepared: " in str(made)
+    assert "already prepared" in str(again)
+    assert " prepared: " in str(made)
 
 
 def test_other_options_in_the_same_folder_show_the_difference(texts: Path, tmp_path: Path) -> None:
@@ -132,7 +132,9 @@ def test_other_options_in_the_same_folder_show_the_difference(texts: Path, tmp_p
 def test_other_options_after_an_interruption_are_refused(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(_Interrupted):
         prepare_text(texts, tmp_path / "out", tokenizer=_failing(3), **OPTIONS)
-    with pytest.raises(DataError, match=r"out\.partial was made from something else: row_length was 10 and is 12"):
+    with pytest.raises(
+        DataError, match=r"out\.partial was made with other inputs or options: row_length was 10 and is 12"
+    ):
         prepare_text(texts, tmp_path / "out", tokenizer=_failing(99), **{**OPTIONS, "row_length": 12})
 
 
@@ -152,7 +154,7 @@ def test_another_tokenizer_of_the_same_name_is_told_apart(texts: Path, tmp_path:
     with pytest.raises(DataError, match=r"_Letters.encode small' and is '.*_Letters.encode large'"):
         prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "large").encode, **OPTIONS)
     with pytest.raises(
-        DataError, match=r"something else: first_tokens was '5 tokens, \w+' and is '5 tokens, \w+'\. Delete it"
+        DataError, match=r"inputs or options: first_tokens was '5 tokens, \w+' and is '5 tokens, \w+'\. Delete it"
     ):
         prepare_text(texts, tmp_path / "out", tokenizer=_Letters(2, "small").encode, **OPTIONS)
     assert prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "small").encode, **OPTIONS).already_done
@@ -171,7 +173,7 @@ def test_the_output_may_lie_in_the_input(texts: Path, tmp_path: Path) -> None:
     made = prepare_text(texts, texts / "out", tokenizer=_failing(99), **OPTIONS)
     assert tokens_of(made.path) == tokens_of(reference.path)
     assert prepare_text(texts, texts / "out", tokenizer=_failing(99), **OPTIONS).already_done
-    with pytest.raises(DataError, match="no file but those of the output"):
+    with pytest.raises(DataError, match="contains only files of the output folder"):
         prepare_text(made.path, made.path, **OPTIONS)
 
 
@@ -220,7 +222,7 @@ def test_any_function_is_a_tokenizer(texts: Path, tmp_path: Path) -> None:
     ("tokenizer", "message"),
     [
         (lambda text: [[1]], r"returned int64 of shape \(1, 1\)"),
-        (lambda text: [0.5], "a flat sequence of whole numbers"),
+        (lambda text: [0.5], "a flat sequence of integers"),
         (lambda text: [-1], "returned tokens from -1 to -1"),
         (lambda text: [2**31], "stored as int32"),
     ],
@@ -235,9 +237,9 @@ def test_a_tokenizer_that_returns_something_else_is_named(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"row_length": 0}, "whole numbers from 1, not 0"),
-        ({"tail": "keep"}, "tail is 'drop' or 'pad', not 'keep'"),
-        ({"row_length": 10**6}, "hold fewer tokens than one row of 1000000; use a smaller row_length, or tail='pad'"),
+        ({"row_length": 0}, "must be integers >= 1, got 0"),
+        ({"tail": "keep"}, "tail must be 'drop' or 'pad', got 'keep'"),
+        ({"row_length": 10**6}, "row_length 1000000 exceeds the tokens of .*; use a smaller row_length, or tail='pad'"),
     ],
 )
 def test_options_that_make_no_sense(texts: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -246,12 +248,12 @@ def test_options_that_make_no_sense(texts: Path, tmp_path: Path, options: dict[s
 
 
 def test_input_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no file and no folder, and as a pattern it matches no file"):
+    with pytest.raises(DataError, match="is not a file or folder, and matches no file as a glob"):
         prepare_text(tmp_path / "nothing", tmp_path / "out", row_length=4)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="is an empty folder"):
         find_files(tmp_path / "empty")
-    with pytest.raises(DataError, match="no input was given"):
+    with pytest.raises(DataError, match="inputs is empty"):
         find_files([])
 
 
@@ -273,9 +275,9 @@ def test_held_out_files_are_chosen_by_name(tmp_path: Path) -> None:
     train[0].unlink()
     assert split_files(tmp_path, held_out=0.1)[1] == held_out
     assert len(split_files(tmp_path, held_out=1e-9)[1]) == 1
-    with pytest.raises(DataError, match="between 0 and 1, not 1"):
+    with pytest.raises(DataError, match="between 0 and 1, got 1"):
         split_files(tmp_path, held_out=1)
-    with pytest.raises(DataError, match="a split takes at least two"):
+    with pytest.raises(DataError, match="a split needs at least two"):
         split_files(tmp_path / "7.txt")
 
 

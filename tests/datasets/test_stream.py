@@ -150,7 +150,7 @@ def test_who_reads_from_a_stream_that_is_opened_again_is_told(folder: Path) -> N
     batches = stream.epoch(0)
     next(batches)
     stream.setup(context_of(0, 1, training=False))
-    with pytest.raises(DataError, match="opened again, while somebody read"):
+    with pytest.raises(DataError, match="opened again, while an iterator"):
         list(batches)
 
 
@@ -168,7 +168,7 @@ def test_dropped_rows_are_reported_once(folder: Path, caplog: pytest.LogCaptureF
     caplog.set_level("INFO", logger="headway.datasets")
     opened(folder, rank=0, world_size=2)
     opened(folder, rank=1, world_size=2)
-    assert caplog.messages == ["103 rows make 12 batches of 8; 7 are left out, others each epoch"]
+    assert caplog.messages == ["103 rows make 12 batches of 8; 7 rows are dropped, different ones each epoch"]
 
 
 def test_interrupted_twice_every_row_is_seen_once(folder: Path, engine: str) -> None:
@@ -433,12 +433,14 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
     assert opened(folder, shuffle=False).fingerprint != fingerprint
     assert opened(folder, shards=4).fingerprint == fingerprint.replace("8 shards", "4 shards")
     doubled = opened(folder, context={"global_batch_size": 16})
-    assert "into 8 logical shards and are into 16" in str(doubled.explain_change(fingerprint))
-    assert str(doubled.explain_change(fingerprint)).endswith("give the ParquetStream shards=8")
+    assert "had 8 logical shards and now have 16" in str(doubled.explain_change(fingerprint))
+    assert str(doubled.explain_change(fingerprint)).endswith("set shards=8 on the ParquetStream")
     odd = opened(folder, context={"global_batch_size": 9})
-    assert "shards=8 and the run a global_batch_size (now 9) that is a multiple" in str(odd.explain_change(fingerprint))
+    assert "shards=8 on the ParquetStream, and global_batch_size (now 9) to a multiple" in str(
+        odd.explain_change(fingerprint)
+    )
     unshuffled = opened(folder, shuffle=False)
-    assert "shuffle was True: give the ParquetStream shuffle=True" in str(unshuffled.explain_change(fingerprint))
+    assert "shuffle was True: set shuffle=True on the ParquetStream" in str(unshuffled.explain_change(fingerprint))
     assert doubled.explain_change("of another kind of data") is None
     write(folder / "b.parquet", range(41, 81))
     changed = opened(folder)
@@ -449,9 +451,9 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "context", "message"),
     [
-        ({}, {"global_batch_size": None}, "set config.global_batch_size"),
-        ({}, {"global_batch_size": 128}, "103 rows, less than one global batch of 128.*smaller global_batch_size"),
-        ({"shards": 3}, {}, "global_batch_size 8 is not a multiple of the 3 logical shards.*nearest: 6 or 9"),
+        ({}, {"global_batch_size": None}, "config.global_batch_size is not set"),
+        ({}, {"global_batch_size": 128}, "global_batch_size 128 exceeds the 103 rows.*smaller global_batch_size"),
+        ({"shards": 3}, {}, "global_batch_size 8 is not a multiple of the 3 logical shards.*Nearest: 6 or 9"),
         ({"columns": ["token"]}, {}, "no column 'token'; did you mean 'tokens'"),
         ({}, {"world_size": 9}, "9 ranks cannot share 8 logical shards"),
     ],
@@ -488,7 +490,7 @@ def test_nulls_in_numbers_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_offset_outside_the_epoch_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="offset 104 is not a place in an epoch of 103 rows"):
+    with pytest.raises(DataError, match="offset must be from 0 to 103.*got 104"):
         next(iter(opened(folder).epoch(0, offset=104)))
     assert list(opened(folder).epoch(0, offset=96)) == []
 

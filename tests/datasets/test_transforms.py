@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from headway.datasets.arrow import Rows
+from headway.datasets.arrow import Rows, concat
 from headway.datasets.errors import DataError
-from headway.datasets.row_groups import as_table, transform
+from headway.datasets.row_groups import transform
 
 ROWS = {"x": np.arange(2)}
 
@@ -92,7 +92,10 @@ def test_rows_of_several_shapes_are_an_array_each(values: Any, shapes: list[tupl
     [
         ([1, None], "the transform .*<lambda> returned None among the numbers of 'c'"),
         ([torch.zeros(1, dtype=torch.bfloat16)] * 2, "the transform .*<lambda> returned a list as 'c'.*BFloat16"),
-        ([lambda: 0, lambda: 1], "what the transform .*<lambda> returned: column 'c' holds function, which cannot be"),
+        (
+            [lambda: 0, lambda: 1],
+            "the transform .*<lambda> returned invalid rows: column 'c' holds function, which cannot be",
+        ),
     ],
 )
 def test_what_cannot_go_on_names_the_transform_and_the_column(values: Any, message: str) -> None:
@@ -102,7 +105,7 @@ def test_what_cannot_go_on_names_the_transform_and_the_column(values: Any, messa
 
 def test_columns_that_come_and_go_are_refused_between_row_groups() -> None:
     with pytest.raises(DataError, match=r"some rows have the columns \['x'\] and others \['x', 'y'\]"):
-        as_table([ROWS, {**ROWS, "y": np.arange(2)}])
+        concat([ROWS, {**ROWS, "y": np.arange(2)}])
 
 
 def test_a_transform_may_work_in_place_wherever_its_rows_lie() -> None:

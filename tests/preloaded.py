@@ -1,0 +1,23 @@
+"""What the process from which ranks are forked has imported: all that a rank would otherwise import for seconds.
+
+`headway.trainer` itself imports nothing before a name of it is used, so its modules are imported one by one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import torch._dynamo  # noqa: F401 - DDP and FSDP import it when they wrap a model
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.profiler._cupti_monitor  # noqa: F401 - an optimizer's first step imports it
+import torchmetrics  # noqa: F401
+
+import headway.datasets.stream  # noqa: F401
+import headway.trainer
+
+for _module in pkgutil.walk_packages(headway.trainer.__path__, "headway.trainer."):
+    importlib.import_module(_module.name)

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.orchestrator.runs.goodput import Ledger, ledger
-from headway.orchestrator.runs.requests import Stop, ask_to_stop
+from headway.orchestrator.runs.goodput import GoodputReport, goodput_report
+from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.storage.events import Event, read_events
 from headway.orchestrator.storage.folder import Folder
 
@@ -78,13 +78,13 @@ def rows(minutes: float = float(os.environ.get("GOODPUT_MINUTES", "10"))) -> lis
         process, run = start(command(folder)), Folder(f"{folder}/goodput")
         try:
             kills = kill_every_so_often(run, minutes)
-            ask_to_stop(run, Stop(reason="enough"))
+            request_stop(run, StopRequest(reason="enough"))
             output, _ = process.communicate(timeout=120)
         finally:
             process.kill()
         if process.returncode:
             raise RuntimeError(f"the training failed:\n{output}")
-        account = ledger(read_events(run))
+        account = goodput_report(read_events(run))
     for name, seconds in account.seconds.items():
         print(f"  goodput, {name}: {seconds:.1f} s")
     print(f"  goodput, {kills} kills, {account.attempts} attempts, {account.steps_again} updates made again")
@@ -101,7 +101,7 @@ def rows(minutes: float = float(os.environ.get("GOODPUT_MINUTES", "10"))) -> lis
     ]
 
 
-def share_while_training(account: Ledger) -> float:
+def share_while_training(account: GoodputReport) -> float:
     """The updates that counted by all the time but that before the first attempt trains and after the last one."""
     once_s = sum(account.seconds[name] for name in _ONCE)
     return account.seconds["compute"] / (account.wall_s - once_s)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from headway.orchestrator import Experiment, list_runs
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.run import now
-from headway.orchestrator.storage.events import EventLog
+from headway.orchestrator.storage.events import EventWriter
 from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
 
@@ -83,7 +83,7 @@ def make_runs(storage: str) -> None:
     """Trains one run of 10,000 steps, and makes the others of its files, each with a record of its own."""
     experiment = Experiment(name="run-0000", trainer=Tiny, config=config(max_steps=10_000), storage=storage)
     run = open_run(experiment).run
-    events = EventLog(run.folder, "driver")
+    events = EventWriter(run.folder, "driver")
     result = Tiny(config(max_steps=10_000), run_dir=run.run_dir, printer=lambda text: None).fit()
     for step in range(0, result.steps, 200):
         events.add("checkpoint_saved", step=step, path=f"{run.run_dir}/checkpoints/step-{step:08d}")
@@ -124,7 +124,7 @@ def writing_row() -> Row:
             lambda: seconds(writing.train_epoch) / _STEPS, lambda: seconds(silent.train_epoch) / _STEPS, pairs=_PAIRS
         )
         assert len(took_s) >= _PAIRS * _STEPS // _INTERVAL
-        events = EventLog(Folder(folder), "driver")
+        events = EventWriter(Folder(folder), "driver")
         event_us = 1e6 * statistics.median(
             seconds(lambda: events.add("checkpoint_saved", step=1, path=folder)) for _ in range(1000)
         )

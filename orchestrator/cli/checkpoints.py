@@ -29,9 +29,9 @@ def ls(run: _Name, storage: _Place = "runs") -> None:
 
     from headway.trainer.step.oom import human_bytes
 
-    from ..runs.checkpoints import Shelf
+    from ..runs.checkpoints import RunCheckpoints
 
-    there = Shelf.of(run, storage)
+    there = RunCheckpoints.of(run, storage)
     table = Table(box=None, pad_edge=False)
     for heading in ("CHECKPOINT", "EPOCH", "SAVED", "SIZE", there.rules.monitor or "METRIC", "KEPT FOR"):
         table.add_column(heading, justify="right" if heading in ("EPOCH", "SIZE") else "left", no_wrap=True)
@@ -54,9 +54,9 @@ def ls(run: _Name, storage: _Place = "runs") -> None:
 @checkpoints_app.command("verify")
 def verify(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
     """Reads all of the checkpoints and compares checksums; exits with 1 if any is damaged."""
-    from ..runs.checkpoints import Shelf
+    from ..runs.checkpoints import RunCheckpoints
 
-    there = Shelf.of(run, storage)
+    there = RunCheckpoints.of(run, storage)
     damaged = 0
     for entry in there.chosen(which) if which else there.entries:
         problems = there.problems(entry)
@@ -71,9 +71,9 @@ def verify(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
 @checkpoints_app.command("digest")
 def digest(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
     """Prints a digest of the weights, without a name the newest good checkpoint's; equal ones mean equal bits."""
-    from ..runs.checkpoints import Shelf
+    from ..runs.checkpoints import RunCheckpoints
 
-    there = Shelf.of(run, storage)
+    there = RunCheckpoints.of(run, storage)
     for entry in there.chosen(which or ["newest"]):
         print(f"{entry.name}  {there.digest(entry)}")
 
@@ -83,9 +83,9 @@ def pin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
     """Keeps checkpoints for good, also from the retention of a run that is going on."""
     from headway.trainer.checkpoints.retention import pin as put_pin
 
-    from ..runs.checkpoints import Shelf
+    from ..runs.checkpoints import RunCheckpoints
 
-    there = Shelf.of(run, storage)
+    there = RunCheckpoints.of(run, storage)
     for entry in there.chosen(which):
         put_pin(there.storage, entry.name)
         print(f"{entry.name} is pinned")
@@ -96,9 +96,9 @@ def unpin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
     """Gives checkpoints back to the retention of the run."""
     from headway.trainer.checkpoints.retention import unpin as take_pin
 
-    from ..runs.checkpoints import Shelf
+    from ..runs.checkpoints import RunCheckpoints
 
-    there = Shelf.of(run, storage)
+    there = RunCheckpoints.of(run, storage)
     for entry in there.chosen(which):
         take_pin(there.storage, entry.name)
         print(f"{entry.name} is not pinned")
@@ -119,9 +119,9 @@ def prune(
     """
     from headway.trainer.errors import ConfigError
 
-    from ..runs.checkpoints import Shelf
+    from ..runs.checkpoints import RunCheckpoints
 
-    there = Shelf.of(run, storage, keep_last=keep_last, keep_best=keep_best)
+    there = RunCheckpoints.of(run, storage, keep_last=keep_last, keep_best=keep_best)
     newest = there.newest_good()
     if which:
         doomed = there.chosen(which)
@@ -158,9 +158,9 @@ def export(
 
     if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError(f"--dtype is the name of one of torch's, such as bfloat16, not {dtype!r}")
-    from ..runs.checkpoints import Shelf
+    from ..runs.checkpoints import RunCheckpoints
 
-    there = Shelf.of(run, storage)
+    there = RunCheckpoints.of(run, storage)
     (entry,) = there.chosen([checkpoint])
     path = there.storage.path_of(entry.name)
     export_safetensors(path, file, model=model, ema=ema, dtype=getattr(torch, dtype) if dtype else None)

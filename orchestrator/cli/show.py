@@ -10,9 +10,9 @@ from rich.console import Console
 from headway.trainer.callbacks.progress_bar import human_duration
 
 from ..runs.compare import compare_runs
-from ..runs.goodput import Ledger, ledger_of
-from ..runs.run import SWEEP, Record, Run, find_run
-from ..storage.events import Event, in_words, read_events
+from ..runs.goodput import GoodputReport, goodput_report_of
+from ..runs.run import SWEEP_RECORD, Record, Run, find_run
+from ..storage.events import Event, describe, read_events
 from ..storage.folder import Folder, absolute, join
 from ..sweeps.result import SweepResult
 from .tables import format_table, local_time, took
@@ -35,7 +35,7 @@ _SHOWN_EVENTS = {
 def print_run(name: str, storage: str, console: Console | None = None) -> None:
     """Prints all that is known of one run, or the trials of a sweep."""
     console = console or Console(highlight=False, soft_wrap=True)
-    if Folder(join(absolute(storage), name)).exists(SWEEP):
+    if Folder(join(absolute(storage), name)).exists(SWEEP_RECORD):
         _print_sweep(SweepResult.read(join(absolute(storage), name)), console)
         return
     run = find_run(name, storage)
@@ -61,7 +61,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
     for label, fact in facts.items():
         if fact:
             console.print(f"{label:<11}{fact}", markup=False)
-    _print_ledger(ledger_of(run), console)
+    _print_ledger(goodput_report_of(run), console)
     console.print("\nconfig", markup=False)
     console.print(
         "".join(f"  {line}\n" for line in (run.folder.read("config.yaml") or "").splitlines()), markup=False, end=""
@@ -70,7 +70,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
     for event in events:
         if event["event"] in _SHOWN_EVENTS:
             at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-            console.print(f"  {at}  {event['event'].replace('_', ' ')}: {in_words(event)}", markup=False)
+            console.print(f"  {at}  {event['event'].replace('_', ' ')}: {describe(event)}", markup=False)
 
 
 def _print_sweep(result: SweepResult, console: Console) -> None:
@@ -94,7 +94,7 @@ def print_comparison(first: str, second: str, storage: str, console: Console | N
     console.print(format_table(rows), markup=False, soft_wrap=True)
 
 
-def _print_ledger(account: Ledger, console: Console) -> None:
+def _print_ledger(account: GoodputReport, console: Console) -> None:
     if account.wall_s <= 0:
         return
     starts = f"{_count(account.starts, 'start')} and {_count(account.attempts, 'attempt')}"

@@ -16,7 +16,7 @@ from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
 
 from ..config.experiment import Scaling
-from ..train.elastic import holding, room
+from ..train.elastic import slots_capped, target_workers
 from .ray_env import temporary_env
 
 _OWN = {
@@ -81,14 +81,14 @@ def missing_resources(scaling: Scaling) -> str:
         for name, wanted in scaling.reserved_by(scaling.min_workers).items()
         if there.get(name, 0) < wanted
     )
-    if not lack and (held := holding(live_node_resources(), scaling)) < scaling.min_workers:
-        each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
+    if not lack and (held := slots_capped(live_node_resources(), scaling)) < scaling.min_workers:
+        each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
         return f"{held} of {scaling.min_workers} places of {each} on one machine"
     return lack
 
 
 def wait_timeout_error(what: str, scaling: Scaling) -> ConfigError:
-    """Returns the error of who has waited for workers as long as `Scaling.patience_s`.
+    """Returns the error of who has waited for workers as long as `Scaling.wait_timeout_s`.
 
     Args:
         what: has not come up, as "the workers have".
@@ -96,7 +96,7 @@ def wait_timeout_error(what: str, scaling: Scaling) -> ConfigError:
     """
     lack = missing_resources(scaling)
     return ConfigError(
-        f"{what} not come up in {human_duration(scaling.patience_s)}: "
+        f"{what} not come up in {human_duration(scaling.wait_timeout_s)}: "
         + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")
         + "; to wait longer, set scaling.wait"
     )
@@ -120,10 +120,12 @@ def describe_wait(scaling: Scaling, taken: set[str]) -> str | None:
         taken: `placed_groups` of when they began to wait; where there are others now, they are coming up.
     """
     there, free, wanted = ray.cluster_resources(), ray.available_resources(), scaling.min_workers
-    fitting = min(holding([free], scaling), holding(live_node_resources(), scaling))
+    fitting = min(slots_capped([free], scaling), slots_capped(live_node_resources(), scaling))
     if fitting >= wanted or placed_groups() - taken:
         return None
-    amounts = ", ".join(f"{free.get(name, 0):g} {name} free of {there.get(name, 0):g}" for name in scaling.per_worker)
+    amounts = ", ".join(
+        f"{free.get(name, 0):g} {name} free of {there.get(name, 0):g}" for name in scaling.worker_resources
+    )
     fit = "1 fits" if fitting == 1 else f"{fitting or 'none'} fit{'' if fitting else 's'}"
     return f"waiting for {wanted} worker{'s'[: wanted > 1]}: {fit} ({amounts})"
 
@@ -135,7 +137,7 @@ def live_node_resources() -> list[dict[str, float]]:
 
 def target_workers_now(scaling: Scaling, *, workers: int) -> int:
     """Returns how many workers a group may have that has so many now, on the connected cluster."""
-    return room(live_node_resources(), ray.available_resources(), scaling, workers=workers)
+    return target_workers(live_node_resources(), ray.available_resources(), scaling, workers=workers)
 
 
 def clamp_to_machine(scaling: Scaling) -> Scaling:
@@ -145,7 +147,7 @@ def clamp_to_machine(scaling: Scaling) -> Scaling:
     import torch
 
     machine = {"CPU": float(usable_cpus()), "GPU": float(torch.cuda.device_count())}
-    fitting = holding([{**dict.fromkeys(scaling.resources_per_worker, math.inf), **machine}], scaling)
+    fitting = slots_capped([{**dict.fromkeys(scaling.resources_per_worker, math.inf), **machine}], scaling)
     return replace(scaling, workers=max(fitting, scaling.min_workers))
 
 
@@ -173,7 +175,7 @@ def ray_connection(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
         try:
             ray.init(
                 address="local",
-                num_cpus=max(usable_cpus(), math.ceil(scaling.in_total["CPU"])) + 2,
+                num_cpus=max(usable_cpus(), math.ceil(scaling.total_resources["CPU"])) + 2,
                 include_dashboard=False,
                 log_to_driver=verbose,
                 logging_level=_level(verbose),

@@ -46,7 +46,7 @@ class Group:
 
     def workers_on_one(self, scaling: Scaling) -> int:
         """How many workers one node can hold, however many are wanted."""
-        needed = {name: amount for name, amount in scaling.per_worker.items() if amount}
+        needed = {name: amount for name, amount in scaling.worker_resources.items() if amount}
         return min(int(self.resources.get(name, 0) / amount + 1e-9) for name, amount in needed.items())
 
 
@@ -224,7 +224,7 @@ def _is_spot(provider: str, node: Mapping[str, Any]) -> bool | None:
 
 
 def _worker_faults(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
-    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
+    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
     if not any(group.workers_on_one(scaling) and group.max_nodes for group in cluster.groups):
         unsaid = [group.name for group in cluster.groups if not group.resources]
         yield f"no group has a node that can hold a worker ({each}): " + (
@@ -291,7 +291,7 @@ def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
     most = cluster.most_workers(scaling)
     yield f"room for {most} worker{'s'[: most != 1]} of this experiment when the cluster has grown as far as it may"
     if scaling.min_workers <= most < scaling.max_workers:
-        yield f"of {scaling.in_words} no more than {most} will ever train"
+        yield f"of {scaling} no more than {most} will ever train"
     able = [group for group in cluster.groups if not group.is_head and group.workers_on_one(scaling)]
     if able and all(group.is_spot for group in able):
         yield "all groups for them are spot: where no such machine is to be had, the run waits"

@@ -28,7 +28,7 @@ _RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 _BREAK = re.compile("[\x85\u2028\u2029]")
 
 
-class Text(str):
+class PlainScalar(str):
     """A word that was written without quotes, so the field that it is for decides whether it is a number."""
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class Text(str):
 
 
 class _Loader(yaml.SafeLoader):
-    # Every word stays a word; see Text.
+    # Every word stays a word; see PlainScalar.
     yaml_implicit_resolvers: dict[str, Any] = {}
 
 
@@ -66,7 +66,7 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
 
 
 def _word(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
-    return str(node.value) if node.style else Text(node.value)
+    return str(node.value) if node.style else PlainScalar(node.value)
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -79,7 +79,7 @@ _Dumper.add_representer(str, _quoted)
 
 
 def parse_yaml(text: str, path: str = "") -> Any:
-    """Reads YAML, leaving unquoted words as `Text`.
+    """Reads YAML, leaving unquoted words as `PlainScalar`.
 
     Raises:
         ConfigError: it is not YAML.
@@ -88,22 +88,22 @@ def parse_yaml(text: str, path: str = "") -> Any:
         found = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}={text}: this is not YAML: {' '.join(str(error).split())}") from None
-    return Text("") if found is None and path else found
+    return PlainScalar("") if found is None and path else found
 
 
 def render_yaml(plain: Any) -> str:
-    """Writes plain values so that `parse_yaml` and `convert` bring back the same."""
+    """Writes plain values so that `parse_yaml` and `coerce` bring back the same."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 Build = Callable[[type[Any], Any, str], Any]
 
 
-def convert(value: Any, hint: Any, path: str, build: Build) -> Any:
+def coerce(value: Any, hint: Any, path: str, build: Build) -> Any:
     """Returns a value as what its field wants.
 
     Args:
-        value: plain values; words may be `Text`.
+        value: plain values; words may be `PlainScalar`.
         hint: the type of the field.
         path: of the field, for errors.
         build: makes a dataclass from (class, mapping, path).
@@ -113,10 +113,10 @@ def convert(value: Any, hint: Any, path: str, build: Build) -> Any:
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return convert(value, arguments[0], path, build)
+        return coerce(value, arguments[0], path, build)
     if hint is Any:
         return _settled(value)
-    if hint is str and isinstance(value, Text):
+    if hint is str and isinstance(value, PlainScalar):
         return str(value)
     if origin in (Union, types.UnionType):
         return _first_that_fits(value, arguments, hint, path, build)
@@ -134,7 +134,7 @@ def convert(value: Any, hint: Any, path: str, build: Build) -> Any:
 
 def _settled(value: Any) -> Any:
     match value:
-        case Text():
+        case PlainScalar():
             return value.value()
         case Mapping():
             return {str(key): _settled(each) for key, each in value.items()}
@@ -151,12 +151,12 @@ def _first_that_fits(value: Any, arms: tuple[Any, ...], hint: Any, path: str, bu
         if arm is str and not isinstance(value, str):
             continue
         try:
-            return convert(value, arm, path, build)
+            return coerce(value, arm, path, build)
         except ConfigError as error:
             complaint = error if arm not in (type(None), str) and complaint is None else complaint
     if len([arm for arm in arms if arm is not type(None)]) == 1 and complaint is not None:
         raise complaint
-    raise ConfigError(f"{path}={_shown(value)}: it should be {_name(hint)}") from complaint
+    raise ConfigError(f"{path}={_shown(value)}: it should be {_type_name(hint)}") from complaint
 
 
 def _duration(value: Any, path: str) -> Duration:
@@ -168,10 +168,10 @@ def _duration(value: Any, path: str) -> Duration:
 
 def _mapping(value: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}={_shown(value)}: it should be {_name(hint)}, as {{a: 1}} or {path}.a=1")
+        raise ConfigError(f"{path}={_shown(value)}: it should be {_type_name(hint)}, as {{a: 1}} or {path}.a=1")
     key_hint, value_hint = arguments or (Any, Any)
     return {
-        convert(key, key_hint, path, build): convert(each, value_hint, f"{path}.{key}", build)
+        coerce(key, key_hint, path, build): coerce(each, value_hint, f"{path}.{key}", build)
         for key, each in value.items()
     }
 
@@ -180,14 +180,14 @@ def _items(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any, path:
     if isinstance(value, str) and arguments == (int, int) and (ends := _RANGE.fullmatch(value)):
         value = [int(end) for end in ends.groups()]
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{path}={_shown(value)}: it should be {_name(hint)}, as [{_shown(value)}]")
+        raise ConfigError(f"{path}={_shown(value)}: it should be {_type_name(hint)}, as [{_shown(value)}]")
     if origin is tuple and arguments and arguments[-1] is not ...:
         if len(arguments) != len(value):
             raise ConfigError(f"{path}={_shown(value)}: it should have {len(arguments)} items, not {len(value)}")
         hints: Sequence[Any] = arguments
     else:
         hints = [arguments[0] if arguments else Any] * len(value)
-    items = [convert(each, hints[index], f"{path}[{index}]", build) for index, each in enumerate(value)]
+    items = [coerce(each, hints[index], f"{path}[{index}]", build) for index, each in enumerate(value)]
     kind = {tuple: tuple, set: set, frozenset: frozenset}.get(origin, list)
     return kind(items)
 
@@ -196,7 +196,7 @@ def _validated(value: Any, hint: Any, path: str) -> Any:
     try:
         adapter = pydantic.TypeAdapter(hint)
     except pydantic.errors.PydanticUserError as error:
-        raise ConfigError(f"{path} is a {_name(hint)}, which cannot be given as text") from error
+        raise ConfigError(f"{path} is a {_type_name(hint)}, which cannot be given as text") from error
     # Strict where it can be: True is no number, and 64.0 no whole one. Others (Path, Enum, date) come from text.
     strict = hint in (int, float, bool, str) or get_origin(hint) is Literal
     try:
@@ -210,5 +210,5 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, (str, int, float)) else repr(_settled(value))
 
 
-def _name(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")

@@ -35,9 +35,9 @@ class Scaling:
             saves and goes on with them.
 
     Example:
-        >>> Scaling(workers=4, gpus_per_worker=1).in_total
+        >>> Scaling(workers=4, gpus_per_worker=1).total_resources
         {'CPU': 4, 'GPU': 4}
-        >>> Scaling(workers=(2, 8)).in_words
+        >>> str(Scaling(workers=(2, 8)))
         '2 to 8 workers'
     """
 
@@ -66,7 +66,7 @@ class Scaling:
             raise ConfigError(f"{' and '.join(sorted(doubled))}: use cpus_per_worker and gpus_per_worker")
 
     @property
-    def per_worker(self) -> dict[str, float]:
+    def worker_resources(self) -> dict[str, float]:
         """What one worker reserves, by Ray's names."""
         gpu = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
         return {"CPU": self.cpus_per_worker, **gpu, **self.resources_per_worker}
@@ -77,7 +77,7 @@ class Scaling:
         return self.workers if isinstance(self.workers, int) else self.workers[0]
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_worker(self) -> bool:
         """Whether there is never more than one worker: a trial then trains in the process that it has anyway."""
         return self.max_workers == 1
 
@@ -91,25 +91,24 @@ class Scaling:
         """Whether their number may vary."""
         return self.min_workers < self.max_workers
 
-    @property
-    def in_words(self) -> str:
-        """How many there are, for people: "2 workers", "2 to 8 workers"."""
+    def __str__(self) -> str:
+        """The number of workers: "2 workers", "2 to 8 workers"."""
         count = f"{self.min_workers} to {self.max_workers}" if self.is_elastic else str(self.max_workers)
         return f"{count} worker{'s'[: self.max_workers > 1]}"
 
     @property
-    def in_total(self) -> dict[str, float]:
+    def total_resources(self) -> dict[str, float]:
         """What all workers together reserve, by Ray's names; of a number that may vary, the most."""
         return self.reserved_by(self.max_workers)
 
     @property
-    def patience_s(self) -> float:
+    def wait_timeout_s(self) -> float:
         """For how long workers are waited for: `wait`, or ten minutes for those that the cluster could hold."""
         return self.wait.amount if self.wait else 600.0
 
     def reserved_by(self, workers: int) -> dict[str, float]:
         """What so many workers reserve, by Ray's names."""
-        return {name: amount * workers for name, amount in self.per_worker.items()}
+        return {name: amount * workers for name, amount in self.worker_resources.items()}
 
 
 def _range(workers: Sequence[int]) -> int | tuple[int, int]:
@@ -205,7 +204,7 @@ class Experiment:
 
     def _check_elastic(self) -> None:
         """Refuses what would not be the same training on any number of workers."""
-        size, parallel, workers = self.config.global_batch_size, self.config.parallel, self.scaling.in_words
+        size, parallel, workers = self.config.global_batch_size, self.config.parallel, str(self.scaling)
         if size is None:
             raise ConfigError(
                 f"with {workers} an update would take now more samples and now fewer: set "

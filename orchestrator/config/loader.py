@@ -21,9 +21,9 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from headway.trainer.trainer import Trainer
 
-from .coerce import Text, convert, parse_yaml, render_yaml
+from .coerce import PlainScalar, coerce, parse_yaml, render_yaml
 from .experiment import Experiment, config_type
-from .target import load_target, name_of
+from .target import load_target, target_of
 
 
 def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[str] = ()) -> Experiment:
@@ -46,7 +46,7 @@ def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[s
         return cast(Experiment, _rebuilt(found, tree, ""))
     if "trainer" in tree:
         raise ConfigError("trainer is what the target says; give another target instead of an override")
-    settings = {"name": Text(_kebab(found.__name__)), **tree}
+    settings = {"name": PlainScalar(_kebab(found.__name__)), **tree}
     config = _built(config_type(found), settings.pop("config", {}), "config")
     return cast(Experiment, _built(Experiment, {"trainer": found, "config": config, **settings}, ""))
 
@@ -68,7 +68,7 @@ def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
     return _rebuilt(settings, tree, path)
 
 
-def written_values(overrides: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Returns "path=value" as YAML values by path, for `override`.
 
     Raises:
@@ -95,7 +95,7 @@ def to_plain(value: Any, path: str = "") -> Any:
     if isinstance(value, Enum):
         return to_plain(value.value, path)
     if isinstance(value, type) and issubclass(value, Trainer):
-        return name_of(value)
+        return target_of(value)
     if isinstance(value, Mapping):
         return {str(key): to_plain(each, _at(path, str(key))) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -135,7 +135,7 @@ def from_yaml(text: str) -> Experiment:
     return from_plain(parse_yaml(text))
 
 
-def departures(experiment: Experiment) -> dict[str, str | None]:
+def non_default_fields(experiment: Experiment) -> dict[str, str | None]:
     """Returns the defaults of the fields that have another value, by path; None for a field that has no default."""
     found: dict[str, str | None] = {}
     for section in ("config", "scaling", "retries"):
@@ -217,7 +217,7 @@ def _rebuilt(current: Any, tree: Mapping[str, Any], path: str) -> Any:
         if is_dataclass(value) and not isinstance(value, (type, Duration)) and isinstance(written, Mapping):
             changes[field.name] = _rebuilt(value, written, where)
         else:
-            changes[field.name] = convert(written, hints[field.name], where, _built)
+            changes[field.name] = coerce(written, hints[field.name], where, _built)
     return _made(lambda: replace(current, **changes), path)
 
 
@@ -232,7 +232,7 @@ def _built(cls: type[Any], tree: Any, path: str) -> Any:
     sections = {**hints, **{name: type(value) for name, value in tree.items()}}
     for field, written in _matched(cls, tree, path, sections):
         hint, where = hints[field.name], _at(path, field.name)
-        values[field.name] = written if where == "trainer" else convert(written, hint, where, _built)
+        values[field.name] = written if where == "trainer" else coerce(written, hint, where, _built)
     for field in _settable(cls):
         if field.default is MISSING and field.default_factory is MISSING and field.name not in values:
             where = _at(path, field.name)

@@ -58,7 +58,7 @@ def load_named(target: str, name: str) -> Any:
     return _named(_import(place, target), name, f"{place}:{name}")
 
 
-def name_of(trainer: type) -> str:
+def target_of(trainer: type) -> str:
     """Returns the target by which `load_target` finds a class again: by file if its module is one, else by module.
 
     A file below the current directory is named from there: a job's copy of that directory lies elsewhere every time.
@@ -70,7 +70,7 @@ def name_of(trainer: type) -> str:
     return f"{trainer.__module__}:{trainer.__qualname__}"
 
 
-def folder_of(trainer: type) -> str | None:
+def import_folder_of(trainer: type) -> str | None:
     """Returns the folder from which the module of a class is imported; None if it has no file.
 
     One below the current directory is named from there.
@@ -83,7 +83,7 @@ def folder_of(trainer: type) -> str | None:
     return _from_here(path.parents[depth + (path.name == "__init__.py")])
 
 
-def find_again(target: str, *, working_dir: str, folder: str | None, sha256: str | None) -> str:
+def relocate_target(target: str, *, working_dir: str, folder: str | None, sha256: str | None) -> str:
     """Returns the target by which a class that was recorded is found now.
 
     A file is looked for below the current directory and below the one that it was recorded in; the one whose content is
@@ -91,9 +91,9 @@ def find_again(target: str, *, working_dir: str, folder: str | None, sha256: str
     from, which is then imported from.
 
     Args:
-        target: what `name_of` said then.
+        target: what `target_of` said then.
         working_dir: the current directory then, perhaps of another machine.
-        folder: what `folder_of` said then.
+        folder: what `import_folder_of` said then.
         sha256: of the file then.
 
     Raises:
@@ -128,7 +128,7 @@ def _import_from(folders: Iterable[str], package: str) -> None:
             return
 
 
-def travels_by_value(module: ModuleType | None) -> bool:
+def is_user_file(module: ModuleType | None) -> bool:
     """Whether workers cannot import a module, because it is a user's file."""
     return module is not None and module.__name__.startswith(_PREFIX)
 

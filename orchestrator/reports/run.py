@@ -16,10 +16,10 @@ from headway.trainer.trackers.jsonl import read_records
 
 from ..config.coerce import parse_yaml
 from ..config.loader import differences
-from ..runs.checkpoints import Shelf
-from ..runs.goodput import CLASSES, Ledger, ledger_of
-from ..runs.run import SWEEP, Run, find_run
-from ..storage.events import Event, in_words, read_events
+from ..runs.checkpoints import RunCheckpoints
+from ..runs.goodput import CLASSES, GoodputReport, goodput_report_of
+from ..runs.run import SWEEP_RECORD, Run, find_run
+from ..storage.events import Event, describe, read_events
 from ..storage.folder import Folder, absolute, join
 from ..sweeps.result import SweepResult
 from . import charts
@@ -60,7 +60,7 @@ def write_report(name: str, storage: str = "runs", output: str | None = None) ->
     """
     library = charts.library()
     folder = Folder(join(absolute(storage), name))
-    if folder.exists(SWEEP):
+    if folder.exists(SWEEP_RECORD):
         body = sweep_body(SweepResult.read(folder.place))
     else:
         body = _run_body(find_run(name, storage), name, storage)
@@ -81,7 +81,7 @@ def write_report(name: str, storage: str = "runs", output: str | None = None) ->
 
 def _run_body(run: Run, name: str, storage: str) -> Html:
     record, events = run.record, read_events(run.folder)
-    account = ledger_of(run)
+    account = goodput_report_of(run)
     return joined([
         _head(run, account),
         _metrics(run, events),
@@ -103,7 +103,7 @@ def _run_body(run: Run, name: str, storage: str) -> Html:
     ])  # fmt: skip
 
 
-def _head(run: Run, account: Ledger) -> Html:
+def _head(run: Run, account: GoodputReport) -> Html:
     record = run.record
     measured = sorted(record.metrics.items(), key=lambda each: ("loss" not in each[0], each[0]))
     metrics = {name: charts.shown(float(value)) for name, value in measured if "/" in name}
@@ -185,7 +185,7 @@ def _not_finite(series: Mapping[str, tuple[list[float], list[float]]]) -> Iterat
             yield f"{name}: {count} not finite and not drawn, the first at step {lost[0]:,.0f}."
 
 
-def _time(account: Ledger) -> Html:
+def _time(account: GoodputReport) -> Html:
     if account.wall_s <= 0:
         return section("Where the time went", note("Nothing is known of it yet."))
     spent = sorted(account.seconds.items(), key=lambda each: -each[1])
@@ -234,7 +234,7 @@ def _attempts(events: Sequence[Event]) -> Html:
 
 def _checkpoints(name: str, storage: str) -> Html:
     try:
-        shelf = Shelf.of(name, storage)
+        shelf = RunCheckpoints.of(name, storage)
     except ConfigError:
         return section("Checkpoints", note("There are none."))
     reasons, rows = shelf.reasons(), []
@@ -269,7 +269,7 @@ def _configuration(run: Run) -> Html:
 
 def _events(events: Sequence[Event]) -> Html:
     told = [event for event in events if event["event"] not in _HIDDEN_EVENTS]
-    rows = [(_utc(event["time"]), event["event"].replace("_", " "), in_words(event)) for event in told[-_MOST_EVENTS:]]
+    rows = [(_utc(event["time"]), event["event"].replace("_", " "), describe(event)) for event in told[-_MOST_EVENTS:]]
     left_out = len(told) - len(rows)
     return section(
         "Events",
@@ -278,7 +278,7 @@ def _events(events: Sequence[Event]) -> Html:
     )
 
 
-def _starts(account: Ledger) -> str:
+def _starts(account: GoodputReport) -> str:
     starts = f"{account.starts} start{'s'[: account.starts != 1]}"
     return f"{human_duration(account.wall_s)} in {starts} and {account.attempts} attempt{'s'[: account.attempts != 1]}"
 

@@ -20,7 +20,7 @@ from .run import find_run
 
 
 @dataclass(frozen=True)
-class Shelf:
+class RunCheckpoints:
     """The checkpoints of one run, as they lay there when it was made.
 
     Attributes:
@@ -35,7 +35,7 @@ class Shelf:
     began_after: int
 
     @classmethod
-    def of(cls, run: str, storage: str, **rules: int | None) -> Shelf:
+    def of(cls, run: str, storage: str, **rules: int | None) -> RunCheckpoints:
         """Looks into the folder of a run. A bare Trainer's `run_dir` will do: there need not be a `run.json`.
 
         Args:

@@ -11,7 +11,7 @@ from headway.trainer.errors import ConfigError
 from ..config.coerce import parse_yaml
 from ..config.experiment import Experiment
 from ..config.loader import differences, to_yaml
-from .checkpoints import Shelf
+from .checkpoints import RunCheckpoints
 from .provenance import code, git_state, hardware, versions
 from .run import find_run
 
@@ -38,10 +38,10 @@ def compare_runs(first: str, second: str, storage: str) -> list[Row]:
     Raises:
         ConfigError: there is no such run.
     """
-    return list(differing(recorded(first, storage), recorded(second, storage)))
+    return list(differing_facts(recorded_facts(first, storage), recorded_facts(second, storage)))
 
 
-def differing(before: Facts, after: Facts) -> Iterator[Row]:
+def differing_facts(before: Facts, after: Facts) -> Iterator[Row]:
     """Yields what differs in the parts that both have, as `compare_runs` returns it."""
     for part in before:
         if part not in after:
@@ -52,7 +52,7 @@ def differing(before: Facts, after: Facts) -> Iterator[Row]:
                 yield part, field, values[0], values[1]
 
 
-def present(experiment: Experiment, data: Mapping[str, Any]) -> Facts:
+def current_facts(experiment: Experiment, data: Mapping[str, Any]) -> Facts:
     """Returns what is known of a run that would be started now, in the same words as of one that was.
 
     Args:
@@ -68,7 +68,7 @@ def present(experiment: Experiment, data: Mapping[str, Any]) -> Facts:
     }
 
 
-def recorded(name: str, storage: str) -> Facts:
+def recorded_facts(name: str, storage: str) -> Facts:
     """Returns what is known of a run, by what it is of and by field.
 
     Raises:
@@ -79,7 +79,7 @@ def recorded(name: str, storage: str) -> Facts:
     saved: Mapping[str, Any] = {}
     digest: dict[str, str] = {}
     with suppress(ConfigError):  # no checkpoint, no certificate; nor a digest where the file with its sums is gone
-        shelf = Shelf.of(name, storage)
+        shelf = RunCheckpoints.of(name, storage)
         newest = next((each for each in reversed(shelf.entries) if each.checkpoint), None)
         if newest is not None and newest.checkpoint is not None:
             saved = newest.checkpoint.meta

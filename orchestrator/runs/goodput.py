@@ -17,7 +17,7 @@ from headway.trainer.loop.timing import FIRST_UPDATE, UPDATE_PHASES
 
 from ..storage.events import Event, read_events
 from ..train.elastic import RESIZING
-from ..watchdog.worker import last_heard
+from ..watchdog.worker import last_heartbeat_event
 from .run import Run
 
 ADVICE = {
@@ -56,7 +56,7 @@ _CLASS_OF: dict[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class GoodputReport:
     """The seconds of a run by class.
 
     Attributes:
@@ -91,7 +91,7 @@ class Ledger:
         return f"{worst} is {100 * self.share(worst):.0f} % of the time: {ADVICE[worst]}"
 
 
-def ledger(events: Sequence[Event], *, until: float | None = None) -> Ledger:
+def goodput_report(events: Sequence[Event], *, until: float | None = None) -> GoodputReport:
     """Accounts for every second of a run.
 
     Lost work done again is the time of updates up to the furthest one that an attempt before had made. The first update
@@ -108,7 +108,7 @@ def ledger(events: Sequence[Event], *, until: float | None = None) -> Ledger:
     for number, start in enumerate(starts):
         following = starts[number + 1].began if number + 1 < len(starts) else None
         book.account(start, before=following, until=until if following is None else None)
-    return Ledger(
+    return GoodputReport(
         seconds=book.seconds,
         wall_s=book.wall_s,
         not_running_s=book.not_running_s,
@@ -332,8 +332,8 @@ def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usu
     return _Again(again_s / total_s if total_s > 0 else float(steps > 0), steps)
 
 
-def ledger_of(run: Run) -> Ledger:
+def goodput_report_of(run: Run) -> GoodputReport:
     """Accounts for every second of a run; of one that goes on, until now."""
     # What its main rank was last heard to do is in no event yet.
-    heard = [] if (beat := last_heard(run.folder)) is None else [beat]
-    return ledger([*read_events(run.folder), *heard], until=time.time() if run.status == "running" else None)
+    heard = [] if (beat := last_heartbeat_event(run.folder)) is None else [beat]
+    return goodput_report([*read_events(run.folder), *heard], until=time.time() if run.status == "running" else None)

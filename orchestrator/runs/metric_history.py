@@ -6,7 +6,7 @@ from ..storage.events import read_events
 from ..storage.folder import Folder
 
 
-def measured(folder: Folder, metric: str) -> dict[int, float]:
+def metric_by_step(folder: Folder, metric: str) -> dict[int, float]:
     """Returns the values of a metric by step, in that order: of evaluations, or of records of the training.
 
     Args:

@@ -14,15 +14,15 @@ from headway.trainer.config import MAY_CHANGE
 
 from ..config.coerce import parse_yaml
 from ..config.experiment import Experiment
-from ..config.loader import Difference, departures, differences, to_plain, to_yaml
+from ..config.loader import Difference, differences, non_default_fields, to_plain, to_yaml
 from ..errors import RunConflictError
 from ..storage.folder import Folder
 from ..sweeps.record import Sweep, SweepRecord
 from ..sweeps.search import Search
-from .ownership import RECORD
+from .ownership import RUN_RECORD
 from .provenance import code, git_state, hardware, versions
-from .requests import withdraw_stop
-from .run import SWEEP, Driver, Record, Run, now
+from .requests import clear_stop_request
+from .run import SWEEP_RECORD, Driver, Record, Run, now
 
 # How and for how long a run trains may change while it lives. What it trains may not: the result would be no run's.
 _FREE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
@@ -32,17 +32,17 @@ _FREE_IN_SEARCH = {"trials", "concurrent", "keep_best_trials"}
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedRun:
     """A run that is about to be trained, or need not be.
 
     Attributes:
         run: the run.
-        verdict: "new", "goes on", or "finished": there is nothing to do.
+        state: "new", "goes on", or "finished": there is nothing to do.
         changes: fields that differ from the last start.
     """
 
     run: Run
-    verdict: Literal["new", "goes on", "finished"]
+    state: Literal["new", "goes on", "finished"]
     changes: tuple[Difference, ...] = ()
 
 
@@ -52,7 +52,7 @@ def open_run(
     accept_changes: bool = False,
     take_over: bool = False,
     origin: dict[str, Any] | None = None,
-) -> Opened:
+) -> OpenedRun:
     """Claims the run of an experiment for this process, or says that it is finished. Checks that it can be written.
 
     Args:
@@ -67,16 +67,17 @@ def open_run(
     """
     folder = Folder(experiment.run_dir)
     text = to_yaml(experiment)
-    if folder.exists(SWEEP):
+    if folder.exists(SWEEP_RECORD):
         raise RunConflictError(f"{experiment.name} is a sweep in {experiment.storage}: give the run another name")
-    if folder.read(RECORD) is None:
+    if folder.read(RUN_RECORD) is None:
         folder.prepare()
-        return Opened(_begin(folder, experiment, text, origin or origin_of(experiment)), "new")
+        return OpenedRun(_begin(folder, experiment, text, origin or provenance_of(experiment)), "new")
     run = Run(experiment.run_dir)
     if run.status == "running" and not run.record.driver.is_this and not take_over:
         driver = run.record.driver
         raise RunConflictError(
-            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}{driver.if_gone}; "
+            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}"
+            f"{driver.retry_hint}; "
             f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
         )
     changes = tuple(differences(_comparable(run.folder.read("config.yaml") or ""), _comparable(text)))
@@ -84,19 +85,19 @@ def open_run(
     if refused and not accept_changes:
         raise RunConflictError(_conflict(experiment, refused))
     if run.is_finished and not any(_extends(change) for change in changes):
-        return Opened(run, "finished", changes)
+        return OpenedRun(run, "finished", changes)
     folder.prepare()
     folder.write("config.yaml", text)
     # Before the run can be seen to live: what is asked from then on is asked of this life of it.
-    withdraw_stop(folder)
+    clear_stop_request(folder)
     scaling = experiment.scaling
     run.update(
         status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(),
         workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
         changes=[*run.record.changes, *(f"{each.path}: {each.before} -> {each.after}" for each in changes)],
-        defaults=departures(experiment), **(origin or origin_of(experiment)),
+        defaults=non_default_fields(experiment), **(origin or provenance_of(experiment)),
     )  # fmt: skip
-    return Opened(run, "goes on", changes)
+    return OpenedRun(run, "goes on", changes)
 
 
 def open_sweep(experiment: Experiment, search: Search) -> Sweep:
@@ -107,37 +108,38 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
         StorageError: the storage cannot be written.
     """
     folder = Folder(experiment.run_dir)
-    if folder.read(RECORD) is not None:
+    if folder.read(RUN_RECORD) is not None:
         raise RunConflictError(f"{experiment.name} is a run in {experiment.storage}: give the sweep another name")
     asked = {
         "search": {**{each.name: _plain(getattr(search, each.name)) for each in fields(search)}},
         "experiment": to_plain(experiment),
         "trials": search.num_trials,
     }
-    if folder.read(SWEEP) is None:
+    if folder.read(SWEEP_RECORD) is None:
         folder.prepare()
         record = SweepRecord(
             id=uuid.uuid4().hex[:12], name=experiment.name, created=now(), started=now(), driver=Driver.this(), **asked
         )
-        folder.write(SWEEP, json.dumps(asdict(record), indent=2) + "\n")
+        folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n")
         return Sweep(folder.place)
     sweep = Sweep(folder.place)
     driver = sweep.record.driver
     if sweep.status == "running" and not driver.is_this:
         raise RunConflictError(
-            f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}{driver.if_gone}; "
+            f"{experiment.name} is being swept right now, by process {driver.pid} on {driver.host}"
+            f"{driver.retry_hint}; "
             "wait for it, or choose another name"
         )
     _refuse_another(sweep, asked, experiment)
     folder.prepare()
-    withdraw_stop(folder)
+    clear_stop_request(folder)
     # What trials are trained with from now on the record says when one is to be trained.
     del asked["experiment"]
     sweep.update(**asked, status="running", reason="", started=now(), ended=None, driver=Driver.this())
     return sweep
 
 
-def take_changes(sweep: Sweep, experiment: Experiment) -> list[str]:
+def record_changed_settings(sweep: Sweep, experiment: Experiment) -> list[str]:
     """Has the record of a sweep say what its trials are trained with from now on; returns what of it is new."""
     plain = json.loads(json.dumps(to_plain(experiment)))
     changes = [str(each) for each in differences(sweep.record.experiment, plain) if may_change(each.path)]
@@ -147,7 +149,7 @@ def take_changes(sweep: Sweep, experiment: Experiment) -> list[str]:
     return changes
 
 
-def origin_of(experiment: Experiment) -> dict[str, Any]:
+def provenance_of(experiment: Experiment) -> dict[str, Any]:
     """Returns what a record says of where a start comes from. Takes a tenth of a second."""
     return {
         "trainer": to_plain(experiment.trainer), "code": code(experiment.trainer), "working_dir": os.getcwd(),
@@ -161,9 +163,9 @@ def _begin(folder: Folder, experiment: Experiment, text: str, origin: dict[str, 
     record = Record(
         id=uuid.uuid4().hex[:12], name=experiment.name, status="running", created=now(), started=now(),
         workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
-        driver=Driver.this(), defaults=departures(experiment), **origin,
+        driver=Driver.this(), defaults=non_default_fields(experiment), **origin,
     )  # fmt: skip
-    folder.write(RECORD, record.to_json())
+    folder.write(RUN_RECORD, record.to_json())
     return Run(folder.place)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.trainer.checkpoints.resume_check import code_of
 
-from ..config.target import file_digest, folder_of
+from ..config.target import file_digest, import_folder_of
 
 
 def versions() -> dict[str, str]:
@@ -43,11 +43,13 @@ def git_state() -> dict[str, Any]:
 def code(trainer: type) -> dict[str, Any]:
     """Returns digests of a trainer's methods by name, and the SHA-256 and the folder of its file, where it has one."""
     file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
-    of_file = {"sha256": file_digest(file), "folder": folder_of(trainer)} if file and os.path.isfile(file) else {}
+    of_file = (
+        {"sha256": file_digest(file), "folder": import_folder_of(trainer)} if file and os.path.isfile(file) else {}
+    )
     return {**of_file, "methods": code_of(trainer)}
 
 
-def process_began() -> float | None:
+def process_start_time() -> float | None:
     """Returns when this process began, in seconds since 1970; None where the system does not say it in `/proc`."""
     try:
         # In ticks since the machine was started; the name of the process, in brackets before, may hold anything.

@@ -16,7 +16,7 @@ _Status = Literal["stopped", "time_limit", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class StopRequest:
     """A wish that a run end.
 
     Attributes:
@@ -32,7 +32,7 @@ class Stop:
     within_s: float | None = None
 
 
-def ask_to_stop(folder: Folder, stop: Stop) -> None:
+def request_stop(folder: Folder, stop: StopRequest) -> None:
     """Asks whoever trains the run of a folder to end it, from any process that can write to it.
 
     Raises:
@@ -41,20 +41,20 @@ def ask_to_stop(folder: Folder, stop: Stop) -> None:
     folder.write(_FILE, json.dumps(asdict(stop)))
 
 
-def asked_to_stop(folder: Folder) -> Stop | None:
+def read_stop_request(folder: Folder) -> StopRequest | None:
     """Returns what was asked for; None also where that cannot be read for the moment: it is asked again soon."""
     with contextlib.suppress(StorageError, ValueError, TypeError):
-        asked = Stop(**json.loads(folder.read(_FILE) or "null"))
+        asked = StopRequest(**json.loads(folder.read(_FILE) or "null"))
         return asked if asked.status in get_args(_Status) else None
     return None
 
 
-def withdraw_stop(folder: Folder) -> None:
+def clear_stop_request(folder: Folder) -> None:
     """Forgets what was asked of an earlier life of the run."""
     folder.remove(_FILE)
 
 
-def ask_to_grow(folder: Folder, *, attempt: int, workers: int) -> None:
+def request_scale_up(folder: Folder, *, attempt: int, workers: int) -> None:
     """Asks the workers of an attempt to save and leave, because there is room for more of them.
 
     Args:
@@ -68,7 +68,7 @@ def ask_to_grow(folder: Folder, *, attempt: int, workers: int) -> None:
     folder.write(_GROW, json.dumps({"attempt": attempt, "workers": workers}))
 
 
-def asked_to_grow(folder: Folder, attempt: int) -> int:
+def read_scale_up_request(folder: Folder, attempt: int) -> int:
     """Returns for how many workers there is room, if those of this attempt were asked to leave for it; else 0."""
     with contextlib.suppress(StorageError, ValueError, KeyError):
         asked = json.loads(folder.read(_GROW) or "{}")

@@ -12,17 +12,17 @@ from headway.trainer.loop.run_state import COMPONENTS
 from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
-from ..config.loader import override, written_values
+from ..config.loader import override, parse_overrides
 from ..storage.events import read_events
 from ..storage.folder import Folder, absolute, join
 from ..train.dry_run import plan
 from ..train.fit import fit
-from .checkpoints import Shelf
-from .compare import MISSING, Facts, Row, differing, present, recorded
-from .ownership import RECORD
+from .checkpoints import RunCheckpoints
+from .compare import MISSING, Facts, Row, current_facts, differing_facts, recorded_facts
+from .ownership import RUN_RECORD
 from .result import RunResult
-from .resume import Resumption
-from .run import SWEEP, Run, find_run
+from .resume import ResumeOptions
+from .run import SWEEP_RECORD, Run, find_run
 
 # What a result depends on besides the config and the data.
 _SURROUNDINGS = ("code", "versions")
@@ -63,9 +63,9 @@ def rerun(
     past = _find(name, storage)
     experiment = _again(past, name, storage, overrides, target)
     begin = _beginning(past)
-    before = recorded(name, storage)
+    before = recorded_facts(name, storage)
     now = _data_now(past, experiment, accept_changes=accept_changes)
-    rows = list(differing(before, present(experiment, now)))
+    rows = list(differing_facts(before, current_facts(experiment, now)))
     display.line(f"{name} again, as {experiment.name}" + ("" if rows else ": nothing differs from its record"))
     for row in rows:
         display.line(f"  {_told(row)}", "dim")
@@ -79,7 +79,7 @@ def rerun(
 
 
 def _find(name: str, storage: str) -> Run:
-    if Folder(join(absolute(storage), name)).exists(SWEEP):
+    if Folder(join(absolute(storage), name)).exists(SWEEP_RECORD):
         raise ConfigError(f"{name} is a sweep: run one of its trials again, as {name}/trial-000")
     return find_run(name, storage)
 
@@ -99,10 +99,10 @@ def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target:
             "now, or say where its trainer is, as in --target file.py:Name"
         ) from error
     found = replace(found, name=f"{name.replace('/', '-')}-rerun", storage=absolute(storage))
-    again: Experiment = override(found, written_values(overrides))
+    again: Experiment = override(found, parse_overrides(overrides))
     if again.run_dir == past.run_dir:
         raise ConfigError(f"the new run would be {name} itself: give it another name, as in name={name}-2")
-    if Folder(again.run_dir).exists(RECORD) and Run(again.run_dir).is_finished:
+    if Folder(again.run_dir).exists(RUN_RECORD) and Run(again.run_dir).is_finished:
         raise ConfigError(
             f"{again.name} is finished already, so that nothing would be trained and nothing shown of what the code "
             f"does now: give the new run another name, as in name={again.name}-2"
@@ -110,7 +110,7 @@ def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target:
     return again
 
 
-def _beginning(past: Run) -> Resumption:
+def _beginning(past: Run) -> ResumeOptions:
     """What the run began with: nothing, or a checkpoint of another one.
 
     Raises:
@@ -121,18 +121,18 @@ def _beginning(past: Run) -> Resumption:
         resume = event.get("resume")
         # The last start that began anew is the beginning of what there is; one that went back in the run is not.
         if resume == "never":
-            return Resumption()
+            return ResumeOptions()
         if resume is not None and _is_of_another(resume, past):
             if not Folder(resume).exists("manifest.json"):
                 raise ConfigError(f"{name} began with {resume}, which is gone: bring it back")
-            return Resumption(resume=resume, restore=tuple(event.get("restore", COMPONENTS)))
+            return ResumeOptions(resume=resume, restore=tuple(event.get("restore", COMPONENTS)))
     # Earlier versions wrote down neither.
     began = next((event["step"] for event in events if event["event"] == "training"), 0)
     last = past.record.resumed_from
     if began == 0 and not (last and _is_of_another(last, past)):
-        return Resumption()
+        return ResumeOptions()
     if began and last and _is_of_another(last, past) and Folder(last).exists("manifest.json"):
-        return Resumption(resume=last)
+        return ResumeOptions(resume=last)
     raise ConfigError(
         f"{name} began at step {began} with a checkpoint of another run ({last or 'not named'}), and its record does "
         "not say with how much of it, or it is gone: give it to `headway fit --resume`, with --restore for a part of it"
@@ -180,7 +180,7 @@ def _refuse(past: Run, rows: Sequence[Row], before: Facts, *, strict: bool, acce
 def _verdict(name: str, storage: str, experiment: Experiment) -> str:
     """Whether both runs have come to the same weights, as far as their checkpoints tell."""
     try:
-        shelves = [Shelf.of(name, storage), Shelf.of(experiment.name, experiment.storage)]
+        shelves = [RunCheckpoints.of(name, storage), RunCheckpoints.of(experiment.name, experiment.storage)]
         newest = [shelf.entries[-1] for shelf in shelves]
         digests = [shelf.digest(entry) for shelf, entry in zip(shelves, newest, strict=True)]
     except ConfigError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from headway.trainer.data.protocols import Guarantee
 from headway.trainer.result import Status, Table, read_history
 
-from .goodput import ledger_of
+from .goodput import goodput_report_of
 from .run import Run
 
 
@@ -57,7 +57,7 @@ class RunResult:
 
         As `headway runs show` has it: docs/measuring.md says where the rest can go. Reads the files of the run.
         """
-        return ledger_of(Run(self.run_dir)).goodput
+        return goodput_report_of(Run(self.run_dir)).goodput
 
     @classmethod
     def recorded(cls, run: Run, *, status: Status, reason: str, signal: int | None = None) -> RunResult:

@@ -15,7 +15,7 @@ from ..storage.folder import absolute
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumption:
+class ResumeOptions:
     """What `Trainer.fit` is told in the workers, until this start has saved a checkpoint of its own.
 
     Attributes:
@@ -29,7 +29,7 @@ class Resumption:
     accept_changes: bool = False
 
     @classmethod
-    def asked(cls, resume: str, restore: Collection[str], *, accept_changes: bool) -> Resumption:
+    def asked(cls, resume: str, restore: Collection[str], *, accept_changes: bool) -> ResumeOptions:
         """Checks what a person asks for.
 
         Raises:
@@ -50,7 +50,7 @@ class Resumption:
         chosen: dict[str, Any] = {} if self.resume == "auto" else {"resume": self.resume}
         return chosen if set(self.restore) == set(COMPONENTS) else {**chosen, "restore": sorted(self.restore)}
 
-    def repeated(self, events: Iterable[Event]) -> Resumption:
+    def repeated(self, events: Iterable[Event]) -> ResumeOptions:
         """What it comes to in a run that was begun so before: all of what that has saved since.
 
         So the same command goes on after Ctrl-C, and after a driver was lost. "never" is a wish of its own each time.
@@ -71,6 +71,6 @@ class Resumption:
             return self
         return self.after_a_save()
 
-    def after_a_save(self) -> Resumption:
+    def after_a_save(self) -> ResumeOptions:
         """What a later attempt of the same start begins with: all of what the start has saved itself."""
-        return Resumption(accept_changes=self.accept_changes)
+        return ResumeOptions(accept_changes=self.accept_changes)

@@ -24,8 +24,8 @@ from headway.trainer.result import Status
 
 from ..errors import DamagedRecordError, RunConflictError, StorageError
 from ..storage.folder import Folder, absolute, join
-from .ownership import RECORD, is_claimed, lease, taken_over
-from .requests import asked_to_stop
+from .ownership import RUN_RECORD, lease_of, lease_taken, takeover_message
+from .requests import read_stop_request
 
 if TYPE_CHECKING:
     from headway.trainer.data.protocols import Guarantee
@@ -38,7 +38,7 @@ RunStatus = Literal["running"] | Status
 HEARTBEAT_S = 20.0
 _SILENT_S = 90.0
 # The record of a sweep, whose trials are runs below it.
-SWEEP = "sweep.json"
+SWEEP_RECORD = "sweep.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Driver:
         return time.time() - self.heartbeat < _SILENT_S
 
     @property
-    def if_gone(self) -> str:
+    def retry_hint(self) -> str:
         """What to do where it is gone, for people; empty where it is known not to be."""
         if self.host == socket.gethostname():
             return ""
@@ -185,14 +185,14 @@ class Run:
 
     def __init__(self, run_dir: str) -> None:
         self.folder = Folder(run_dir)
-        text = self.folder.read(RECORD)
+        text = self.folder.read(RUN_RECORD)
         if text is None:
             raise ConfigError(f"there is no run in {run_dir}")
         try:
             self.record = Record.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedRecordError(
-                f"{self.folder.path(RECORD)} is damaged ({error}): repair it, or remove the folder"
+                f"{self.folder.path(RUN_RECORD)} is damaged ({error}): repair it, or remove the folder"
             ) from error
 
     @property
@@ -219,13 +219,13 @@ class Run:
     def is_finished(self) -> bool:
         """Whether starting it again, with the same limits, would train nothing: it has come to its own end."""
         return self.record.status == "completed" or (
-            self.record.status == "stopped" and asked_to_stop(self.folder) is None
+            self.record.status == "stopped" and read_stop_request(self.folder) is None
         )
 
     @property
     def lease(self) -> str:
         """What tells the driver that has claimed the run from every other one."""
-        return lease(self.record.to_plain())
+        return lease_of(self.record.to_plain())
 
     def experiment(self, target: str | None = None) -> Experiment:
         """Returns the experiment that was recorded, to start the same run again.
@@ -239,11 +239,11 @@ class Run:
         # Late, for it imports torch: runs are listed without.
         from ..config.coerce import parse_yaml
         from ..config.loader import from_plain
-        from ..config.target import find_again
+        from ..config.target import relocate_target
 
         plain, record = parse_yaml(self.folder.read("config.yaml") or "") or {}, self.record
         if target is None:
-            target = find_again(
+            target = relocate_target(
                 str(plain.get("trainer", "")),
                 working_dir=record.working_dir,
                 folder=record.code.get("folder"),
@@ -258,8 +258,8 @@ class Run:
             RunConflictError: one has.
             StorageError: nobody can tell.
         """
-        if is_claimed(self.folder, self.lease, RECORD):
-            raise RunConflictError(taken_over(self.folder, "run"))
+        if lease_taken(self.folder, self.lease, RUN_RECORD):
+            raise RunConflictError(takeover_message(self.folder, "run"))
 
     def update(self, **changes: Any) -> None:
         """Changes the record, on storage too. For the driver alone; with another `driver` this one claims the run.
@@ -271,7 +271,7 @@ class Run:
             self.check_lease()
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
         self.record = replace(self.record, driver=driver, **changes)
-        self.folder.write(RECORD, self.record.to_json())
+        self.folder.write(RUN_RECORD, self.record.to_json())
 
     def beat(self) -> None:
         """Tells others that the driver lives, if it has been a while."""

@@ -10,8 +10,8 @@ from ..errors import StorageError
 from ..storage.events import read_events
 from ..storage.folder import Folder, absolute, join
 from ..sweeps.record import Sweep
-from .requests import Stop, ask_to_stop
-from .run import SWEEP, Run, find_run
+from .requests import StopRequest, request_stop
+from .run import SWEEP_RECORD, Run, find_run
 
 _REASON = "headway runs stop"
 
@@ -33,10 +33,10 @@ def stop_run(name: str, storage: str, *, now: bool = False, within_s: float | No
         StorageError: its folder cannot be read or written.
     """
     place = join(absolute(storage), name)
-    found: Run | Sweep = Sweep(place) if Folder(place).exists(SWEEP) else find_run(name, storage)
+    found: Run | Sweep = Sweep(place) if Folder(place).exists(SWEEP_RECORD) else find_run(name, storage)
     if not _is_running(found):
         return f"{name} is not running: {_standing(found)}"
-    ask_to_stop(found.folder, Stop(reason=_REASON, abort=now, within_s=within_s))
+    request_stop(found.folder, StopRequest(reason=_REASON, abort=now, within_s=within_s))
     if not wait:
         saves = "save a checkpoint of each trial and end" if isinstance(found, Sweep) else "save a checkpoint and end"
         return f"{name} is asked to {'end at once' if now else saves}"

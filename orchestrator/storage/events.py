@@ -14,7 +14,7 @@ Event = dict[str, Any]
 _NOT_IN_WORDS = ("time", "event", "workers", "hopeless", "seconds", "spent", "since", "data")
 
 
-class EventLog:
+class EventWriter:
     """Appends to the events of a run.
 
     Where files can be appended to, all writers share `events.jsonl`. An object store cannot append: there each writer
@@ -51,7 +51,7 @@ def read_events(folder: Folder) -> list[Event]:
     return sorted(events, key=lambda event: event.get("time", 0.0))
 
 
-def in_words(event: Event) -> str:
+def describe(event: Event) -> str:
     """Returns what an event says besides its time and its kind, in one line."""
     return ", ".join(
         f"{key} {value}"
@@ -60,7 +60,7 @@ def in_words(event: Event) -> str:
     )
 
 
-class Follower:
+class JsonlTail:
     """Reads what has been added to one or several files of lines since the last time.
 
     A file that was cut back (the metrics of a resumed run) is read again, and lines that were seen are passed over.

@@ -49,7 +49,7 @@ def join(place: str, *names: str) -> str:
     return "/".join((place.rstrip("/"), *names))
 
 
-def patiently(do: Callable[[], T]) -> T:
+def retry_storage(do: Callable[[], T]) -> T:
     """Does what needs a storage, and waits up to a minute for one that is away.
 
     Raises:
@@ -65,7 +65,7 @@ def patiently(do: Callable[[], T]) -> T:
         time.sleep(_AGAIN_S)
 
 
-class Patience:
+class StorageOutage:
     """Passes a storage that is away over, for up to a minute: for who looks at it turn by turn, and must not wait."""
 
     def __init__(self) -> None:

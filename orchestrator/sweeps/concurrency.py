@@ -11,7 +11,7 @@ from headway.trainer.errors import ConfigError
 
 from ..cluster.connect import describe_wait, live_node_resources, placed_groups, wait_timeout_error
 from ..config.experiment import Experiment, Scaling
-from ..train.elastic import places
+from ..train.elastic import slots
 from .schedulers import PBT
 from .search import Search
 
@@ -62,7 +62,7 @@ class ConcurrencyLimit:
         """Looks again, if it has been some seconds; returns a line for people if there is something new.
 
         Raises:
-            ConfigError: no trial has trained for as long as `Scaling.patience_s`.
+            ConfigError: no trial has trained for as long as `Scaling.wait_timeout_s`.
         """
         now_s = self._clock()
         if now_s - self._looked_s < _POLL_EVERY_S:
@@ -72,7 +72,7 @@ class ConcurrencyLimit:
             self._idle_since_s, self._waits_for = now_s, None
         else:
             text = describe_wait(self._scaling, self._taken)
-            if now_s - self._idle_since_s >= self._scaling.patience_s + (0.0 if text else _STARTING_S):
+            if now_s - self._idle_since_s >= self._scaling.wait_timeout_s + (0.0 if text else _STARTING_S):
                 raise wait_timeout_error("a trial has", self._scaling)
             if text not in (None, self._waits_for):
                 self._waits_for = text
@@ -95,8 +95,10 @@ def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
         ConfigError: not even one trial fits, or PBT has a single one at a time.
     """
     if trials_that_fit(scaling, machines) < 1 and scaling.wait is None:
-        each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
-        sizes = Counter(", ".join(f"{one.get(name, 0):g} {name}" for name in scaling.per_worker) for one in machines)
+        each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
+        sizes = Counter(
+            ", ".join(f"{one.get(name, 0):g} {name}" for name in scaling.worker_resources) for one in machines
+        )
         there = " and ".join(f"{count} with {size}" for size, count in sizes.items()) or "none"
         raise ConfigError(
             f"a trial wants {scaling.min_workers} worker{'s'[: scaling.min_workers > 1]} with {each} on one machine "
@@ -126,9 +128,9 @@ def concurrency_for(scaling: Scaling, search: Search, machines: Machines) -> tup
     is_pbt = isinstance(search.scheduler, PBT)
     wanted = search.concurrent or (search.num_trials if is_pbt else room)
     at_once = min(wanted if scaling.wait else min(wanted, room), search.num_trials)
-    total = {name: sum(machine.get(name, 0) for machine in machines) for name in scaling.per_worker}
+    total = {name: sum(machine.get(name, 0) for machine in machines) for name in scaling.worker_resources}
     has = ", ".join(f"{amount:g} {name}{'s'[: amount != 1]}" for name, amount in total.items())
-    told = f"{has}: {at_once} trial{'s'[: at_once > 1]} of {scaling.in_words} at once"
+    told = f"{has}: {at_once} trial{'s'[: at_once > 1]} of {scaling} at once"
     if at_once > fits:
         told += f", with room for {fits or 'none'} now"
     if is_pbt and at_once < search.num_trials:
@@ -141,5 +143,5 @@ def trials_that_fit(scaling: Scaling, machines: Machines) -> int:
 
     A trial whose number of workers may vary has as many as there is room for, so that others wait for its end.
     """
-    there = places(machines, scaling)
+    there = slots(machines, scaling)
     return there // scaling.max_workers or int(there >= scaling.min_workers)

@@ -19,12 +19,12 @@ from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..config.loader import to_plain, to_yaml
 from ..errors import RunConflictError, TrainingFailedError
-from ..runs.open import open_run, open_sweep, origin_of, take_changes
-from ..runs.requests import Stop, ask_to_stop, asked_to_stop
+from ..runs.open import open_run, open_sweep, provenance_of, record_changed_settings
+from ..runs.requests import StopRequest, read_stop_request, request_stop
 from ..runs.run import Run, now
 from ..storage.events import read_events
-from ..storage.folder import Folder, Patience, patiently
-from ..train.fit import check_training, one_line
+from ..storage.folder import Folder, StorageOutage, retry_storage
+from ..train.fit import check_training, summarize_error
 from .pbt_checkpoints import PBTCheckpoints
 from .record import Sweep, Trial
 from .result import SweepResult
@@ -66,7 +66,7 @@ def sweep(
     """
     quiet_environment(verbose=verbose)
     from ..cluster.connect import check_resources, ray_connection, usable_cpus, will_start_own_ray
-    from ..train.driver import Signals
+    from ..train.signals import StopSignals
     from .concurrency import ConcurrencyLimit
 
     search.check(experiment)
@@ -82,9 +82,9 @@ def sweep(
         opened.retry_failed()
     if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
         return _end(opened, display, "completed")
-    for change in take_changes(opened, experiment):
+    for change in record_changed_settings(opened, experiment):
         display.line(f"  {change}", "dim")
-    with Signals() as signals:
+    with StopSignals() as signals:
         try:
             with ray_connection(experiment.scaling, verbose=verbose) as is_own:
                 signals.install()
@@ -98,7 +98,7 @@ def sweep(
             # Its files are another driver's now.
             raise
         except BaseException as error:
-            opened.update(status="failed", reason=one_line(error), ended=now())
+            opened.update(status="failed", reason=summarize_error(error), ended=now())
             raise
         finally:
             display.close()
@@ -123,7 +123,7 @@ def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
 def _end(
     sweep: Sweep, display: SweepConsole, status: Any, reason: str = "all trials have ended", signal: int | None = None
 ) -> SweepResult:
-    patiently(lambda: sweep.update(status=status, reason=reason, ended=now()))
+    retry_storage(lambda: sweep.update(status=status, reason=reason, ended=now()))
     result = SweepResult.read(sweep.sweep_dir, signal=signal)
     display.end(result)
     return result
@@ -140,7 +140,7 @@ class SweepDriver:
         self._trials = {trial.name: trial for trial in sweep.trials()}
         self._waiting = [trial for trial in self._trials.values() if not trial.has_ended]
         # That of all trials: it takes longer to find out than all else that a trial begins with.
-        self._origin = origin_of(experiment)
+        self._origin = provenance_of(experiment)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._training: set[str] = set()
@@ -151,11 +151,11 @@ class SweepDriver:
         self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
         # That were stopped one by one, by a person.
         self._left: set[str] = set()
-        self._stop: Stop | None = None
+        self._stop: StopRequest | None = None
         self._stop_since_s = 0.0
         self._signals_seen = 0
         self._is_over = False
-        self._patience = Patience()
+        self._patience = StorageOutage()
 
     def run(self, capacity: ConcurrencyLimit, *, leave_s: float) -> tuple[Any, str]:
         """Runs the trials, and returns how that ended, and why.
@@ -187,7 +187,7 @@ class SweepDriver:
             if self._stop is None:
                 self._poll_machines(capacity, thread, leave_s)
         if self._error is not None:
-            raise TrainingFailedError(f"Ray Tune failed: {one_line(self._error)}") from self._error
+            raise TrainingFailedError(f"Ray Tune failed: {summarize_error(self._error)}") from self._error
         if self._stop is not None:
             return self._stop.status, self._stop.reason
         return self._outcome()
@@ -210,9 +210,11 @@ class SweepDriver:
         """
         self._sweep.beat()
         if (count := self._signals.count) > self._signals_seen:
-            ask_to_stop(self._sweep.folder, Stop(reason=self._signals.name, status="interrupted", abort=count > 1))
+            request_stop(
+                self._sweep.folder, StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1)
+            )
             self._signals_seen = count
-        asked = asked_to_stop(self._sweep.folder)
+        asked = read_stop_request(self._sweep.folder)
         if asked is None:
             return None
         if asked != self._stop:
@@ -236,12 +238,12 @@ class SweepDriver:
         if line is not None:
             self._display.line(line, "dim")
 
-    def _stop_trials(self, asked: Stop) -> None:
+    def _stop_trials(self, asked: StopRequest) -> None:
         with self._lock:
             training = list(self._training)
         for name in training:
             # As what goes on with the sweep, whatever the sweep itself is called.
-            ask_to_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
+            request_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
 
     def _tune(self, capacity: ConcurrencyLimit) -> None:
         from ray import cloudpickle
@@ -264,14 +266,14 @@ class SweepDriver:
                     mode=self._search.mode,
                     pauses=scheduler is not None and scheduler.pauses,
                     may_change=bool(self._search.varied),
-                    trains_here=self._experiment.scaling.is_alone,
+                    trains_here=self._experiment.scaling.is_single_worker,
                     imports=import_folders(),
                     current_dir=os.getcwd(),
                 ),
-                next_trial=lambda: patiently(self._next),
+                next_trial=lambda: retry_storage(self._next),
                 on_end=self._ended,
                 on_report=self._reported,
-                on_exploit=lambda *told: patiently(lambda: self._exploited(*told)),
+                on_exploit=lambda *told: retry_storage(lambda: self._exploited(*told)),
                 is_over=lambda: self._is_over,
                 resources=trial_resources(self._experiment.scaling),
                 at_once=lambda: capacity.max_concurrent,
@@ -321,7 +323,7 @@ class SweepDriver:
 
     def _record_invalid(self, trial: Trial, error: ConfigError) -> None:
         """Writes down that no experiment has the values of a trial, each of which is fine with those of others."""
-        failed = replace(trial, status="failed", error=one_line(error))
+        failed = replace(trial, status="failed", error=summarize_error(error))
         self._log_end(failed)
         del self._waiting[0]
         self._trials[trial.name] = failed
@@ -335,11 +337,11 @@ class SweepDriver:
         return {path: _get_path(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
 
     def _ended(self, name: str, error: str | None) -> None:
-        trial = self._trials[name] = patiently(lambda: self._record_end(name, error))
+        trial = self._trials[name] = retry_storage(lambda: self._record_end(name, error))
         with self._lock:
             self._training.discard(name)
         if not trial.has_ended:
-            if asked_to_stop(Folder(trial.run_dir)) is not None:
+            if read_stop_request(Folder(trial.run_dir)) is not None:
                 self._left.add(name)
             self._display.left(trial)
             return
@@ -377,7 +379,7 @@ class SweepDriver:
                     self._display.line(f"the checkpoints of {trial.name} are not deleted: {error}", "yellow")
                     continue
                 note = partial(self._sweep.note, "checkpoints_deleted", trial=trial.name, checkpoints=deleted)
-                patiently(note)
+                retry_storage(note)
 
     def _exploited(self, name: str, checkpoint: str, values: Params) -> tuple[Params, str]:
         """Writes down that a trial goes on from another one's checkpoint with other values.
@@ -390,7 +392,9 @@ class SweepDriver:
             self._search.trial(self._experiment, name, tried)
         except ConfigError as error:
             (donor,) = [each for each in self._trials.values() if checkpoint.startswith(f"{each.run_dir}/")]
-            self._display.line(f"{name} takes the values of {donor.name} as they are: {one_line(error)}", "yellow")
+            self._display.line(
+                f"{name} takes the values of {donor.name} as they are: {summarize_error(error)}", "yellow"
+            )
             tried = donor.values
         checkpoint, pinned = self._donors.keep(name, checkpoint)
         trial = replace(self._trials[name], values=tried, resume=checkpoint)
@@ -405,7 +409,7 @@ class SweepDriver:
     def _reported(self, name: str, report: Mapping[str, Any]) -> None:
         self._display.reported(name, report)
         # It also hears of the report that had the trial changed.
-        if self._donors.is_waiting(name) and patiently(lambda: self._sweep.has_saved_since_change(name)):
+        if self._donors.is_waiting(name) and retry_storage(lambda: self._sweep.has_saved_since_change(name)):
             self._donors.release(name)
 
 

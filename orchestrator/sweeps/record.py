@@ -18,11 +18,11 @@ from headway.trainer.errors import ConfigError
 from headway.trainer.result import Status
 
 from ..errors import DamagedRecordError, RunConflictError, StorageError
-from ..runs.metric_history import measured
-from ..runs.ownership import is_claimed, lease, taken_over
-from ..runs.requests import asked_to_stop
-from ..runs.run import HEARTBEAT_S, SWEEP, Driver, Run
-from ..storage.events import Event, EventLog, read_events
+from ..runs.metric_history import metric_by_step
+from ..runs.ownership import lease_of, lease_taken, takeover_message
+from ..runs.requests import read_stop_request
+from ..runs.run import HEARTBEAT_S, SWEEP_RECORD, Driver, Run
+from ..storage.events import Event, EventWriter, read_events
 from ..storage.folder import Folder, absolute
 
 if TYPE_CHECKING:
@@ -136,16 +136,16 @@ class Sweep:
 
     def __init__(self, sweep_dir: str) -> None:
         self.folder = Folder(sweep_dir)
-        text = self.folder.read(SWEEP)
+        text = self.folder.read(SWEEP_RECORD)
         if text is None:
             raise ConfigError(f"there is no sweep in {sweep_dir}")
         try:
             self.record = SweepRecord.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedRecordError(
-                f"{self.folder.path(SWEEP)} is damaged ({error}): repair it, or remove the folder"
+                f"{self.folder.path(SWEEP_RECORD)} is damaged ({error}): repair it, or remove the folder"
             ) from error
-        self._journal = EventLog(self.folder, "driver")
+        self._journal = EventWriter(self.folder, "driver")
 
     @property
     def sweep_dir(self) -> str:
@@ -170,8 +170,8 @@ class Sweep:
             RunConflictError: one has.
             StorageError: nobody can tell.
         """
-        if is_claimed(self.folder, lease(asdict(self.record)), SWEEP):
-            raise RunConflictError(taken_over(self.folder, "sweep"))
+        if lease_taken(self.folder, lease_of(asdict(self.record)), SWEEP_RECORD):
+            raise RunConflictError(takeover_message(self.folder, "sweep"))
 
     def update(self, **changes: Any) -> None:
         """Changes the record, on storage too. For the driver alone; with another `driver` this one claims the sweep.
@@ -183,7 +183,7 @@ class Sweep:
             self.check_lease()
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=Driver.this().heartbeat)
         record = replace(self.record, driver=driver, **changes)
-        self.folder.write(SWEEP, json.dumps(asdict(record), indent=2) + "\n")
+        self.folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n")
         self.record = record
 
     def beat(self) -> None:
@@ -304,7 +304,7 @@ def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
     if metric.startswith("validation/"):
         return run.record.best_metric
     best = Best(search["mode"])
-    for step, value in measured(run.folder, metric).items():
+    for step, value in metric_by_step(run.folder, metric).items():
         best.offer(value, step=step)
     return best.value
 
@@ -325,5 +325,5 @@ def _with_run(trial: Trial, run: Run) -> Trial:
 
 def _is_unfinished(run: Run) -> bool:
     """Whether a run was stopped from outside, and not by a scheduler."""
-    stop = asked_to_stop(run.folder)
+    stop = read_stop_request(run.folder)
     return run.record.status == "stopped" and stop is not None and not stop.reason.startswith(PRUNED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..runs.metric_history import measured
+from ..runs.metric_history import metric_by_step
 from ..storage.events import read_events
 from ..storage.folder import Folder
 from .record import Sweep
@@ -29,5 +29,5 @@ def reports_of_ended_trials(sweep: Sweep, search: Search) -> dict[str, list[dict
 
 
 def _reports_of(run_dir: str, search: Search) -> list[dict[str, Any]]:
-    values = measured(Folder(run_dir), search.metric)
+    values = metric_by_step(Folder(run_dir), search.metric)
     return [make_report(search, value, number, step) for number, (step, value) in enumerate(values.items(), start=1)]

@@ -12,7 +12,7 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 
 from ..config.experiment import Experiment
-from ..config.loader import override, resolve, written_values
+from ..config.loader import override, parse_overrides, resolve
 from ..config.target import load_named
 from . import optuna_search
 from .optuna_search import PastTrial
@@ -165,7 +165,7 @@ class Search:
         if experiment.scaling.max_workers > 1 and (isinstance(self.scheduler, PBT) or self.metric.startswith("train/")):
             raise ConfigError(
                 "trials of several workers report their evaluations, without a checkpoint: PBT and a metric of the "
-                f"training want scaling.workers=1, not {experiment.scaling.in_words}"
+                f"training want scaling.workers=1, not {experiment.scaling}"
             )
         if any(path.split(".")[0] == "scaling" for path in self.space):
             raise ConfigError("all trials reserve the same: a space has no paths below scaling")
@@ -280,7 +280,7 @@ def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search
     found = load_named(target, name)
     if not isinstance(found, Search):
         raise ConfigError(f"{name} in {target} is a {type(found).__name__}, not a Search")
-    values = written_values(of_search)
+    values = parse_overrides(of_search)
     # The paths of the space have dots of their own: one of them is set in all trials, the others stay as they are.
     fixed = {path.removeprefix("space."): values.pop(path) for path in list(values) if path.startswith("space.")}
     return experiment, override(found, {**values, **({"space": {**found.space, **fixed}} if fixed else {})}, "search")

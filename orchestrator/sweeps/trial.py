@@ -28,16 +28,17 @@ from headway.trainer.trainer import Trainer
 from ..cli.console import RunConsole
 from ..config.experiment import Experiment, Scaling
 from ..errors import RunConflictError
-from ..runs.metric_history import measured
-from ..runs.requests import asked_to_stop
-from ..runs.resume import Resumption
+from ..runs.metric_history import metric_by_step
+from ..runs.requests import read_stop_request
+from ..runs.resume import ResumeOptions
 from ..runs.run import Driver, Run, now
 from ..storage.events import Event, read_events
-from ..storage.folder import Folder, patiently
-from ..train.driver import Signals, Supervision
-from ..train.fit import close, end_of_start, one_line
+from ..storage.folder import Folder, retry_storage
+from ..train.driver import RunDriver
+from ..train.fit import close, summarize_error, write_driver_ended
+from ..train.signals import StopSignals
 from ..train.worker import run_attempt
-from ..train.worker_group import failure_watch, task_of, train_group
+from ..train.worker_group import make_task, retry_policy, run_worker_group
 
 if TYPE_CHECKING:
     from .search import Search
@@ -81,7 +82,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     if os.path.isdir(task.current_dir):
         os.chdir(task.current_dir)
     sys.path[:0] = [path for path in task.imports if path not in sys.path]
-    if asked_to_stop(Folder(task.sweep_dir)) is not None:
+    if read_stop_request(Folder(task.sweep_dir)) is not None:
         return
     name = tune.get_context().get_trial_name()
     run = Run(Folder(task.sweep_dir).path(name))
@@ -92,18 +93,20 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     adopted = (KeepOwnHyperparameters(),) if resume != "auto" else ()
 
     def train_here(
-        experiment: Experiment, run: Run, *, since: float, resumption: Resumption, verbose: bool, **_: Any
+        experiment: Experiment, run: Run, *, since: float, resume_options: ResumeOptions, verbose: bool, **_: Any
     ) -> dict[str, Any]:
-        return _train_here(experiment, run, (reporter, *adopted), since=since, resumption=resumption, verbose=verbose)
+        return _train_here(
+            experiment, run, (reporter, *adopted), since=since, resume_options=resume_options, verbose=verbose
+        )
 
     display = RunConsole(Console(quiet=True)) if task.trains_here else EventTuneReporter(task, run)
     try:
-        result = Supervision(
-            experiment, run, Signals(), display, verbose=False, spares=False,
-            train=train_here if task.trains_here else train_group,
+        result = RunDriver(
+            experiment, run, StopSignals(), display, verbose=False, spares=False,
+            train=train_here if task.trains_here else run_worker_group,
             # The driver does, where no trial has its workers: one waits for others to end as well.
             gives_up=False,
-            resumption=Resumption(resume=resume, accept_changes=task.may_change),
+            resume_options=ResumeOptions(resume=resume, accept_changes=task.may_change),
         ).run()  # fmt: skip
         if result.status == "completed":
             _check_metric(task.metric, result.metrics, "a trial")
@@ -111,12 +114,12 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         # Another process trains it now, and its files are that one's.
         return
     except Exception as error:
-        run.update(status="failed", reason="", error=one_line(error), ended=now())
-        end_of_start(run, "failed")
+        run.update(status="failed", reason="", error=summarize_error(error), ended=now())
+        write_driver_ended(run, "failed")
         return
     if task.may_change:
         # A checkpoint of another trial brings that one's best value with it.
-        best = patiently(lambda: _best_of_own_evaluations(run, task))
+        best = retry_storage(lambda: _best_of_own_evaluations(run, task))
         result = replace(result, best_metric=best.value, best_step=best.step)
     close(run, result, display)
     if reporter.was_paused:
@@ -140,14 +143,14 @@ def _train_here(
     callbacks: Sequence[Callback],
     *,
     since: float,
-    resumption: Resumption,
+    resume_options: ResumeOptions,
     verbose: bool,
 ) -> dict[str, Any]:
     """Trains in this process, again and again as the retries of the experiment allow. A process that dies is Tune's."""
-    task = task_of(experiment, run, since=since, resumption=resumption, verbose=verbose)
+    task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
     # Who would give notice is Ray Train.
     task = replace(task, noticed=False)
-    watch = failure_watch(experiment, run, since=since)
+    watch = retry_policy(experiment, run, since=since)
     while True:
         try:
             return run_attempt(task, lambda: (experiment.trainer, experiment.config), callbacks)
@@ -168,7 +171,7 @@ class EventTuneReporter(RunConsole):
     def __init__(self, task: SweepTask, run: Run) -> None:
         super().__init__(Console(quiet=True))
         self._sweep_task = task
-        self._evaluated = set(patiently(lambda: measured(run.folder, task.metric)))
+        self._evaluated = set(retry_storage(lambda: metric_by_step(run.folder, task.metric)))
 
     def event(self, event: Event) -> None:
         """Reports an evaluation.
@@ -225,7 +228,7 @@ class TuneReportCallback(Callback):
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
         """Takes note of what was reported before this attempt."""
         if self._task.metric.startswith("train/"):
-            self._logged = set(measured(self._run.folder, self._task.metric))
+            self._logged = set(metric_by_step(self._run.folder, self._task.metric))
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Reports, or asks for the checkpoint that goes with the report."""
@@ -272,7 +275,7 @@ class TuneReportCallback(Callback):
             trainer.request_stop(PAUSED, status="interrupted")
             return
         # Who ends at once saves nothing, and hears of it from the bridge.
-        if (asked := asked_to_stop(self._run.folder)) is not None and not asked.abort:
+        if (asked := read_stop_request(self._run.folder)) is not None and not asked.abort:
             trainer.request_stop(asked.reason, status=asked.status)
 
 
@@ -335,7 +338,7 @@ def _resume_from(run: Run, resume: str) -> str:
 def trial_resources(scaling: Scaling) -> Any:
     """Returns what the process of a trial reserves: as the only worker, or next to nothing beside workers."""
     # Ray Tune refuses nothing at all, and any part of a CPU would be missing for the workers.
-    return tune.PlacementGroupFactory([scaling.per_worker if scaling.is_alone else {"memory": 1}])
+    return tune.PlacementGroupFactory([scaling.worker_resources if scaling.is_single_worker else {"memory": 1}])
 
 
 def read_pointer(checkpoint: Any) -> dict[str, str]:

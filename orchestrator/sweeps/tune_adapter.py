@@ -33,8 +33,8 @@ from ray.tune.search import Searcher
 
 from ..cluster.ray_env import temporary_env
 from ..errors import StorageError
-from ..runs.requests import Stop, ask_to_stop
-from ..storage.folder import Folder, patiently
+from ..runs.requests import StopRequest, request_stop
+from ..storage.folder import Folder, retry_storage
 from .record import PRUNED, Sweep, Trial
 from .replay import reports_of_ended_trials
 from .schedulers import ASHA, PBT, HyperBand, MedianStopping
@@ -94,7 +94,7 @@ def tune_trials(
     kind = type(search.scheduler).__name__
     scheduler = GracefulStopScheduler(
         _scheduler(search), sweep, kind=kind, at_once=at_once, on_exploit=on_exploit,
-        earlier_reports=patiently(lambda: reports_of_ended_trials(sweep, search)),
+        earlier_reports=retry_storage(lambda: reports_of_ended_trials(sweep, search)),
     )  # fmt: skip
     with (
         temporary_env(_QUIET, unless_set=True),
@@ -210,7 +210,7 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Passes it on."""
-        self._on_end(self._names[trial_id], self._scheduler.error_of(trial_id) if error else None)
+        self._on_end(self._names[trial_id], self._scheduler.training_error(trial_id) if error else None)
 
     def save(self, checkpoint_path: str) -> None:
         """Saves nothing: the journal has it."""
@@ -274,7 +274,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         trials = self._controller.get_live_trials() if self._controller is not None else ()
         return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
 
-    def error_of(self, trial_id: str) -> str:
+    def training_error(self, trial_id: str) -> str:
         """Returns the last line of what has ended a trial, from the file that Ray Tune keeps of it on this machine."""
         lines = Path(self._controller.get_trial(trial_id).error_file).read_text().strip().splitlines()
         return lines[-1] if lines else "its process died"
@@ -313,7 +313,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
             counted = "record" if self._sweep.record.search["metric"].startswith("train/") else "evaluation"
             reason = f"{PRUNED}({self._kind}) after {count} {counted}{'s'[: count != 1]}"
             folder = Folder(self._sweep.folder.path(_name(trial)))
-            patiently(lambda: ask_to_stop(folder, Stop(reason=reason)))
+            retry_storage(lambda: request_stop(folder, StopRequest(reason=reason)))
             return str(TrialScheduler.CONTINUE)
         if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once():
             # It makes room for a trial that waits, and there is room for all.

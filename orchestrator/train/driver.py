@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 from headway.trainer.callbacks.progress_bar import human_duration
@@ -19,17 +17,18 @@ from ..cli.console import RunConsole
 from ..cluster.connect import describe_wait, placed_groups, target_workers_now, wait_timeout_error
 from ..config.experiment import Experiment
 from ..errors import StorageError
-from ..runs.ownership import is_lost
-from ..runs.requests import Stop, ask_to_grow, ask_to_stop, asked_to_stop
+from ..runs.ownership import lease_lost
+from ..runs.requests import StopRequest, read_stop_request, request_scale_up, request_stop
 from ..runs.result import RunResult
-from ..runs.resume import Resumption
+from ..runs.resume import ResumeOptions
 from ..runs.run import Run
-from ..storage.events import Event, EventLog, Follower, read_events
-from ..storage.folder import Patience, patiently
-from ..watchdog.driver import Watch
-from .elastic import RESIZING, Growth
-from .preemption import endings
-from .worker_group import error_of, train_group
+from ..storage.events import Event, EventWriter, JsonlTail, read_events
+from ..storage.folder import StorageOutage, retry_storage
+from ..watchdog.driver import HangMonitor
+from .elastic import RESIZING, ScaleUpPolicy
+from .preemption import count_endings
+from .signals import StopSignals
+from .worker_group import run_worker_group, training_error
 
 _TELL_WAITING_EVERY_S = 5.0
 # Thirty years, which Ray Train can count to.
@@ -39,62 +38,7 @@ _RAYS_DEADLINE_S = 120.0
 _GRACE_S = 10.0
 
 
-class Signals:
-    """Takes SIGINT and SIGTERM, in the main thread; elsewhere signals go where they went before.
-
-    The first one counts, and each Ctrl-C that comes a second after another one: a terminal sends it to the whole group,
-    and wrappers forward it once more. A repeated SIGTERM changes nothing: schedulers send several, and who wants more
-    has SIGKILL.
-
-    Attributes:
-        count: how many counted; more than one means "at once".
-        number: of the first one.
-        raises: whether those that count raise KeyboardInterrupt besides.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._interrupted_s: float | None = None
-        self.number: int | None = None
-        self.raises = True
-        self._before: dict[int, Any] = {}
-
-    @property
-    def name(self) -> str:
-        """Of the first one, for people."""
-        return {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(
-            signal.Signals(self.number or signal.SIGINT), "a signal"
-        )
-
-    def __enter__(self) -> Signals:
-        self.install()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def install(self) -> None:
-        """Takes the signals, also from who took them in between."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.signal(number, self._on_signal)
-                self._before.setdefault(number, before)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now_s, before_s = time.monotonic(), self._interrupted_s
-        is_again = number == signal.SIGINT and before_s is not None and now_s - before_s >= 1.0
-        if number == signal.SIGINT and (before_s is None or is_again):
-            self._interrupted_s = now_s
-        if self.count and not is_again:
-            return
-        self.count += 1
-        self.number = self.number or number
-        if self.raises:
-            raise KeyboardInterrupt
-
-
-class Supervision:
+class RunDriver:
     """One start of a run.
 
     Args:
@@ -102,7 +46,7 @@ class Supervision:
         run: claimed for this process.
         signals: that the person may send.
         display: where to show the run.
-        resumption: what it begins with.
+        resume_options: what it begins with.
         verbose: shows what Ray prints.
         spares: keeps worker processes in reserve.
         began: when this start did, in seconds since 1970; by default now.
@@ -114,43 +58,43 @@ class Supervision:
         self,
         experiment: Experiment,
         run: Run,
-        signals: Signals,
+        signals: StopSignals,
         display: RunConsole,
         *,
-        resumption: Resumption,
+        resume_options: ResumeOptions,
         verbose: bool,
         spares: bool,
         began: float | None = None,
-        train: Callable[..., dict[str, Any]] = train_group,
+        train: Callable[..., dict[str, Any]] = run_worker_group,
         gives_up: bool = True,
     ) -> None:
         self._train_workers = train
-        self._patience_s = experiment.scaling.patience_s if gives_up else _FOR_EVER_S
+        self._patience_s = experiment.scaling.wait_timeout_s if gives_up else _FOR_EVER_S
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
-        self._resumption, self._verbose, self._spares = resumption, verbose, spares
+        self._resumption, self._verbose, self._spares = resume_options, verbose, spares
         self._since = time.time()
         self._began = self._since if began is None else began
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._is_up = False
         # Who trains in this process is there from the start.
-        self._trains_here = self._has_workers = train is not train_group
+        self._trains_here = self._has_workers = train is not run_worker_group
         self._signals_seen = 0
-        self._stop: Stop | None = None
+        self._stop: StopRequest | None = None
         self._stop_since_s = 0.0
-        self._events = EventLog(run.folder, "driver")
-        self._growth = Growth(experiment.scaling)
+        self._events = EventWriter(run.folder, "driver")
+        self._growth = ScaleUpPolicy(experiment.scaling)
         # Attempt and workers of the group that is up.
         self._group = (0, 0)
         self._told_waiting_s = time.monotonic()
         self._start_clock()
         self._told_waiting: str | None = None
         self._taken_away_at = math.inf
-        self._patience = Patience()
+        self._patience = StorageOutage()
         self._unheeded: list[Event] = []
-        self._watch = Watch(experiment, run.folder, self._events)
-        self._event_lines = Follower(run.folder, "events", from_now=True)
-        self._metric_lines = Follower(run.folder, "metrics.jsonl", from_now=True)
+        self._hang_monitor = HangMonitor(experiment, run.folder, self._events)
+        self._event_lines = JsonlTail(run.folder, "events", from_now=True)
+        self._metric_lines = JsonlTail(run.folder, "metrics.jsonl", from_now=True)
 
     def run(self) -> RunResult:
         """Trains to the end, whatever it is."""
@@ -168,7 +112,7 @@ class Supervision:
                 thread.join(pause_s)
                 if (reason := self._turn()) is not None:
                     return self._abandoned(reason)
-            patiently(self._look)
+            retry_storage(self._look)
         except Exception:
             self._leave(thread)
             raise
@@ -197,9 +141,11 @@ class Supervision:
 
     def _leave(self, thread: threading.Thread) -> None:
         """Has the workers end as well. The thread stays in Ray Train, where they may come up when nobody watches."""
-        if thread.is_alive() and not is_lost(self._run.folder, self._run.lease):
+        if thread.is_alive() and not lease_lost(self._run.folder, self._run.lease):
             with contextlib.suppress(StorageError):
-                ask_to_stop(self._run.folder, Stop(reason="its driver has failed", status="interrupted", abort=True))
+                request_stop(
+                    self._run.folder, StopRequest(reason="its driver has failed", status="interrupted", abort=True)
+                )
 
     def _train(self) -> None:
         try:
@@ -207,8 +153,8 @@ class Supervision:
                 self._experiment,
                 self._run,
                 since=self._since,
-                resumption=self._resumption,
-                patience_s=self._patience_s,
+                resume_options=self._resumption,
+                wait_timeout_s=self._patience_s,
                 verbose=self._verbose,
                 spares=self._spares,
             )
@@ -228,11 +174,11 @@ class Supervision:
             self._wait_for_workers()
         for record in self._metric_lines.read():
             self._display.record(record)
-        self._watch.look()
+        self._hang_monitor.poll()
 
     def _heed(self, event: Event) -> None:
         """Takes an event into the record, and shows it. It comes again where the storage was away meanwhile."""
-        self._watch.heed(event)
+        self._hang_monitor.handle(event)
         match event["event"]:
             case "attempt_started":
                 self._is_up = self._has_workers = True
@@ -260,7 +206,7 @@ class Supervision:
 
     def _wait_for_workers(self) -> None:
         self._growth.end()
-        self._watch.end()
+        self._hang_monitor.end()
         self._has_workers, self._taken_away_at = False, math.inf
         self._start_clock()
 
@@ -274,7 +220,7 @@ class Supervision:
         if self._signals.count == self._signals_seen:
             return
         count = self._signals.count
-        ask_to_stop(self._run.folder, Stop(reason=self._signals.name, status="interrupted", abort=count > 1))
+        request_stop(self._run.folder, StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1))
         self._signals_seen = count
 
     def _heed_stop(self) -> str | None:
@@ -282,7 +228,7 @@ class Supervision:
 
         What was asked for last counts, and what is over cannot be asked back.
         """
-        stop = asked_to_stop(self._run.folder)
+        stop = read_stop_request(self._run.folder)
         if stop is None:
             return None
         if stop != self._stop:
@@ -292,7 +238,7 @@ class Supervision:
         if not self._has_workers:
             return f"{stop.reason} {'while there were no workers' if self._is_up else 'before training began'}"
         if stop.within_s is not None and time.monotonic() - self._stop_since_s > stop.within_s:
-            ask_to_stop(self._run.folder, replace(stop, abort=True))
+            request_stop(self._run.folder, replace(stop, abort=True))
             return f"{stop.reason}, without a checkpoint after {human_duration(stop.within_s)}"
         return f"{stop.reason}, at once" if stop.abort else None
 
@@ -308,7 +254,7 @@ class Supervision:
         attempt, workers = self._group
         room = target_workers_now(self._experiment.scaling, workers=workers)
         if self._growth.decide(room):
-            ask_to_grow(self._run.folder, attempt=attempt, workers=room)
+            request_scale_up(self._run.folder, attempt=attempt, workers=room)
             self._display.line(f"room for {room} workers ({workers} now): saving, to go on with them")
 
     def _heed_the_clock(self) -> None:
@@ -326,7 +272,7 @@ class Supervision:
 
     def _result(self) -> RunResult:
         if self._error is not None:
-            raise error_of(self._error, self._run, self._since)
+            raise training_error(self._error, self._run, self._since)
         returned = self._returned or {}
         signal = self._signals.number if returned.get("status") == "interrupted" else None
         if returned.keys() == {"status", "reason"}:  # the workers were told to stop before they began
@@ -338,9 +284,9 @@ class Supervision:
         )  # fmt: skip
 
     def _endings(self) -> dict[str, int]:
-        preemptions, failures = endings(read_events(self._run.folder))
+        preemptions, failures = count_endings(read_events(self._run.folder))
         return {"preemptions": preemptions, "failures": failures}
 
 
-def _again(stop: Stop) -> str:
+def _again(stop: StopRequest) -> str:
     return "once more" if stop.reason == "Ctrl-C" else "`headway runs stop --now`"

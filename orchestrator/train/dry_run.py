@@ -14,7 +14,7 @@ from headway.trainer.step.oom import human_bytes
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..storage.folder import Folder
-from .fit import first_world
+from .fit import rank0_world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,9 @@ def plan(experiment: Experiment) -> Plan:
     try:
         most, fewest = experiment.scaling.max_workers, experiment.scaling.min_workers
         if most > fewest:
-            experiment.trainer(experiment.config, world=first_world(experiment, most)).check()
+            experiment.trainer(experiment.config, world=rank0_world(experiment, most)).check()
         # On the fewest ranks each has the most to hold.
-        estimate = experiment.trainer(experiment.config, world=first_world(experiment, fewest)).estimate()
+        estimate = experiment.trainer(experiment.config, world=rank0_world(experiment, fewest)).estimate()
     except ConfigError:
         raise
     except Exception as error:
@@ -121,8 +121,8 @@ def plan(experiment: Experiment) -> Plan:
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     scaling, config, estimate = plan.experiment.scaling, plan.experiment.config, plan.estimate
-    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.per_worker.items())
-    yield "workers", f"{scaling.in_words.split(' worker')[0]}, each with {each}"
+    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
+    yield "workers", f"{str(scaling).split(' worker')[0]}, each with {each}"
     yield "strategy", _strategy(plan.experiment)
     yield "precision", config.precision + (", linear layers in float8" if config.float8 else "")
     for name, size in estimate.models.items():
@@ -157,7 +157,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _strategy(experiment: Experiment) -> str:
     workers, parallel = experiment.scaling.max_workers, experiment.config.parallel
-    over = f" over {experiment.scaling.in_words.replace('worker', 'rank')}"
+    over = f" over {str(experiment.scaling).replace('worker', 'rank')}"
     over = over if workers > 1 else ": one rank trains the plain model"
     if parallel.strategy == "hsdp" and workers > 1:
         over = f" over {workers} ranks, sharded inside groups of {parallel.shard_size}"

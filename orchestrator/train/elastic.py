@@ -21,11 +21,11 @@ RESIZING = "resizing"
 _LOOK_EVERY_S = 5.0
 
 
-class Resize(Exception):
+class RestartToResize(Exception):
     """Ends the workers of a group, which have saved, so that Ray Train starts others, as many as there is room for."""
 
 
-class Growth:
+class ScaleUpPolicy:
     """Decides when the workers are to save and leave, to come back as more.
 
     Args:
@@ -75,21 +75,23 @@ class Growth:
         return False
 
 
-def places(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
+def slots(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
     """Returns how many workers fit on machines with these resources, whatever else runs there: each on one of them."""
     # First the least of a machine: what nobody counts may be infinite.
     return sum(
-        int(min(node.get(name, 0) / amount for name, amount in scaling.per_worker.items() if amount) + 1e-9)
+        int(min(node.get(name, 0) / amount for name, amount in scaling.worker_resources.items() if amount) + 1e-9)
         for node in nodes
     )
 
 
-def holding(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
+def slots_capped(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
     """Returns the same, but at most the workers that are wanted."""
-    return min(places(nodes, scaling), scaling.max_workers)
+    return min(slots(nodes, scaling), scaling.max_workers)
 
 
-def room(nodes: Iterable[Mapping[str, float]], free: Mapping[str, float], scaling: Scaling, *, workers: int) -> int:
+def target_workers(
+    nodes: Iterable[Mapping[str, float]], free: Mapping[str, float], scaling: Scaling, *, workers: int
+) -> int:
     """Returns how many workers a group may have that has so many now.
 
     More than now only if all that Ray Train would take is free: it counts whole machines, and would wait in vain for
@@ -101,5 +103,5 @@ def room(nodes: Iterable[Mapping[str, float]], free: Mapping[str, float], scalin
         scaling: what is wanted.
         workers: those that there are.
     """
-    held = holding(nodes, scaling)
-    return held if holding([free], scaling) >= held - workers else workers
+    held = slots_capped(nodes, scaling)
+    return held if slots_capped([free], scaling) >= held - workers else workers

@@ -20,11 +20,11 @@ from ray.train import UserCallback
 from headway.trainer.errors import CheckpointError, ResumeError
 
 from ..errors import StorageError
-from ..runs.requests import asked_to_stop
-from ..storage.events import Event, EventLog, read_events
-from ..storage.folder import Folder, patiently
+from ..runs.requests import read_stop_request
+from ..storage.events import Event, EventWriter, read_events
+from ..storage.folder import Folder, retry_storage
 from .elastic import RESIZING
-from .preemption import endings
+from .preemption import count_endings
 
 # By file, or by a function in it.
 _PHASES = {
@@ -64,8 +64,8 @@ class Failure:
         kind: the class of the exception; empty if the process was gone.
         phase: what the rank was doing, as far as that is known.
         message, traceback: of the exception.
-        hopeless: whether the error is one that would only come again.
-        collateral: whether the exception only says that another rank is gone.
+        retryable: False if the error would only recur.
+        secondary: whether the exception only reports that another rank is gone.
         hung: what the ranks that hung did instead, where it was that.
     """
 
@@ -77,14 +77,14 @@ class Failure:
     phase: str = ""
     message: str = ""
     traceback: str = ""
-    hopeless: bool = False
-    collateral: bool = False
+    retryable: bool = True
+    secondary: bool = False
     hung: str = ""
 
     @property
-    def is_of_the_code(self) -> bool:
+    def is_user_error(self) -> bool:
         """Whether the code that trains raised it; not one that died, was starting, or lost its peers or storage."""
-        is_another = self.collateral or self.kind == StorageError.__name__ or self.phase == _STARTING
+        is_another = self.secondary or self.kind == StorageError.__name__ or self.phase == _STARTING
         return bool(self.kind) and not is_another
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Failure:
         return f"{who} raised {self.kind}{where}: {self.message}"
 
 
-def is_hopeless_kind(error: BaseException) -> bool:
+def is_fatal_error(error: BaseException) -> bool:
     """Whether an error says by its class that it would come again: ours are about the config, the data or the numbers.
 
     What could not be written, a checkpoint or an event, may well be written the next time; a checkpoint of another run
@@ -109,7 +109,7 @@ def is_hopeless_kind(error: BaseException) -> bool:
     return is_ours and (not isinstance(error, (CheckpointError, StorageError)) or isinstance(error, ResumeError))
 
 
-def is_collateral(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone."""
     is_torch = type(error).__module__.startswith("torch.distributed") or type(error) in (RuntimeError, ConnectionError)
     return is_torch and bool(_LOST_PEER.search(f"{type(error).__name__} {error}"))
@@ -156,8 +156,8 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
         phase=first.get("phase", ""),
         message=first["message"],
         traceback=first["traceback"],
-        hopeless=first["hopeless"],
-        collateral=first["collateral"],
+        retryable=not first["hopeless"],
+        secondary=first["collateral"],
     )
 
 
@@ -167,7 +167,7 @@ def has_left_to_resize(events: Sequence[Event]) -> bool:
     return bool(last) and last[0].get("status") == RESIZING
 
 
-def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
+def would_recur(failure: Failure, before: Sequence[Failure]) -> bool:
     """Whether to give up although there are retries left.
 
     A process that died, or lost its peers or the storage, is tried again. An exception is tried again if the run has
@@ -177,17 +177,17 @@ def is_hopeless(failure: Failure, before: Sequence[Failure]) -> bool:
         failure: the one to decide on.
         before: earlier ones of the same start.
     """
-    if failure.hopeless:
+    if not failure.retryable:
         return True
-    if not failure.is_of_the_code:
+    if not failure.is_user_error:
         return False
     if failure.step is None:
         return True
-    furthest = max([each.step for each in before if each.is_of_the_code and each.step is not None], default=-1)
+    furthest = max([each.step for each in before if each.is_user_error and each.step is not None], default=-1)
     return failure.step <= max(furthest, failure.began_at or 0)
 
 
-def is_over_budget(failure: Failure, before: Sequence[Failure], *, max_failures: int, max_errors: int) -> bool:
+def exceeds_budget(failure: Failure, before: Sequence[Failure], *, max_failures: int, max_errors: int) -> bool:
     """Whether there is no retry left for a failure of its sort: exceptions of the code, or everything else.
 
     Args:
@@ -196,8 +196,8 @@ def is_over_budget(failure: Failure, before: Sequence[Failure], *, max_failures:
         max_failures: how many of everything else are tried again.
         max_errors: how many exceptions are.
     """
-    of_its_sort = 1 + sum(each.is_of_the_code == failure.is_of_the_code for each in before)
-    return of_its_sort > (max_errors if failure.is_of_the_code else max_failures)
+    of_its_sort = 1 + sum(each.is_user_error == failure.is_user_error for each in before)
+    return of_its_sort > (max_errors if failure.is_user_error else max_failures)
 
 
 def phase_of(error: BaseException) -> str:
@@ -213,7 +213,7 @@ def phase_of(error: BaseException) -> str:
     return phase
 
 
-class GaveUp(Exception):
+class RetriesExhausted(Exception):
     """Ends Ray Train's retries, from its controller, and brings the driver what a worker raised."""
 
     @property
@@ -222,7 +222,7 @@ class GaveUp(Exception):
         return self.args[1] if len(self.args) > 1 else None
 
 
-class FailureWatch(UserCallback):  # type: ignore[misc]
+class RetryPolicy(UserCallback):  # type: ignore[misc]
     """Runs in Ray Train's controller: writes each failure of the group down, and ends retries that are no use.
 
     Args:
@@ -246,7 +246,7 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
         """Decides, once per group. Ray Train tells of one again and again while it waits for a machine to go.
 
         Raises:
-            GaveUp: Ray Train takes what a callback raises for an error that is not to be retried.
+            RetriesExhausted: Ray Train takes what a callback raises for an error that is not to be retried.
         """
         attempt = last_attempt(self._events())
         told = {_of_process(error) or f"attempt {attempt}: {error!r}" for error in worker_exceptions.values()}
@@ -262,32 +262,32 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
             errors: by rank, what Ray has of a group that has not been decided on.
 
         Raises:
-            GaveUp: there is none.
+            RetriesExhausted: there is none.
         """
         folder, events = Folder(self._run_dir), self._events()
         attempt = last_attempt(events)
         has_announced_itself = attempt > 0 and attempt not in self._judged
         self._judged.add(attempt)
         if not has_announced_itself:
-            failure = failure_of_unannounced(attempt, errors)
+            failure = startup_failure(attempt, errors)
         elif has_left_to_resize(events):
             return
         else:
             gone = {rank: str(error).strip().splitlines()[-1][:300] for rank, error in errors.items() if str(error)}
             found = last_failure(events, {**dict.fromkeys(errors, ""), **gone})
-            failure = found or failure_of_unannounced(attempt, errors)
-        asked = asked_to_stop(folder)
-        hopeless = bool(asked and asked.abort)
+            failure = found or startup_failure(attempt, errors)
+        asked = read_stop_request(folder)
+        gives_up = bool(asked and asked.abort)
         preempted = was_preempted(failure, events if has_announced_itself else (), errors)
         if preempted:
-            hopeless |= self._max_preemptions is not None and endings(events)[0] >= self._max_preemptions
+            gives_up |= self._max_preemptions is not None and count_endings(events)[0] >= self._max_preemptions
         else:
-            hopeless |= is_hopeless(failure, self._failures) or is_over_budget(
+            gives_up |= would_recur(failure, self._failures) or exceeds_budget(
                 failure, self._failures, max_failures=self._max_failures, max_errors=self._max_errors
             )
             self._failures.append(failure)
-        log = EventLog(folder, "controller")
-        patiently(
+        log = EventWriter(folder, "controller")
+        retry_storage(
             lambda: log.add(
                 "group_failed",
                 attempt=failure.attempt,
@@ -296,27 +296,27 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
                 text=f"machines were taken away: {failure}" if preempted else str(failure),
                 preempted=preempted,
                 detail="" if failure.kind else failure.message,
-                hopeless=hopeless,
+                hopeless=gives_up,
             )
         )
-        if hopeless:
+        if gives_up:
             raised = errors.get(-1 if failure.rank is None else failure.rank)
-            raise GaveUp(str(failure), raised)
+            raise RetriesExhausted(str(failure), raised)
 
     def _events(self) -> list[Event]:
         """Those of this start. Storage that is away comes back, or is a failure of its own."""
-        events = patiently(lambda: read_events(Folder(self._run_dir)))
+        events = retry_storage(lambda: read_events(Folder(self._run_dir)))
         return [event for event in events if event["time"] >= self._since]
 
 
-def failure_of_unannounced(attempt: int, errors: Mapping[int, BaseException]) -> Failure:
+def startup_failure(attempt: int, errors: Mapping[int, BaseException]) -> Failure:
     """Returns how a group failed before it had said that it was there: what Ray has of it is all there is.
 
     Args:
         attempt: the last one that did say so, or 0.
         errors: by rank.
     """
-    rank, error = min(errors.items(), key=lambda each: (is_collateral(each[1]), each[0]))
+    rank, error = min(errors.items(), key=lambda each: (is_secondary(each[1]), each[0]))
     lines = str(error).strip().splitlines()
     # Of a process that is gone the error is Ray's own.
     is_gone = type(error).__module__.startswith("ray.")
@@ -326,8 +326,8 @@ def failure_of_unannounced(attempt: int, errors: Mapping[int, BaseException]) ->
         kind="" if is_gone else type(error).__name__,
         phase=_STARTING,
         message="\n".join(lines[-1:])[:300] if is_gone else str(error),
-        hopeless=is_hopeless_kind(error),
-        collateral=is_collateral(error),
+        retryable=not is_fatal_error(error),
+        secondary=is_secondary(error),
     )
 
 
@@ -355,4 +355,4 @@ def was_preempted(failure: Failure, events: Sequence[Event], errors: Mapping[int
     if any(getattr(getattr(error, "health_check_failure", error), "preempted", False) for error in errors.values()):
         return True
     noticed = {event["attempt"] for event in events if event["event"] == "preemption_notice"}
-    return failure.attempt in noticed and not failure.is_of_the_code and not failure.hung
+    return failure.attempt in noticed and not failure.is_user_error and not failure.hung

@@ -17,13 +17,13 @@ from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..errors import RunConflictError
-from ..runs.open import Opened, open_run
+from ..runs.open import OpenedRun, open_run
 from ..runs.result import RunResult
-from ..runs.resume import Resumption
+from ..runs.resume import ResumeOptions
 from ..runs.run import Run, now
-from ..storage.events import EventLog, read_events
-from ..storage.folder import patiently
-from ..watchdog.worker import last_heard
+from ..storage.events import EventWriter, read_events
+from ..storage.folder import retry_storage
+from ..watchdog.worker import last_heartbeat_event
 
 
 def fit(
@@ -61,26 +61,27 @@ def fit(
     began = time.time()
     quiet_environment(verbose=verbose)
     from ..cluster.connect import check_resources, clamp_to_machine, ray_connection, will_start_own_ray
-    from .driver import Signals, Supervision
+    from .driver import RunDriver
+    from .signals import StopSignals
 
     display = display or RunConsole()
-    resumption = Resumption.asked(resume, restore, accept_changes=accept_changes)
+    resume_options = ResumeOptions.asked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
     check_training(experiment, elsewhere=not will_start_own_ray())
     opened = open_run(experiment, accept_changes=accept_changes)
-    if opened.verdict == "finished":
+    if opened.state == "finished":
         return _finished(opened.run, display)
     run = opened.run
     _greet(opened, experiment, display)
-    resumption = _resumption(resumption, run, display)
+    resume_options = _resumption(resume_options, run, display)
     experiment = replace(experiment, scaling=clamp_to_machine(experiment.scaling))
-    with Signals() as signals:
+    with StopSignals() as signals:
         try:
             with ray_connection(experiment.scaling, verbose=verbose) as is_own:
                 # ray.init takes SIGTERM for itself.
                 signals.install()
-                supervision = Supervision(
-                    experiment, run, signals, display, resumption=resumption, verbose=verbose,
+                supervision = RunDriver(
+                    experiment, run, signals, display, resume_options=resume_options, verbose=verbose,
                     spares=is_own if experiment.retries.spares == "auto" else experiment.retries.spares, began=began,
                 )  # fmt: skip
                 result = supervision.run()
@@ -93,8 +94,8 @@ def fit(
             raise
         except BaseException as error:
             display.close()
-            run.update(status="failed", reason="", error=one_line(error), ended=now())
-            end_of_start(run, "failed")
+            run.update(status="failed", reason="", error=summarize_error(error), ended=now())
+            write_driver_ended(run, "failed")
             raise
     close(run, result, display, again="without --resume never" if resume == "never" else "as before")
     return result
@@ -112,7 +113,7 @@ def check_training(experiment: Experiment, *, elsewhere: bool = False) -> None:
     """
     try:
         for workers in {experiment.scaling.min_workers, experiment.scaling.max_workers}:
-            experiment.trainer(experiment.config, world=first_world(experiment, workers)).check(elsewhere=elsewhere)
+            experiment.trainer(experiment.config, world=rank0_world(experiment, workers)).check(elsewhere=elsewhere)
     except ConfigError:
         raise
     except Exception as error:
@@ -121,7 +122,7 @@ def check_training(experiment: Experiment, *, elsewhere: bool = False) -> None:
             raise ConfigError(str(error)) from error
 
 
-def first_world(experiment: Experiment, workers: int) -> World:
+def rank0_world(experiment: Experiment, workers: int) -> World:
     """Returns the world of so many workers as the first will see it, for what can be found out before there is one."""
     device = torch.device("cuda" if experiment.scaling.gpus_per_worker else "cpu")
     return World(rank=0, size=workers, local_rank=0, device=device)
@@ -141,26 +142,26 @@ def _finished(run: Run, display: RunConsole) -> RunResult:
     return RunResult.recorded(run, status=record.status, reason=record.reason)
 
 
-def _greet(opened: Opened, experiment: Experiment, display: RunConsole) -> None:
-    display.goes_on = opened.verdict == "goes on"
-    display.line(f"{experiment.name}: {experiment.scaling.in_words}, {opened.verdict}; its files: {experiment.run_dir}")
+def _greet(opened: OpenedRun, experiment: Experiment, display: RunConsole) -> None:
+    display.goes_on = opened.state == "goes on"
+    display.line(f"{experiment.name}: {experiment.scaling}, {opened.state}; its files: {experiment.run_dir}")
     for change in opened.changes:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
 
 
-def _resumption(asked: Resumption, run: Run, display: RunConsole) -> Resumption:
+def _resumption(asked: ResumeOptions, run: Run, display: RunConsole) -> ResumeOptions:
     """What a start begins with; says it where that is not the newest checkpoint of the run, or not what was asked."""
     if not asked.choice:
         return asked
     events = read_events(run.folder)
-    resumption = asked.repeated(events)
+    resume_options = asked.repeated(events)
     newest = next((event["path"] for event in reversed(events) if event["event"] == "checkpoint_saved"), None)
-    if resumption != asked:
+    if resume_options != asked:
         display.line(f"  begun so before, it goes on from what it has saved since: {newest}", "dim")
     elif asked.resume != "auto" and newest is not None:
         begins = "anew" if asked.resume == "never" else f"from {asked.resume}"
         display.line(f"  as asked for, it begins {begins}, and not from its newest checkpoint: {newest}", "yellow")
-    return resumption
+    return resume_options
 
 
 def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as before") -> None:
@@ -172,14 +173,14 @@ def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as 
         display: where to say it.
         again: how to start it again, so that it goes on.
     """
-    patiently(lambda: run.update(
+    retry_storage(lambda: run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
         samples=result.samples, tokens=result.tokens, metrics=result.metrics,
         last_checkpoint=result.last_checkpoint or run.record.last_checkpoint,
         best_checkpoint=result.best_checkpoint, best_metric=result.best_metric, best_step=result.best_step,
         resumed_from=result.resumed_from, data_guarantee=result.data_guarantee,
     ))  # fmt: skip
-    end_of_start(run, result.status)
+    write_driver_ended(run, result.status)
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items() if "loss" in name)
     display.line(
         f"{result.status} after {result.steps:,} steps: {result.reason}" + (f"  ({numbers})" if numbers else ""), "bold"
@@ -189,15 +190,15 @@ def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as 
         display.line(f"to go on, start it again {again}")
 
 
-def end_of_start(run: Run, status: str) -> None:
+def write_driver_ended(run: Run, status: str) -> None:
     """Writes the last event of a start, with what the main rank has spent its time on."""
-    events = EventLog(run.folder, "driver")
-    if (heard := last_heard(run.folder)) is not None:
+    events = EventWriter(run.folder, "driver")
+    if (heard := last_heartbeat_event(run.folder)) is not None:
         events.add("last_heard", spent=heard["spent"])
     events.add("driver_ended", status=status)
 
 
-def one_line(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Returns an error as records have it."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

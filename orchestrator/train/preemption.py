@@ -23,7 +23,7 @@ _MARGIN = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice:
+class PreemptionNotice:
     """What Ray says of machines that will go.
 
     Attributes:
@@ -37,7 +37,7 @@ class Notice:
     deadline: float | None
 
 
-class Notices:
+class PreemptionListener:
     """Listens, from its making on. Every rank must make one, and only it may use Ray Train's collectives.
 
     Args:
@@ -45,7 +45,7 @@ class Notices:
         poll_s: seconds between two questions.
     """
 
-    def __init__(self, heed: Callable[[Notice], None], *, poll_s: float | None = None) -> None:
+    def __init__(self, heed: Callable[[PreemptionNotice], None], *, poll_s: float | None = None) -> None:
         self._heed, self._poll_s = heed, POLL_S if poll_s is None else poll_s
         self._ended = threading.Event()
         threading.Thread(target=self._listen, name="headway-preemption", daemon=True).start()
@@ -72,16 +72,16 @@ class Notices:
                         warnings.warn(f"a notice was not heeded: {type(error).__name__}: {error}", stacklevel=2)
 
 
-def notice_of(info: Any) -> Notice:
+def notice_of(info: Any) -> PreemptionNotice:
     """Returns what a `ray.train.PreemptionInfo` says."""
-    return Notice(
+    return PreemptionNotice(
         nodes=tuple(info.preempted_node_ids),
         ranks=tuple(info.preempted_ranks),
         deadline=None if info.deadline_ms is None else info.deadline_ms / 1000,
     )
 
 
-def leaves_time(left_s: float | None, save_s: float | None) -> bool:
+def has_time_to_save(left_s: float | None, save_s: float | None) -> bool:
     """Whether a checkpoint that is begun now will be committed in time, as far as anybody knows.
 
     Args:
@@ -91,7 +91,7 @@ def leaves_time(left_s: float | None, save_s: float | None) -> bool:
     return left_s is None or left_s > _MARGIN * (save_s or 0.0)
 
 
-def endings(events: Sequence[Event]) -> tuple[int, int]:
+def count_endings(events: Sequence[Event]) -> tuple[int, int]:
     """Returns how many attempts of a run ended because machines were taken away, and how many by a failure."""
     last = max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
     # Several of one attempt: groups that failed before they could say that they were there.

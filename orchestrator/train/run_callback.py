@@ -17,15 +17,15 @@ from typing import Any
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.trainer import Trainer
 
-from ..runs.ownership import is_lost
-from ..runs.requests import asked_to_grow, asked_to_stop
-from ..storage.events import EventLog
+from ..runs.ownership import lease_lost
+from ..runs.requests import read_scale_up_request, read_stop_request
+from ..storage.events import EventWriter
 from ..storage.folder import Folder
-from .preemption import Notice, Notices, leaves_time
-from .time_spent import spent
+from .preemption import PreemptionListener, PreemptionNotice, has_time_to_save
+from .time_spent import time_spent
 
 
-class Bridge(Callback):
+class RunCallback(Callback):
     """Writes what happens to the events of the run, and listens for a request to stop. Both on the main rank.
 
     All ranks listen for notices that machines will be taken away: then all save, and go on until they are.
@@ -50,7 +50,7 @@ class Bridge(Callback):
     def __init__(
         self,
         folder: Folder,
-        events: EventLog,
+        events: EventWriter,
         *,
         is_main: bool,
         lease: str,
@@ -62,7 +62,7 @@ class Bridge(Callback):
         self.is_to_resize = False
         self._folder, self._events, self._is_main, self._lease = folder, events, is_main, lease
         self._noticed = noticed
-        self._notices: Notices | None = None
+        self._notices: PreemptionListener | None = None
         self._attempt, self._before = attempt, before
         self._ended = threading.Event()
         self._has_told_of_setup = False
@@ -72,7 +72,7 @@ class Bridge(Callback):
         if self._is_main:
             threading.Thread(target=self._listen, args=(trainer,), name="headway-stop", daemon=True).start()
         if self._noticed:
-            self._notices = Notices(functools.partial(self._heed, trainer))
+            self._notices = PreemptionListener(functools.partial(self._heed, trainer))
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
         """Writes where the run goes on, and with how many workers if there were others before."""
@@ -108,7 +108,7 @@ class Bridge(Callback):
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
         """Writes where it lies, and where the time has gone until now."""
-        so_far = spent(trainer.activity, attempt=trainer.attempt, step=trainer.global_step)
+        so_far = time_spent(trainer.activity, attempt=trainer.attempt, step=trainer.global_step)
         self._tell("checkpoint_saved", step=checkpoint.step, path=str(checkpoint.path), spent=so_far)
 
     def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
@@ -135,12 +135,12 @@ class Bridge(Callback):
         if self._is_main:
             self._events.add(kind, **details)
 
-    def _heed(self, trainer: Trainer[Any], notice: Notice) -> None:
+    def _heed(self, trainer: Trainer[Any], notice: PreemptionNotice) -> None:
         """Asks for a checkpoint, if there is the time for one. Every rank is told; one asks for all."""
         if not self._is_main:
             return
         left_s = None if notice.deadline is None else notice.deadline - time.time()
-        saves = leaves_time(left_s, trainer.save_took_s)
+        saves = has_time_to_save(left_s, trainer.save_took_s)
         if saves:
             # First: the storage may be away, and what is told there with it.
             trainer.request_save(at_once=True)
@@ -167,11 +167,15 @@ class Bridge(Callback):
 
     def _listen(self, trainer: Trainer[Any]) -> None:
         while not self._ended.wait(0.3 if self._folder.is_local else 3.0):
-            asked = asked_to_stop(self._folder)
-            if (asked and asked.abort) or is_lost(self._folder, self._lease):
+            asked = read_stop_request(self._folder)
+            if (asked and asked.abort) or lease_lost(self._folder, self._lease):
                 os._exit(1)
             if asked:
                 trainer.request_stop(asked.reason, status=asked.status)
-            elif not self.is_to_resize and self._attempt and (workers := asked_to_grow(self._folder, self._attempt)):
+            elif (
+                not self.is_to_resize
+                and self._attempt
+                and (workers := read_scale_up_request(self._folder, self._attempt))
+            ):
                 self.is_to_resize = True
                 trainer.request_stop(f"there is room for {workers} workers", status="interrupted")

@@ -8,7 +8,7 @@ from typing import Any
 from headway.trainer.loop.timing import FIRST_UPDATE, UPDATE_PHASES, Activity
 
 
-def spent(activity: Activity, *, attempt: int, step: int) -> dict[str, Any]:
+def time_spent(activity: Activity, *, attempt: int, step: int) -> dict[str, Any]:
     """Returns the seconds of this process by phase, and until when and which step they go.
 
     Args:

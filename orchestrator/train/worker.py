@@ -22,16 +22,16 @@ from headway.trainer.distributed.world import World
 from headway.trainer.trainer import Trainer
 
 from ..errors import RunConflictError, StorageError
-from ..runs.ownership import is_lost, taken_over
-from ..runs.provenance import process_began
-from ..runs.requests import asked_to_stop
-from ..runs.resume import Resumption
-from ..storage.events import EventLog, read_events
+from ..runs.ownership import lease_lost, takeover_message
+from ..runs.provenance import process_start_time
+from ..runs.requests import read_stop_request
+from ..runs.resume import ResumeOptions
+from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder
-from ..watchdog.worker import Watchdog, last_heard
-from .elastic import RESIZING, Resize
-from .failures import is_collateral, is_hopeless_kind, name_process, phase_of
-from .run_callback import Bridge
+from ..watchdog.worker import Watchdog, last_heartbeat_event
+from .elastic import RESIZING, RestartToResize
+from .failures import is_fatal_error, is_secondary, name_process, phase_of
+from .run_callback import RunCallback
 from .standby import Spares
 
 
@@ -42,7 +42,7 @@ class Task:
     Attributes:
         run_dir: of the run, an absolute path or a URI.
         since: when this driver started, in seconds since 1970.
-        resumption: what the user chose to begin with.
+        resume_options: what the user chose to begin with.
         imports: folders that the driver imports from, besides its packages.
         current_dir: of the driver; relative paths in a config mean the same here.
         threads: that torch takes on a CPU.
@@ -57,7 +57,7 @@ class Task:
 
     run_dir: str
     since: float
-    resumption: Resumption
+    resume_options: ResumeOptions
     imports: tuple[str, ...]
     current_dir: str
     threads: int
@@ -102,15 +102,15 @@ def run_attempt(
         torch.set_num_threads(task.threads)
     world = World.attach("cpu" if task.on_cpu else None, timeout_s=task.timeout_s)
     folder = Folder(task.run_dir)
-    if is_lost(folder, task.lease):
-        raise RunConflictError(taken_over(folder, "run"))
-    if (asked := asked_to_stop(folder)) is not None:
+    if lease_lost(folder, task.lease):
+        raise RunConflictError(takeover_message(folder, "run"))
+    if (asked := read_stop_request(folder)) is not None:
         return {"status": asked.status, "reason": asked.reason}
-    events = EventLog(folder, f"rank-{world.rank}")
-    past = world.broadcast(_past(folder, task.resumption, task.since) if world.is_main else None)
+    events = EventWriter(folder, f"rank-{world.rank}")
+    past = world.broadcast(_past(folder, task.resume_options, task.since) if world.is_main else None)
     assert past is not None
     attempt, begin, size_before = past
-    bridge = Bridge(
+    bridge = RunCallback(
         folder,
         events,
         is_main=world.is_main,
@@ -124,7 +124,7 @@ def run_attempt(
     try:
         with contextlib.ExitStack() as around:
             # The main rank is heard in any case: where the time goes is known from it.
-            if world.is_main and (before := last_heard(folder)) is not None:
+            if world.is_main and (before := last_heartbeat_event(folder)) is not None:
                 events.add("last_heard", spent=before["spent"])
             if task.watched or world.is_main:
                 around.enter_context(watchdog)
@@ -158,14 +158,14 @@ def run_attempt(
                 type=type(error).__name__,
                 phase=phase_of(error),
                 message=str(error),
-                hopeless=is_hopeless_kind(error),
-                collateral=is_collateral(error),
+                hopeless=is_fatal_error(error),
+                collateral=is_secondary(error),
                 traceback="".join(traceback.format_exception(error)),
             )
         raise
     is_to_resize = False
     if bridge.is_to_resize and result.status == "interrupted":
-        if (asked := asked_to_stop(folder)) is not None:  # a person in the meantime, who comes first
+        if (asked := read_stop_request(folder)) is not None:  # a person in the meantime, who comes first
             result = replace(result, status=asked.status, reason=asked.reason)
         else:
             is_to_resize = True
@@ -177,11 +177,11 @@ def run_attempt(
     if is_to_resize:
         # Ray Train ends all as soon as one raises.
         world.barrier()
-        raise Resize(result.reason)
+        raise RestartToResize(result.reason)
     return asdict(result)
 
 
-def _past(folder: Folder, asked: Resumption, since: float) -> tuple[int, Resumption, int | None]:
+def _past(folder: Folder, asked: ResumeOptions, since: float) -> tuple[int, ResumeOptions, int | None]:
     """The number of this attempt, what it begins with, and the workers of the attempt before it, if there was one.
 
     It begins with the user's choice until this driver has saved something.
@@ -193,7 +193,7 @@ def _past(folder: Folder, asked: Resumption, since: float) -> tuple[int, Resumpt
     return 1 + len(sizes), begin, sizes[-1] if sizes else None
 
 
-def _announce(events: EventLog, world: World, attempt: int, entered: float) -> None:
+def _announce(events: EventWriter, world: World, attempt: int, entered: float) -> None:
     me = {
         "rank": world.rank,
         "host": socket.gethostname(),
@@ -201,7 +201,7 @@ def _announce(events: EventLog, world: World, attempt: int, entered: float) -> N
         "device": str(world.device),
         "entered": round(entered, 3),
     }
-    if (began := process_began()) is not None:
+    if (began := process_start_time()) is not None:
         me["began"] = round(began, 3)
     workers = world.all_gather_object(me)
     if world.is_main:
@@ -211,7 +211,7 @@ def _announce(events: EventLog, world: World, attempt: int, entered: float) -> N
 class _Lines(io.TextIOBase):
     """A text stream whose lines become messages."""
 
-    def __init__(self, events: EventLog) -> None:
+    def __init__(self, events: EventWriter) -> None:
         self._events, self._rest = events, ""
 
     def write(self, text: str) -> int:
@@ -225,7 +225,7 @@ class _Lines(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def _captured(events: EventLog) -> Iterator[None]:
+def _captured(events: EventWriter) -> Iterator[None]:
     """Turns what is printed and warned of into events, because the worker's own output is not shown."""
     told: set[str] = set()
 

@@ -19,13 +19,13 @@ from headway.trainer.errors import ConfigError
 
 from ..cluster.ray_env import temporary_env
 from ..config.experiment import Experiment
-from ..config.target import travels_by_value
+from ..config.target import is_user_file
 from ..errors import TrainingFailedError
-from ..runs.resume import Resumption
+from ..runs.resume import ResumeOptions
 from ..runs.run import Run
 from ..storage.events import read_events
 from .elastic import RAY_LEARNS_S
-from .failures import FailureWatch, GaveUp, last_failure
+from .failures import RetriesExhausted, RetryPolicy, last_failure
 from .standby import environment
 from .worker import Task, train
 
@@ -34,13 +34,13 @@ _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 _MOST_ATTEMPTS = 10_000
 
 
-def train_group(
+def run_worker_group(
     experiment: Experiment,
     run: Run,
     *,
     since: float,
-    resumption: Resumption,
-    patience_s: float,
+    resume_options: ResumeOptions,
+    wait_timeout_s: float,
     verbose: bool,
     spares: bool,
 ) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def train_group(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     scaling, retries = experiment.scaling, experiment.retries
-    task = task_of(experiment, run, since=since, resumption=resumption, verbose=verbose)
+    task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
     rays_files = tempfile.mkdtemp(prefix="headway-ray-")
     # What is sized by machines that are gone by then is sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
@@ -72,21 +72,21 @@ def train_group(
                 # Ray Train would end the group in the midst of an update; see resizing.py.
                 elastic_resize_monitor_interval_s=math.inf,
                 use_gpu=scaling.gpus_per_worker > 0,
-                resources_per_worker=scaling.per_worker,
+                resources_per_worker=scaling.worker_resources,
             ),
             run_config=RunConfig(
                 name=f"{experiment.name}-{run.record.id}",
                 storage_path=rays_files,
                 worker_runtime_env=environment(task.threads) if spares else {},
                 failure_config=FailureConfig(
-                    # The budgets are kept in FailureWatch, which knows one kind from the other.
+                    # The budgets are kept in RetryPolicy, which knows one kind from the other.
                     max_failures=_MOST_ATTEMPTS,
                     # Of attempts that Ray Train ends at a deadline it tells nobody.
                     max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
                     # Of starting a group: Ray Train waits so long for machines each time.
-                    controller_failure_limit=retries.max_failures + math.ceil(patience_s / start_timeout_s),
+                    controller_failure_limit=retries.max_failures + math.ceil(wait_timeout_s / start_timeout_s),
                 ),
-                callbacks=[failure_watch(experiment, run, since=since)],
+                callbacks=[retry_policy(experiment, run, since=since)],
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
             ),
         )
@@ -97,22 +97,22 @@ def train_group(
         shutil.rmtree(rays_files, ignore_errors=True)
 
 
-def failure_watch(experiment: Experiment, run: Run, *, since: float) -> FailureWatch:
+def retry_policy(experiment: Experiment, run: Run, *, since: float) -> RetryPolicy:
     """Returns who decides on the retries of one start of a run."""
     retries = experiment.retries
-    return FailureWatch(
+    return RetryPolicy(
         run.run_dir, since=since, max_failures=retries.max_failures, max_errors=retries.max_errors,
         max_preemptions=retries.max_preemptions,
     )  # fmt: skip
 
 
-def task_of(experiment: Experiment, run: Run, *, since: float, resumption: Resumption, verbose: bool) -> Task:
+def make_task(experiment: Experiment, run: Run, *, since: float, resume_options: ResumeOptions, verbose: bool) -> Task:
     """Returns what each worker of a run is told."""
     scaling = experiment.scaling
     return Task(
         run_dir=run.run_dir,
         since=since,
-        resumption=resumption,
+        resume_options=resume_options,
         imports=import_folders(),
         current_dir=os.getcwd(),
         threads=max(1, int(scaling.cpus_per_worker)),
@@ -143,7 +143,7 @@ def pickled(experiment: Experiment) -> bytes:
 def by_value(experiment: Experiment) -> Iterator[None]:
     """A context in which what a user's file defines is pickled with what refers to it."""
     names = {each.__module__ for each in (*experiment.trainer.__mro__, *type(experiment.config).__mro__)}
-    modules = [module for name in names if travels_by_value(module := sys.modules.get(name)) and module is not None]
+    modules = [module for name in names if is_user_file(module := sys.modules.get(name)) and module is not None]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -163,7 +163,7 @@ def import_folders() -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def error_of(error: BaseException, run: Run, since: float) -> BaseException:
+def training_error(error: BaseException, run: Run, since: float) -> BaseException:
     """Returns the error to raise for one of Ray's: what the first worker to fail had raised, or that it died."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
     events = [event for event in read_events(run.folder) if event["time"] >= since]
@@ -173,8 +173,8 @@ def error_of(error: BaseException, run: Run, since: float) -> BaseException:
         unknown.__cause__ = error
         return unknown
     before = [event["text"] for event in events if event["event"] == "group_failed"]
-    gave_up = error if isinstance(error, GaveUp) else getattr(error, "controller_failure", None)
-    text = str(gave_up.args[0] if isinstance(gave_up, GaveUp) else failure)
+    gave_up = error if isinstance(error, RetriesExhausted) else getattr(error, "controller_failure", None)
+    text = str(gave_up.args[0] if isinstance(gave_up, RetriesExhausted) else failure)
     first = f"; the first of {len(before)} failures: {before[0]}" if before and before[0] != text else ""
     failed = TrainingFailedError(
         f"{text} (attempt {failure.attempt}){first}", rank=failure.rank, attempt=failure.attempt, step=failure.step,

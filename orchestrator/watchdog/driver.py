@@ -16,50 +16,55 @@ from headway.trainer.loop.timing import PHASES
 
 from ..config.experiment import Experiment
 from ..errors import StorageError
-from ..storage.events import Event, EventLog
+from ..storage.events import Event, EventWriter
 from ..storage.folder import Folder
-from .policy import Late, Patience, Rank, who_is_late
-from .worker import ORDER, beat_s, heartbeat_of, stacks_of, watch_folder
+from .policy import HangTimeouts, Rank, Straggler, find_straggler
+from .worker import ORDER, heartbeat_file, heartbeat_interval_s, stacks_file, watch_folder
 
-_BEFORE_TIMEOUT = 0.8
+_TIMEOUT_SHARE = 0.8
 
 
 @dataclass
-class _Heard:
+class _RankState:
     """The last heartbeat of a rank, and for how long there has been no other."""
 
     beat: dict[str, Any]
     silent_s: float = 0.0
 
 
-class Watch:
+class HangMonitor:
     """Listens to the ranks of one start of a run, and ends an attempt that hangs.
 
     Args:
-        experiment: with the patience that it wants.
+        experiment: with the timeouts that it wants.
         folder: of the run.
-        events: where to write who is late, and who hung.
+        events: where to write who is straggler, and who hung.
         clock: seconds, from any beginning.
     """
 
     def __init__(
-        self, experiment: Experiment, folder: Folder, events: EventLog, *, clock: Callable[[], float] = time.monotonic
+        self,
+        experiment: Experiment,
+        folder: Folder,
+        events: EventWriter,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._events, self._clock = watch_folder(folder), events, clock
-        self._beat_s = beat_s(folder)
-        self._patience = patience_of(experiment, self._beat_s)
+        self._beat_s = heartbeat_interval_s(folder)
+        self._timeouts = hang_timeouts_of(experiment, self._beat_s)
         self._attempt: int | None = None
-        self._heard: list[_Heard] = []
-        self._looked_s = clock()
+        self._ranks: list[_RankState] = []
+        self._polled_s = clock()
         self._orders = 0
-        self._told: tuple[Any, ...] | None = None
+        self._reported: tuple[Any, ...] | None = None
 
-    def heed(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Takes note of the beginning and the end of attempts."""
-        if event["event"] == "attempt_started" and self._patience is not None:
-            self._attempt, self._told = event["attempt"], None
-            self._heard = [_Heard({"beat": 0, **worker}) for worker in event["workers"]]
-            self._looked_s = self._clock()
+        if event["event"] == "attempt_started" and self._timeouts is not None:
+            self._attempt, self._reported = event["attempt"], None
+            self._ranks = [_RankState({"beat": 0, **worker}) for worker in event["workers"]]
+            self._polled_s = self._clock()
         elif event["event"] in ("group_failed", "attempt_ended"):
             self.end()
 
@@ -67,90 +72,90 @@ class Watch:
         """Takes note that the attempt has ended, whoever says so."""
         self._attempt = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Hears the ranks, if it is time, and acts."""
-        passed_s = self._clock() - self._looked_s
-        if self._attempt is None or self._patience is None or passed_s < self._beat_s:
+        passed_s = self._clock() - self._polled_s
+        if self._attempt is None or self._timeouts is None or passed_s < self._beat_s:
             return
-        self._looked_s += passed_s
+        self._polled_s += passed_s
         # Who was away himself, stopped or asleep, has no right to call others silent.
-        self._hear(min(passed_s, 2 * self._beat_s))
-        late = who_is_late([_rank(heard) for heard in self._heard], self._patience)
-        if late is None:
+        self._read_heartbeats(min(passed_s, 2 * self._beat_s))
+        straggler = find_straggler([_rank(state) for state in self._ranks], self._timeouts)
+        if straggler is None:
             return
-        if late.is_over:
-            self._end(late)
-        elif (told := (late.ranks, late.step, late.phase)) != self._told:
-            self._told = told
-            self._order(late, end=False)
-            self._tell("rank_late", late)
+        if straggler.is_hung:
+            self._end(straggler)
+        elif (told := (straggler.ranks, straggler.step, straggler.phase)) != self._reported:
+            self._reported = told
+            self._order(straggler, end=False)
+            self._emit("rank_late", straggler)
 
-    def _hear(self, passed_s: float) -> None:
-        for heard in self._heard:
+    def _read_heartbeats(self, passed_s: float) -> None:
+        for state in self._ranks:
             beat = None
             with contextlib.suppress(StorageError, ValueError):
-                beat = json.loads(self._folder.read(heartbeat_of(heard.beat["rank"])) or "null")
-            if beat and beat["attempt"] == self._attempt and beat["beat"] != heard.beat["beat"]:
-                heard.beat, heard.silent_s = beat, 0.0
+                beat = json.loads(self._folder.read(heartbeat_file(state.beat["rank"])) or "null")
+            if beat and beat["attempt"] == self._attempt and beat["beat"] != state.beat["beat"]:
+                state.beat, state.silent_s = beat, 0.0
             else:
-                heard.silent_s += passed_s
+                state.silent_s += passed_s
 
-    def _end(self, late: Late) -> None:
+    def _end(self, straggler: Straggler) -> None:
         """Ends the attempt. The workers end themselves, and Ray ends the one that cannot when it finds others gone."""
         # Before the order: who asks why the workers are gone finds the reason.
-        self._tell("rank_hung", late)
-        self._order(late, end=True)
-        if late.is_silent:
+        self._emit("rank_hung", straggler)
+        self._order(straggler, end=True)
+        if straggler.is_silent:
             # It may be the only one.
-            self._kill_here(late.ranks)
+            self._kill_here(straggler.ranks)
         self._attempt = None
 
-    def _order(self, late: Late, *, end: bool) -> None:
+    def _order(self, straggler: Straggler, *, end: bool) -> None:
         self._orders += 1
-        order = {"attempt": self._attempt, "number": self._orders, "end": end, "why": str(late)}
+        order = {"attempt": self._attempt, "number": self._orders, "end": end, "why": str(straggler)}
         self._folder.write(ORDER, json.dumps(order))
 
     def _kill_here(self, ranks: Iterable[int]) -> None:
-        for beat in (self._heard[rank].beat for rank in ranks):
+        for beat in (self._ranks[rank].beat for rank in ranks):
             if beat["host"] == socket.gethostname():
                 with contextlib.suppress(OSError):
                     os.kill(beat["pid"], signal.SIGKILL)
 
-    def _tell(self, kind: str, late: Late) -> None:
+    def _emit(self, kind: str, straggler: Straggler) -> None:
         self._events.add(
             kind,
             attempt=self._attempt,
-            ranks=late.ranks,
-            phase=late.phase,
-            step=late.step,
-            for_s=round(late.for_s, 1),
-            text=str(late),
-            stacks=self._folder.path(stacks_of(self._attempt or 0, 0)).removesuffix("0.txt") + "*.txt",
+            ranks=straggler.ranks,
+            phase=straggler.phase,
+            step=straggler.step,
+            for_s=round(straggler.for_s, 1),
+            text=str(straggler),
+            stacks=self._folder.path(stacks_file(self._attempt or 0, 0)).removesuffix("0.txt") + "*.txt",
         )
 
 
-def patience_of(experiment: Experiment, beat_s: float) -> Patience | None:
+def hang_timeouts_of(experiment: Experiment, heartbeat_interval_s: float) -> HangTimeouts | None:
     """Returns how long the ranks of an experiment may take; None if they may take for ever."""
     wanted = experiment.retries.hang_timeout
     if wanted is None:
         return None
-    return Patience(
+    return HangTimeouts(
         fixed_s=None if wanted == "auto" else wanted.amount,
         # Before the ranks that wait give up: they cannot say for whom.
-        first_s=_BEFORE_TIMEOUT * experiment.config.parallel.timeout.amount,
-        silence_s=max(Patience.silence_s, 4 * beat_s),
+        startup_s=_TIMEOUT_SHARE * experiment.config.parallel.timeout.amount,
+        silent_after_s=max(HangTimeouts.silent_after_s, 4 * heartbeat_interval_s),
     )
 
 
-def _rank(heard: _Heard) -> Rank:
-    beat = heard.beat
+def _rank(state: _RankState) -> Rank:
+    beat = state.beat
     return Rank(
         rank=beat["rank"],
         phase=beat["phase"] if beat.get("phase") in PHASES else "setting up",
-        for_s=beat.get("for_s", 0.0) + heard.silent_s,
+        for_s=beat.get("for_s", 0.0) + state.silent_s,
         usual_s=beat.get("usual_s"),
         updates=beat.get("updates", 0),
         batches=beat.get("batches", 0),
         step=beat.get("step", 0),
-        silent_s=heard.silent_s,
+        silent_s=state.silent_s,
     )

@@ -22,50 +22,50 @@ _STEADY: tuple[Phase, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
-    """When to speak of a rank that is late, and when to end the attempt. All in seconds.
+class HangTimeouts:
+    """When to speak of a rank that is straggler, and when to end the attempt. All in seconds.
 
     Attributes:
         fixed_s: ends every phase that takes longer than this, where a person has said so.
-        first_s: ends a phase of which nobody knows how long it takes: the first ones of an attempt, which compile and
+        startup_s: ends a phase of which nobody knows how long it takes: the first ones of an attempt, which compile and
             load, and what is not the same each time.
         steady_s: ends at least not before this what takes about as long every time.
         factor: times the usual is too long, if that is later.
-        steady_unnamed_s: leaves a rank unnamed at least so long in such a phase.
-        silence_s: makes a rank suspect of which nothing is heard, while others are.
-        quiet_s: ends an attempt in which a rank has been silent for so long in a phase that is steady.
-        quiet_first_s: the same in another phase.
+        steady_warn_s: leaves a rank unnamed at least so long in such a phase.
+        silent_after_s: makes a rank suspect of which nothing is heard, while others are.
+        silent_kill_s: ends an attempt in which a rank has been silent for so long in a phase that is steady.
+        silent_kill_startup_s: the same in another phase.
     """
 
     fixed_s: float | None = None
-    first_s: float = 1800.0
+    startup_s: float = 1800.0
     steady_s: float = 300.0
     factor: float = 10.0
-    steady_unnamed_s: float = 30.0
-    silence_s: float = 4.0
-    quiet_s: float = 30.0
-    quiet_first_s: float = 300.0
+    steady_warn_s: float = 30.0
+    silent_after_s: float = 4.0
+    silent_kill_s: float = 30.0
+    silent_kill_startup_s: float = 300.0
 
-    def in_phase_s(self, rank: Rank) -> float:
+    def kill_after_s(self, rank: Rank) -> float:
         """How long a rank may stay where it is."""
         if self.fixed_s is not None:
             return self.fixed_s
         usual_s = self.factor * (rank.usual_s or 0.0)
-        return max(self.steady_s if rank.is_steady else self.first_s, usual_s)
+        return max(self.steady_s if rank.is_steady else self.startup_s, usual_s)
 
-    def unnamed_s(self, rank: Rank) -> float:
+    def warn_after_s(self, rank: Rank) -> float:
         """How long until others are told of it, which ends nothing."""
         if self.fixed_s is None and rank.is_steady:
-            return max(self.steady_unnamed_s, self.factor / 2 * (rank.usual_s or 0.0))
-        return self.in_phase_s(rank) / 2
+            return max(self.steady_warn_s, self.factor / 2 * (rank.usual_s or 0.0))
+        return self.kill_after_s(rank) / 2
 
-    def in_silence_s(self, rank: Rank) -> float:
+    def silent_kill_after_s(self, rank: Rank) -> float:
         """How long a rank may say nothing while others speak."""
         if self.fixed_s is not None:
-            return max(self.fixed_s, self.silence_s)
+            return max(self.fixed_s, self.silent_after_s)
         # A call that lets no other thread run may be what usually takes so long.
         usual_s = self.factor * (rank.usual_s or 0.0)
-        return max(self.quiet_s if rank.is_steady else self.quiet_first_s, self.silence_s, usual_s)
+        return max(self.silent_kill_s if rank.is_steady else self.silent_kill_startup_s, self.silent_after_s, usual_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +98,22 @@ class Rank:
         return self.phase in _STEADY and self.usual_s is not None
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def position(self) -> tuple[int, int, int]:
         """How far it is, to be compared with the place of other ranks."""
         return self.updates, self.batches, PHASES.index(self.phase)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Late:
+class Straggler:
     """Who keeps the others waiting.
 
     Attributes:
-        ranks: one, unless several are equally far and nobody can tell.
+        ranks: one, unless several are equally far and nobody can emit.
         phase: that they are in.
         step: completed updates of the run.
         for_s: how long they have been there.
         is_silent: whether nothing is heard of them.
-        is_over: whether the patience is.
+        is_hung: whether the timeouts is.
     """
 
     ranks: tuple[int, ...]
@@ -121,7 +121,7 @@ class Late:
     step: int
     for_s: float
     is_silent: bool
-    is_over: bool
+    is_hung: bool
 
     def __str__(self) -> str:
         many = len(self.ranks) > 1
@@ -132,36 +132,38 @@ class Late:
         return f"{who} not moved for {self.for_s:.0f} s, {where}"
 
 
-def who_is_late(ranks: Sequence[Rank], patience: Patience) -> Late | None:
-    """Returns who keeps the others waiting for too long; None while all goes well, as far as anybody can tell."""
+def find_straggler(ranks: Sequence[Rank], timeouts: HangTimeouts) -> Straggler | None:
+    """Returns who keeps the others waiting for too long; None while all goes well, as far as anybody can emit."""
     present = [rank for rank in ranks if rank.phase != "ended"]
-    silent = [rank for rank in present if rank.silent_s > patience.silence_s]
+    silent = [rank for rank in present if rank.silent_s > timeouts.silent_after_s]
     if len(silent) == len(present) > 1:
         # More likely the storage, over which all are heard, than all of them.
         longest = min(rank.silent_s for rank in silent)
-        limit_s = patience.fixed_s or patience.first_s
-        return _late(silent, longest, is_silent=True, is_over=longest > limit_s) if longest > limit_s / 2 else None
+        limit_s = timeouts.fixed_s or timeouts.startup_s
+        return _straggler(silent, longest, is_silent=True, is_hung=longest > limit_s) if longest > limit_s / 2 else None
     if silent:
         longest = max(rank.silent_s for rank in silent)
-        is_over = any(rank.silent_s > patience.in_silence_s(rank) for rank in silent)
-        return _late(silent, longest, is_silent=True, is_over=is_over)
+        is_hung = any(rank.silent_s > timeouts.silent_kill_after_s(rank) for rank in silent)
+        return _straggler(silent, longest, is_silent=True, is_hung=is_hung)
     if not present:
         return None
-    last = min(rank.place for rank in present)
-    behind = [rank for rank in present if rank.place == last]
+    last = min(rank.position for rank in present)
+    behind = [rank for rank in present if rank.position == last]
     for_s = min(rank.for_s for rank in behind)
-    if for_s <= max(patience.unnamed_s(rank) for rank in behind):
+    if for_s <= max(timeouts.warn_after_s(rank) for rank in behind):
         return None
-    return _late(behind, for_s, is_silent=False, is_over=for_s > max(patience.in_phase_s(rank) for rank in behind))
+    return _straggler(
+        behind, for_s, is_silent=False, is_hung=for_s > max(timeouts.kill_after_s(rank) for rank in behind)
+    )
 
 
-def _late(ranks: Sequence[Rank], for_s: float, *, is_silent: bool, is_over: bool) -> Late:
+def _straggler(ranks: Sequence[Rank], for_s: float, *, is_silent: bool, is_hung: bool) -> Straggler:
     first = ranks[0]
-    return Late(
+    return Straggler(
         ranks=tuple(sorted(rank.rank for rank in ranks)),
         phase=first.phase,
         step=first.step,
         for_s=for_s,
         is_silent=is_silent,
-        is_over=is_over,
+        is_hung=is_hung,
     )

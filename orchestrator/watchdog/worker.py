@@ -23,39 +23,39 @@ from headway.trainer.trainer import Trainer
 from ..errors import StorageError
 from ..storage.events import Event
 from ..storage.folder import Folder, join
-from ..train.time_spent import spent
+from ..train.time_spent import time_spent
 
 ORDER = "order.json"
 
 
 def watch_folder(folder: Folder) -> Folder:
-    """Returns where the ranks of a run are heard."""
+    """Returns where the ranks of a run are state."""
     return Folder(join(folder.place, "watch"))
 
 
-def beat_s(folder: Folder) -> float:
+def heartbeat_interval_s(folder: Folder) -> float:
     """How often a rank says what it does."""
     return 0.5 if folder.is_local else 5.0
 
 
-def heartbeat_of(rank: int) -> str:
+def heartbeat_file(rank: int) -> str:
     """The name of the file in which a rank says what it does."""
     return f"rank-{rank}.json"
 
 
-def stacks_of(attempt: int, rank: int) -> str:
+def stacks_file(attempt: int, rank: int) -> str:
     """The name of the file with the stacks of a rank."""
     return f"stacks-{attempt}-rank-{rank}.txt"
 
 
-def last_heard(folder: Folder) -> Event | None:
-    """Returns, as an event, what the main rank of the last attempt said when it was last heard; None if it never was.
+def last_heartbeat_event(folder: Folder) -> Event | None:
+    """Returns, as an event, what the main rank of the last attempt said when it was last state; None if it never was.
 
     Args:
         folder: of the run.
     """
     with contextlib.suppress(StorageError, ValueError):
-        beat = json.loads(watch_folder(folder).read(heartbeat_of(0)) or "null")
+        beat = json.loads(watch_folder(folder).read(heartbeat_file(0)) or "null")
         if beat and "spent" in beat:
             return {"time": beat["spent"]["at"], "event": "last_heard", "spent": beat["spent"]}
     return None
@@ -99,8 +99,8 @@ class Watchdog:
             # A storage that fails for a while is the training's to complain of.
             with contextlib.suppress(StorageError):
                 self._beat()
-                self._obey()
-            if self._ended.wait(beat_s(self._folder)):
+                self._follow_order()
+            if self._ended.wait(heartbeat_interval_s(self._folder)):
                 return
 
     def _beat(self, *, ended: bool = False) -> None:
@@ -122,10 +122,10 @@ class Watchdog:
             "step": step,
         }
         if self._rank == 0:
-            beat["spent"] = spent(activity, attempt=self._attempt, step=step)
-        self._folder.write(heartbeat_of(self._rank), json.dumps(beat))
+            beat["spent"] = time_spent(activity, attempt=self._attempt, step=step)
+        self._folder.write(heartbeat_file(self._rank), json.dumps(beat))
 
-    def _obey(self) -> None:
+    def _follow_order(self) -> None:
         """Writes the stacks of this process, if it was asked to, and ends it, if it was told to."""
         try:
             order = json.loads(self._folder.read(ORDER) or "null")
@@ -135,7 +135,7 @@ class Watchdog:
             return
         self._order = order["number"]
         with contextlib.suppress(StorageError):
-            self._folder.write(stacks_of(self._attempt, self._rank), stacks(self._rank, order["why"]))
+            self._folder.write(stacks_file(self._attempt, self._rank), stacks(self._rank, order["why"]))
         if order["end"]:
             # Whatever the training thread waits for, in Python or in a collective, will not come.
             os._exit(1)

@@ -15,7 +15,7 @@ import pytest
 from ray.util import get_node_ip_address
 
 from headway.orchestrator import Run
-from headway.orchestrator.runs.goodput import ledger
+from headway.orchestrator.runs.goodput import goodput_report
 from headway.orchestrator.storage.events import Event, read_events
 from headway.orchestrator.storage.folder import Folder
 from tests import heads
@@ -122,7 +122,7 @@ def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int
     assert "waiting for 2 workers: 1 fits (1 CPU free of 1)\n" in shown
     run = Run(str(run_dir))
     assert (run.status, run.record.steps, run.record.attempts, run.record.failures) == ("completed", 60, 1, 0)
-    assert ledger(read_events(run.folder)).seconds["waiting for machines"] > 0
+    assert goodput_report(read_events(run.folder)).seconds["waiting for machines"] > 0
 
     # What no machine of the cluster will ever have.
     driver = fit(port, *common, "name=late", "config.max_steps=1", "scaling.gpus_per_worker=1", "scaling.wait=8s")

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from headway.orchestrator import Experiment, Retries, RunResult, Scaling, fit
-from headway.orchestrator.runs.goodput import ledger
-from headway.orchestrator.runs.requests import Stop, ask_to_stop
+from headway.orchestrator.runs.goodput import goodput_report
+from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.storage.events import Event, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Duration
@@ -116,7 +116,7 @@ def test_the_run_that_lost_a_worker_is_the_run_that_did_not(
     assert 10 <= restored["step"] < STEPS
     assert restored["step"] % 5 == 0
 
-    account = ledger(events)
+    account = goodput_report(events)
     assert (account.starts, account.attempts) == (1, 2)
     assert sum(account.seconds.values()) == pytest.approx(account.wall_s, rel=0.005)
     # The main rank, which lost its peer, has said so, unless Ray has ended it first.
@@ -174,7 +174,7 @@ def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_pa
             spares.update(_warm(min(pids)) - before)
         os.kill(min(pids), signal.SIGKILL)
         _attempts(folder, 2)
-        ask_to_stop(folder, Stop(reason="seen"))
+        request_stop(folder, StopRequest(reason="seen"))
 
     killer = threading.Thread(target=kill_when_there_are_spares, daemon=True)
     killer.start()

@@ -26,7 +26,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "restored", "step": 10, "epoch": 0},
     {"event": "of_a_later_version"},
 ]
-RECORD = {
+RUN_RECORD = {
     "step": 5,
     "epoch": 0,
     "attempt": 1,
@@ -42,7 +42,7 @@ def shown(*, terminal: bool) -> str:
     display = RunConsole(Console(file=file, force_terminal=terminal, width=100, highlight=False))
     display.event(EVENTS[0])
     display.event(EVENTS[1])
-    display.record(RECORD)
+    display.record(RUN_RECORD)
     for event in EVENTS[2:]:
         display.event(event)
     display.record({"step": 10, "epoch": 0, "attempt": 1, "validation/loss": 0.5})

@@ -18,7 +18,7 @@ import pytest
 from headway.orchestrator import Choice, Experiment, RunResult, Search
 from headway.orchestrator.cli.main import _exit_code, main
 from headway.orchestrator.runs.open import open_run, open_sweep
-from headway.orchestrator.watchdog.worker import heartbeat_of, watch_folder
+from headway.orchestrator.watchdog.worker import heartbeat_file, watch_folder
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -133,7 +133,7 @@ def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
         folder.append("events.jsonl", json.dumps(event))
     watched = watch_folder(folder)
     watched.prepare()
-    watched.write(heartbeat_of(0), json.dumps({"spent": heard}))
+    watched.write(heartbeat_file(0), json.dumps({"spent": heard}))
     code, out, _ = run(capsys, "runs", "--storage", str(tmp_path), "show", "one")
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]

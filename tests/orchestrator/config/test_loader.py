@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from headway.orchestrator import Experiment, Retries, Scaling, resolve
-from headway.orchestrator.config.coerce import convert, parse_yaml, render_yaml
+from headway.orchestrator.config.coerce import coerce, parse_yaml, render_yaml
 from headway.orchestrator.config.loader import _leaves, differences, from_plain, from_yaml, to_plain, to_yaml
 from headway.trainer import CheckpointConfig, Duration, LossSpikeConfig, ParallelConfig, Trainer, TrainerConfig
 from headway.trainer.errors import ConfigError
@@ -249,7 +249,7 @@ def test_every_field_of_the_trainer_has_a_path_that_says_what_it_holds() -> None
 @example(["\x85", "a\u2028b", "c\u2029"])
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
 def test_plain_values_survive_yaml(value: Any) -> None:
-    assert convert(parse_yaml(render_yaml([value])), list[Any], "x", lambda *_: None) == [value]
+    assert coerce(parse_yaml(render_yaml([value])), list[Any], "x", lambda *_: None) == [value]
 
 
 def test_what_a_file_cannot_hold_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from headway.orchestrator import Experiment, resolve
 from headway.orchestrator.config.loader import from_yaml, to_yaml
-from headway.orchestrator.config.target import load_target, name_of
+from headway.orchestrator.config.target import load_target, target_of
 from headway.trainer import Trainer
 from headway.trainer.errors import ConfigError
 
@@ -115,12 +115,12 @@ def test_a_module_target() -> None:
     found = load_target("tests.tiny:TinyTrainer")
     assert isinstance(found, type)
     assert issubclass(found, Trainer)
-    assert name_of(found) == "tests.tiny:TinyTrainer"
+    assert target_of(found) == "tests.tiny:TinyTrainer"
 
 
 def test_the_recorded_target_finds_the_class_again(tmp_path: Path) -> None:
     """K3: the file of a run is enough to make its experiment again."""
     file = write(tmp_path, "")
     experiment = resolve(f"{file}:A", ["config.size=5"])
-    assert name_of(experiment.trainer) == f"{file}:A"
+    assert target_of(experiment.trainer) == f"{file}:A"
     assert from_yaml(to_yaml(experiment)) == experiment

@@ -19,12 +19,12 @@ from headway.orchestrator import ASHA, Choice, Experiment, LogUniform, Run, Sear
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.reports.charts import Line, _Scale, _thinned, curves
 from headway.orchestrator.reports.sweep import _figures
-from headway.orchestrator.runs.goodput import ledger_of
+from headway.orchestrator.runs.goodput import goodput_report_of
 from headway.orchestrator.runs.open import open_run, open_sweep
-from headway.orchestrator.storage.events import EventLog
+from headway.orchestrator.storage.events import EventWriter
 from headway.orchestrator.sweeps.record import Trial
 from headway.orchestrator.sweeps.result import SweepResult, TrialResult, labels
-from headway.orchestrator.train.run_callback import Bridge
+from headway.orchestrator.train.run_callback import RunCallback
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -52,7 +52,7 @@ def train(storage: Path, name: str = "one", **config: Any) -> Run:
     settings: dict[str, Any] = {"max_epochs": 4, "log_every": "2 steps", "note": OWNED, **config}
     experiment = Experiment(name=name, trainer=Named, config=NamedConfig(**settings), storage=str(storage))
     run = open_run(experiment).run
-    driver = EventLog(run.folder, "driver")
+    driver = EventWriter(run.folder, "driver")
     driver.add("driver_started")
     worker = {"rank": 0, "host": "here", "pid": 1}
     driver.add("attempt_started", attempt=1, world_size=1, workers=[worker])
@@ -62,7 +62,7 @@ def train(storage: Path, name: str = "one", **config: Any) -> Run:
     )
     driver.add("group_failed", text=f"rank 0 raised ValueError: {OWNED}", hopeless=False)
     driver.add("attempt_started", attempt=2, world_size=1, workers=[worker])
-    bridge = Bridge(run.folder, EventLog(run.folder, "rank-0"), is_main=True, lease=run.lease, noticed=False)
+    bridge = RunCallback(run.folder, EventWriter(run.folder, "rank-0"), is_main=True, lease=run.lease, noticed=False)
     trainer = Named(experiment.config, run_dir=run.run_dir, callbacks=[bridge], attempt=2)
     result = trainer.fit()
     driver.add("attempt_ended", attempt=2, status=result.status, reason=result.reason, step=result.steps)
@@ -162,7 +162,7 @@ def test_the_page_of_a_run_says_what_its_files_say(storage: Path) -> None:
     assert cells[cells.index("config.max_epochs") + 1 :][:2] == ["4", "null"]
     assert cells[cells.index("config.note") + 1 :][:2] == [OWNED, "it has none"]
     assert "config.width" not in cells
-    assert f"Goodput: {100 * ledger_of(run).goodput:.1f} % of it" in page.text
+    assert f"Goodput: {100 * goodput_report_of(run).goodput:.1f} % of it" in page.text
     assert "train/" + OWNED + ": 1 value is not finite and not drawn, the first at step 4." in page.text
     assert {f"step-{run.record.steps:08d}", "group failed", "rank 0 raised ValueError: " + OWNED} <= set(cells)
     assert f"Traceback\n{OWNED}" in page.cells

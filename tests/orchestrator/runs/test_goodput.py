@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.orchestrator.runs.goodput import CLASSES, Ledger, ledger
+from headway.orchestrator.runs.goodput import CLASSES, GoodputReport, goodput_report
 from headway.orchestrator.storage.events import Event
-from headway.orchestrator.train.time_spent import spent
+from headway.orchestrator.train.time_spent import time_spent
 from headway.trainer.loop.timing import PHASES, Activity
 
 STEP_S = 0.5
@@ -109,7 +109,7 @@ class Script:
         self.add("last_heard", spent=heard)
 
 
-def agrees(account: Ledger, script: Script) -> None:
+def agrees(account: GoodputReport, script: Script) -> None:
     assert account.seconds == pytest.approx(script.truth, abs=1e-6)
     assert sum(account.seconds.values()) == pytest.approx(account.wall_s, abs=1e-6)
     assert all(seconds >= 0 for seconds in account.seconds.values())
@@ -155,7 +155,7 @@ def test_the_classes_are_what_happened_and_close_to_the_wall_time(attempts: list
     script.add("last_heard", spent=script.mark())
     script.let_pass(2.0, "ending")
     script.add("driver_ended")
-    account = ledger(script.events)
+    account = goodput_report(script.events)
     agrees(account, script)
     assert account.wall_s == pytest.approx(sum(script.truth.values()))
     assert account.not_running_s == pytest.approx(not_running_s)
@@ -184,7 +184,7 @@ def test_a_hang_is_all_the_time_until_somebody_ended_it() -> None:
         script.come_up(waits_s=0.0, imports_s=1.0, spare=False, at_step=4)
         script.add("last_heard", spent=script.mark())
         script.add("driver_ended")
-        account = ledger(script.events)
+        account = goodput_report(script.events)
         assert account.seconds["hang"] == pytest.approx(10.0)
         agrees(account, script)
 
@@ -202,7 +202,7 @@ def test_the_time_for_which_a_machine_slept_is_no_time_of_the_run(first_marked: 
     script.now += 8 * 3600.0
     script.train(20, saves=True, first_s=4.0)
     script.add("driver_ended")
-    account = ledger(script.events)
+    account = goodput_report(script.events)
     assert account.not_running_s == pytest.approx(8 * 3600.0 - setting_up_s)
     script.truth["importing"] += setting_up_s
     agrees(account, script)
@@ -217,7 +217,7 @@ def test_what_two_clocks_differ_by_is_no_sleep() -> None:
     script.now += 0.4
     script.train(20, saves=True, first_s=4.0)
     script.add("driver_ended")
-    account = ledger(script.events)
+    account = goodput_report(script.events)
     assert account.not_running_s == 0
     assert account.wall_s == pytest.approx(sum(script.truth.values()) + 0.4)
     assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
@@ -231,7 +231,7 @@ def test_a_clock_that_is_set_back_makes_the_classes_smaller_and_not_more_than_th
     script.now -= 50.0
     script.train(10, saves=True, first_s=4.0)
     script.add("driver_ended")
-    account = ledger(script.events)
+    account = goodput_report(script.events)
     assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
     assert account.seconds["compute"] / account.seconds["data wait"] == pytest.approx(STEP_S / 0.1, rel=0.01)
     assert 0.5 < account.goodput < 1
@@ -240,26 +240,28 @@ def test_a_clock_that_is_set_back_makes_the_classes_smaller_and_not_more_than_th
 def test_a_run_that_goes_on_is_accounted_for_until_now() -> None:
     script = Script()
     script.start(1.0)
-    assert ledger(script.events, until=script.now + 4).seconds["starting"] == 5.0
+    assert goodput_report(script.events, until=script.now + 4).seconds["starting"] == 5.0
     script.add("waiting_for_machines", since=script.now)
-    account = ledger(script.events, until=script.now + 30)
+    account = goodput_report(script.events, until=script.now + 30)
     assert (account.seconds["starting"], account.seconds["waiting for machines"]) == (1.0, 30.0)
     assert account.advice().startswith("waiting for machines is 97 % of the time: ask for fewer workers")
 
 
 def test_what_is_not_known_makes_no_ledger() -> None:
     """No events, those of an earlier version, and a start that came to nothing."""
-    assert ledger([]).wall_s == 0
-    assert ledger([]).goodput == 0
+    assert goodput_report([]).wall_s == 0
+    assert goodput_report([]).goodput == 0
     old = [{"time": 1.0, "event": "driver_started"}, {"time": 5.0, "event": "attempt_started", "attempt": 1}]
-    assert ledger(old).seconds["starting"] == 4.0
+    assert goodput_report(old).seconds["starting"] == 4.0
 
 
 def test_the_first_thing_worth_fixing_is_the_largest_that_is_no_work() -> None:
     seconds = dict.fromkeys(CLASSES, 0.0) | {"compute": 60.0, "data wait": 31.0, "evaluation": 9.0}
-    assert Ledger(seconds=seconds, wall_s=100.0).advice().startswith("data wait is 31 % of the time: more loader")
+    assert (
+        GoodputReport(seconds=seconds, wall_s=100.0).advice().startswith("data wait is 31 % of the time: more loader")
+    )
     seconds |= {"compute": 97.0, "data wait": 3.0, "evaluation": 0.0}
-    assert Ledger(seconds=seconds, wall_s=100.0).advice().startswith("nothing")
+    assert GoodputReport(seconds=seconds, wall_s=100.0).advice().startswith("nothing")
 
 
 def test_a_rank_says_what_it_has_spent_its_time_on_and_leaves_nothing_out() -> None:
@@ -269,10 +271,10 @@ def test_a_rank_says_what_it_has_spent_its_time_on_and_leaves_nothing_out() -> N
             activity.enter(phase)  # type: ignore[arg-type]
             time.sleep(0.02 if update == 0 and phase == "forward" else 0.002)
         if update == 0:
-            assert spent(activity, attempt=1, step=0)["phase"] == "first update"
+            assert time_spent(activity, attempt=1, step=0)["phase"] == "first update"
             assert activity.spent_s()["forward"] == 0
         activity.end_update()
-    said = spent(activity, attempt=1, step=3)
+    said = time_spent(activity, attempt=1, step=3)
     assert (said["step"], said["updates"], said["phase"]) == (3, 3, "between updates")
     seconds = activity.spent_s()
     assert sum(seconds.values()) == pytest.approx(time.monotonic() - began, abs=0.005)

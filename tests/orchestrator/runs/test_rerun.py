@@ -17,11 +17,11 @@ from rich.console import Console
 from headway.orchestrator import Run, fit, rerun, resolve
 from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
-from headway.orchestrator.runs.checkpoints import Shelf
-from headway.orchestrator.runs.compare import compare_runs, recorded
+from headway.orchestrator.runs.checkpoints import RunCheckpoints
+from headway.orchestrator.runs.compare import compare_runs, recorded_facts
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.rerun import _beginning
-from headway.orchestrator.runs.resume import Resumption
+from headway.orchestrator.runs.resume import ResumeOptions
 from headway.trainer.checkpoints.snapshot import TENSOR_SUMS
 from headway.trainer.errors import ConfigError
 from tests.on_ray import write_rows
@@ -111,7 +111,9 @@ def test_the_record_of_a_run_suffices_for_the_same_weights(
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "one again, as one-rerun: nothing differs from its record" in shown
-    digests = [Shelf.of(name, runs).digest(Shelf.of(name, runs).entries[-1]) for name in ("one", "one-rerun")]
+    digests = [
+        RunCheckpoints.of(name, runs).digest(RunCheckpoints.of(name, runs).entries[-1]) for name in ("one", "one-rerun")
+    ]
     assert digests[0] == digests[1]
     assert f"the same weights as one at step 9, bit by bit: {digests[0]}" in shown
     speeds = {"elapsed_s", "samples_per_s", "step_s", "data_wait", "paused_s"}
@@ -227,7 +229,7 @@ def test_a_run_that_began_from_another_one_is_not_begun_from_nothing(home: Path)
 
     # Written by an earlier version: with counters, or with the weights alone.
     add("driver_started")
-    assert _beginning(run) == Resumption()
+    assert _beginning(run) == ResumeOptions()
     run.update(resumed_from=str(base))
     add("training", step=0)
     _, error = again(home)
@@ -240,18 +242,18 @@ def test_a_run_that_began_from_another_one_is_not_begun_from_nothing(home: Path)
         _beginning(run)
     base.mkdir(parents=True)
     (base / "manifest.json").write_text("{}")
-    assert _beginning(run) == Resumption(resume=str(base), restore=("models",))
+    assert _beginning(run) == ResumeOptions(resume=str(base), restore=("models",))
     add("driver_started", resume="never")
-    assert _beginning(run) == Resumption()
+    assert _beginning(run) == ResumeOptions()
 
 
 def test_a_run_whose_checkpoint_has_lost_its_sums_can_still_be_compared(tmp_path: Path) -> None:
     found = experiment(tmp_path)
     open_run(found)
     result = TinyTrainer(found.config, run_dir=found.run_dir).fit()
-    assert recorded("tiny", str(tmp_path))["result"]["weights"]
+    assert recorded_facts("tiny", str(tmp_path))["result"]["weights"]
     Path(result.last_checkpoint or "", TENSOR_SUMS).unlink()
-    facts = recorded("tiny", str(tmp_path))
+    facts = recorded_facts("tiny", str(tmp_path))
     assert "weights" not in facts["result"]
     assert facts["data"], "the rest of what it says is still told"
 

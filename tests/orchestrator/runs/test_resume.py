@@ -14,11 +14,11 @@ from rich.console import Console
 from headway.orchestrator import RunResult, fit
 from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cluster import connect
-from headway.orchestrator.runs.resume import Resumption
+from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.stop import stop_run
 from headway.orchestrator.sweeps.trial import _train_here
 from headway.orchestrator.train import driver
-from headway.orchestrator.train.driver import Supervision
+from headway.orchestrator.train.driver import RunDriver
 from tests.orchestrator.runs.test_run import experiment
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
 
@@ -30,11 +30,11 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
 
     def begin(until: int, **options: Any) -> tuple[RunResult, str]:
-        def train(experiment: Any, run: Any, *, since: float, resumption: Any, verbose: bool, **_: Any) -> Any:
+        def train(experiment: Any, run: Any, *, since: float, resume_options: Any, verbose: bool, **_: Any) -> Any:
             callbacks = (StopAt(until),)
-            return _train_here(experiment, run, callbacks, since=since, resumption=resumption, verbose=verbose)
+            return _train_here(experiment, run, callbacks, since=since, resume_options=resume_options, verbose=verbose)
 
-        monkeypatch.setattr(driver, "Supervision", functools.partial(Supervision, train=train))
+        monkeypatch.setattr(driver, "RunDriver", functools.partial(RunDriver, train=train))
         text = io.StringIO()
         display = RunConsole(Console(file=text, highlight=False, soft_wrap=True))
         return fit(experiment(tmp_path, max_steps=40), display=display, **options), text.getvalue()
@@ -80,13 +80,13 @@ def test_the_same_start_again_goes_on_and_only_never_begins_anew(tmp_path: Path,
 
 
 def test_what_was_begun_so_and_has_saved_nothing_begins_so_again() -> None:
-    asked = Resumption(resume="/base/step-5", restore=("models", "progress"))
+    asked = ResumeOptions(resume="/base/step-5", restore=("models", "progress"))
     started, saved = {"event": "driver_started", **asked.choice}, {"event": "checkpoint_saved"}
     assert asked.repeated([]) == asked
     assert asked.repeated([started]) == asked
     assert asked.repeated([saved, started]) == asked
-    assert asked.repeated([started, saved]) == Resumption()
-    assert asked.repeated([started, {"event": "driver_started"}, saved]) == Resumption()
-    other = {"event": "driver_started", **Resumption(resume="/base/step-5").choice}
+    assert asked.repeated([started, saved]) == ResumeOptions()
+    assert asked.repeated([started, {"event": "driver_started"}, saved]) == ResumeOptions()
+    other = {"event": "driver_started", **ResumeOptions(resume="/base/step-5").choice}
     assert asked.repeated([started, saved, other, saved]) == asked
-    assert Resumption().choice == {}
+    assert ResumeOptions().choice == {}

@@ -28,10 +28,10 @@ from headway.orchestrator.cluster import connect
 from headway.orchestrator.errors import TrainingFailedError
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.run import Driver, Run
-from headway.orchestrator.storage.events import EventLog, Follower, read_events
+from headway.orchestrator.storage.events import EventWriter, JsonlTail, read_events
 from headway.orchestrator.storage.folder import Folder, absolute
 from headway.orchestrator.train import driver
-from headway.orchestrator.train.driver import Supervision
+from headway.orchestrator.train.driver import RunDriver
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -51,7 +51,7 @@ def left_by_a_dead_driver(run: Run, **changes: Any) -> None:
 
 def test_a_new_run_has_a_record_that_says_what_it_is(tmp_path: Path) -> None:
     opened = open_run(experiment(tmp_path))
-    assert opened.verdict == "new"
+    assert opened.state == "new"
     record = json.loads((tmp_path / "tiny/run.json").read_text())
     assert (record["status"], record["name"], record["trainer"]) == ("running", "tiny", "tests.tiny:TinyTrainer")
     assert {"python", "torch", "ray", "headway"} <= set(record["versions"])
@@ -64,7 +64,7 @@ def test_an_unfinished_run_goes_on_with_its_identity(tmp_path: Path) -> None:
     first = open_run(experiment(tmp_path)).run
     first.update(status="interrupted", attempts=2, steps=4)
     again = open_run(experiment(tmp_path))
-    assert (again.verdict, again.changes) == ("goes on", ())
+    assert (again.state, again.changes) == ("goes on", ())
     assert again.run.record.id == first.record.id
     assert again.run.record.attempts == 2
     assert again.run.status == "running"
@@ -101,12 +101,12 @@ def test_another_config_can_be_accepted(tmp_path: Path) -> None:
 def test_how_and_how_long_a_run_trains_may_change(tmp_path: Path, override: str) -> None:
     open_run(experiment(tmp_path)).run.update(status="interrupted")
     opened = open_run(resolve(experiment(tmp_path), [override]))
-    assert opened.verdict == "goes on"
+    assert opened.state == "goes on"
     assert [change.path for change in opened.changes] == [override.partition("=")[0]]
 
 
 @pytest.mark.parametrize(
-    ("override", "verdict"),
+    ("override", "state"),
     [
         ("config.max_steps=10", "finished"),
         ("config.max_steps=9", "finished"),
@@ -117,13 +117,13 @@ def test_how_and_how_long_a_run_trains_may_change(tmp_path: Path, override: str)
 )
 @pytest.mark.parametrize("status", ["completed", "stopped"])
 def test_a_finished_run_is_finished_until_its_limit_is_raised(
-    tmp_path: Path, status: Any, override: str, verdict: str
+    tmp_path: Path, status: Any, override: str, state: str
 ) -> None:
     """A11, A12."""
     open_run(experiment(tmp_path, max_epochs=99)).run.update(status=status)
     before = (tmp_path / "tiny/run.json").read_text()
-    assert open_run(resolve(experiment(tmp_path, max_epochs=99), [override])).verdict == verdict
-    assert ((tmp_path / "tiny/run.json").read_text() == before) == (verdict == "finished")
+    assert open_run(resolve(experiment(tmp_path, max_epochs=99), [override])).state == state
+    assert ((tmp_path / "tiny/run.json").read_text() == before) == (state == "finished")
 
 
 def test_a_run_whose_driver_died_is_interrupted_and_goes_on(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_run_whose_driver_died_is_interrupted_and_goes_on(tmp_path: Path) -> N
     assert found.record.status == "running"
     assert found.status == "interrupted"
     assert "is gone" in found.reason
-    assert open_run(experiment(tmp_path)).verdict == "goes on"
+    assert open_run(experiment(tmp_path)).state == "goes on"
 
 
 def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
@@ -200,12 +200,12 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
 ) -> None:
     left: list[tuple[str, str | None]] = []
 
-    def wake_up(self: Supervision) -> Any:
+    def wake_up(self: RunDriver) -> Any:
         left.append((claimed_by_another(self._run.folder), self._run.folder.read("events.jsonl")))
         self._run.record = replace(self._run.record, driver=replace(self._run.record.driver, heartbeat=0.0))
         self._look()
 
-    monkeypatch.setattr(Supervision, "run", wake_up)
+    monkeypatch.setattr(RunDriver, "run", wake_up)
     monkeypatch.setattr(driver, "placed_groups", set)
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
     monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
@@ -281,7 +281,7 @@ def test_later_fields_of_a_record_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_crash_has_torn_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
-    log = EventLog(Folder(str(tmp_path)), "driver")
+    log = EventWriter(Folder(str(tmp_path)), "driver")
     log.add("a")
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"time": 1, "event": "to')
@@ -293,8 +293,8 @@ def test_a_line_that_a_crash_has_torn_does_not_take_the_next_one_with_it(tmp_pat
 
 def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    log = EventLog(folder, "driver")
-    follower = Follower(folder, "events", from_now=True)
+    log = EventWriter(folder, "driver")
+    follower = JsonlTail(folder, "events", from_now=True)
     log.add("a", step=1)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"time": 1, "ev\n{"half')
@@ -308,7 +308,7 @@ def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path)
 def test_a_file_that_is_cut_back_shows_nothing_twice(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     file = tmp_path / "metrics.jsonl"
-    follower = Follower(folder, "metrics.jsonl", from_now=False)
+    follower = JsonlTail(folder, "metrics.jsonl", from_now=False)
     assert follower.read() == []
     file.write_text('{"step": 1}\n{"step": 2}\n')
     assert follower.read() == [{"step": 1}, {"step": 2}]
@@ -323,8 +323,8 @@ def test_where_nothing_can_be_appended_each_writer_has_its_file() -> None:
 
     fsspec.filesystem("memory").makedirs("/events-test", exist_ok=True)
     folder = Folder("memory://events-test")
-    EventLog(folder, "rank-0").add("a")
-    log = EventLog(folder, "driver")
+    EventWriter(folder, "rank-0").add("a")
+    log = EventWriter(folder, "driver")
     log.add("b")
     log.add("c")
     assert folder.files("events") == ["events-driver.jsonl", "events-rank-0.jsonl"]
@@ -350,7 +350,7 @@ def test_threads_of_one_writer_lose_no_event_of_each_other() -> None:
                 second_is_there.set()
 
     fsspec.register_implementation("lagging", Slow)
-    log = EventLog(Folder("lagging://run"), "rank-0")
+    log = EventWriter(Folder("lagging://run"), "rank-0")
     first = threading.Thread(target=log.add, args=("first",))
     first.start()
     time.sleep(0.1)
@@ -380,7 +380,7 @@ def test_errors_survive_pickling() -> None:
 
 def test_a_scaling_says_what_it_takes_in_total() -> None:
     scaling = Scaling(workers=3, cpus_per_worker=2, gpus_per_worker=1, resources_per_worker={"memory": 10})
-    assert scaling.in_total == {"CPU": 6, "GPU": 3, "memory": 30}
+    assert scaling.total_resources == {"CPU": 6, "GPU": 3, "memory": 30}
 
 
 def test_runs_that_lie_far_away_are_read_many_at_a_time(tmp_path: Path) -> None:

@@ -21,15 +21,16 @@ from headway.orchestrator import Experiment, LogUniform, Scaling, Search, Storag
 from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.runs.open import open_run, open_sweep
-from headway.orchestrator.runs.ownership import is_lost
-from headway.orchestrator.runs.requests import Stop, ask_to_stop, asked_to_stop, withdraw_stop
-from headway.orchestrator.runs.resume import Resumption
+from headway.orchestrator.runs.ownership import lease_lost
+from headway.orchestrator.runs.requests import StopRequest, clear_stop_request, read_stop_request, request_stop
+from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.runs.stop import stop_run
-from headway.orchestrator.storage.events import EventLog
+from headway.orchestrator.storage.events import EventWriter
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train.driver import Signals, Supervision
-from headway.orchestrator.train.worker_group import train_group
+from headway.orchestrator.train.driver import RunDriver
+from headway.orchestrator.train.signals import StopSignals
+from headway.orchestrator.train.worker_group import run_worker_group
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.runs.test_run import experiment, left_by_a_dead_driver
@@ -39,29 +40,29 @@ from tests.orchestrator.runs.test_run import experiment, left_by_a_dead_driver
 def test_what_is_asked_for_can_be_read_wherever_the_run_lies(tmp_path: Path, place: str) -> None:
     folder = Folder(str(tmp_path) if place == "disk" else place)
     folder.prepare()
-    assert asked_to_stop(folder) is None
-    stop = Stop(reason="enough", status="interrupted", abort=True, within_s=3.5)
-    ask_to_stop(folder, stop)
-    assert asked_to_stop(folder) == stop
+    assert read_stop_request(folder) is None
+    stop = StopRequest(reason="enough", status="interrupted", abort=True, within_s=3.5)
+    request_stop(folder, stop)
+    assert read_stop_request(folder) == stop
     for damaged in ("{", "[1]", '{"reason": "x", "status": "completed"}', '{"why": "x"}'):
         folder.write("stop.json", damaged)
-        assert asked_to_stop(folder) is None
-    withdraw_stop(folder)
-    withdraw_stop(folder)
-    assert asked_to_stop(folder) is None
+        assert read_stop_request(folder) is None
+    clear_stop_request(folder)
+    clear_stop_request(folder)
+    assert read_stop_request(folder) is None
 
 
 @pytest.mark.parametrize(
     ("options", "wanted", "answer"),
     [
-        ([], Stop(reason="headway runs stop"), "is asked to save a checkpoint and end"),
-        (["--now"], Stop(reason="headway runs stop", abort=True), "is asked to end at once"),
-        (["--within", "2m"], Stop(reason="headway runs stop", within_s=120.0), "is asked to save"),
+        ([], StopRequest(reason="headway runs stop"), "is asked to save a checkpoint and end"),
+        (["--now"], StopRequest(reason="headway runs stop", abort=True), "is asked to end at once"),
+        (["--within", "2m"], StopRequest(reason="headway runs stop", within_s=120.0), "is asked to save"),
     ],
 )
 @pytest.mark.parametrize("where", ["of the group", "of the command"])
 def test_a_running_run_is_asked_in_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], wanted: Stop, answer: str, where: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], wanted: StopRequest, answer: str, where: str
 ) -> None:
     run = open_run(experiment(tmp_path)).run
     storage = ["--storage", str(tmp_path)]
@@ -70,7 +71,7 @@ def test_a_running_run_is_asked_in_its_folder(
         main(["runs", *before, "stop", "tiny", *options, *after])
     assert ended.value.code in (0, None)
     assert answer in capsys.readouterr().out
-    assert asked_to_stop(run.folder) == wanted
+    assert read_stop_request(run.folder) == wanted
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_run_that_has_ended_is_left_alone(tmp_path: Path, changes: dict[str, A
     run = open_run(experiment(tmp_path)).run
     run.update(**changes)
     assert f"tiny is not running: {answer}" in stop_run("tiny", str(tmp_path))
-    assert asked_to_stop(run.folder) is None
+    assert read_stop_request(run.folder) is None
 
 
 def test_a_run_whose_driver_is_dead_is_said_to_be_dead(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_waiting_tells_how_it_ended(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
 
     def obey() -> None:
-        while asked_to_stop(run.folder) is None:
+        while read_stop_request(run.folder) is None:
             time.sleep(0.01)
         run.update(status="stopped", steps=7, reason="headway runs stop")
 
@@ -123,12 +124,12 @@ def test_waiting_tells_how_it_ended(tmp_path: Path) -> None:
 def test_what_was_asked_of_one_life_is_not_asked_of_the_next(tmp_path: Path) -> None:
     """A run that was stopped from outside has not come to its own end: it goes on."""
     run = open_run(experiment(tmp_path)).run
-    ask_to_stop(run.folder, Stop(reason="enough"))
+    request_stop(run.folder, StopRequest(reason="enough"))
     run.update(status="stopped", started="2001-01-01T00:00:00+00:00")
     assert not Run(run.run_dir).is_finished
     opened = open_run(experiment(tmp_path))
-    assert opened.verdict == "goes on"
-    assert asked_to_stop(run.folder) is None
+    assert opened.state == "goes on"
+    assert read_stop_request(run.folder) is None
 
 
 def test_a_lease_is_of_one_life_of_the_run(tmp_path: Path) -> None:
@@ -136,61 +137,61 @@ def test_a_lease_is_of_one_life_of_the_run(tmp_path: Path) -> None:
     first = run.lease
     run.update(steps=3)
     assert run.lease == first
-    assert not is_lost(run.folder, first)
+    assert not lease_lost(run.folder, first)
     run.update(started="2901-01-01T00:00:00+00:00")
     assert run.lease != first
-    assert is_lost(run.folder, first)
+    assert lease_lost(run.folder, first)
     run.update(started="2001-01-01T00:00:00+00:00")
-    assert not is_lost(run.folder, first), "a file system may show for a while what was there before"
+    assert not lease_lost(run.folder, first), "a file system may show for a while what was there before"
     run.folder.write("run.json", "{")
-    assert not is_lost(run.folder, first)
+    assert not lease_lost(run.folder, first)
 
 
 @pytest.mark.parametrize(
     ("stop", "workers", "waited_s", "leaves"),
     [
         (None, True, 0.0, None),
-        (Stop(reason="x"), True, 0.0, None),
-        (Stop(reason="x"), False, 0.0, "x before training began"),
-        (Stop(reason="x", abort=True), True, 0.0, "x, at once"),
-        (Stop(reason="x", within_s=60.0), True, 0.0, None),
-        (Stop(reason="x", within_s=60.0), True, 61.0, "x, without a checkpoint after 1m00s"),
+        (StopRequest(reason="x"), True, 0.0, None),
+        (StopRequest(reason="x"), False, 0.0, "x before training began"),
+        (StopRequest(reason="x", abort=True), True, 0.0, "x, at once"),
+        (StopRequest(reason="x", within_s=60.0), True, 0.0, None),
+        (StopRequest(reason="x", within_s=60.0), True, 61.0, "x, without a checkpoint after 1m00s"),
     ],
 )
 def test_the_driver_leaves_where_nothing_is_left_to_wait_for(
-    tmp_path: Path, stop: Stop | None, workers: bool, waited_s: float, leaves: str | None
+    tmp_path: Path, stop: StopRequest | None, workers: bool, waited_s: float, leaves: str | None
 ) -> None:
     asked = experiment(tmp_path)
     run = open_run(asked).run
-    supervision = Supervision(
+    supervision = RunDriver(
         asked,
         run,
-        Signals(),
+        StopSignals(),
         RunConsole(Console(file=io.StringIO())),
-        resumption=Resumption(),
+        resume_options=ResumeOptions(),
         verbose=False,
         spares=False,
     )
     supervision._has_workers = workers
     if stop is not None:
-        ask_to_stop(run.folder, stop)
+        request_stop(run.folder, stop)
     first = supervision._heed_stop()
     supervision._stop_since_s -= waited_s
     assert (supervision._heed_stop() if waited_s else first) == leaves
     # The workers are told as well.
-    assert (asked_to_stop(run.folder) or Stop(reason="")).abort == ("at once" in str(leaves) or waited_s > 0)
+    assert (read_stop_request(run.folder) or StopRequest(reason="")).abort == ("at once" in str(leaves) or waited_s > 0)
 
 
 def test_a_sweep_is_asked_in_its_folder_and_one_that_has_ended_is_left_alone(tmp_path: Path) -> None:
     sweep = open_sweep(experiment(tmp_path), Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=3))
     answer = stop_run("tiny", str(tmp_path), within_s=60.0)
     assert answer == "tiny is asked to save a checkpoint of each trial and end"
-    assert asked_to_stop(sweep.folder) == Stop(reason="headway runs stop", within_s=60.0)
+    assert read_stop_request(sweep.folder) == StopRequest(reason="headway runs stop", within_s=60.0)
     sweep.update(status="completed", reason="all trials have ended")
-    withdraw_stop(sweep.folder)
+    clear_stop_request(sweep.folder)
     answer = "tiny is not running: completed with 0 of 3 trials done (all trials have ended)"
     assert stop_run("tiny", str(tmp_path), wait=True) == answer
-    assert asked_to_stop(sweep.folder) is None
+    assert read_stop_request(sweep.folder) is None
 
 
 class Leaving(MemoryFileSystem):
@@ -216,10 +217,10 @@ class Leaving(MemoryFileSystem):
         return do(*args, **options)
 
 
-def supervision(asked: Experiment, run: Run, train: Any) -> Supervision:
-    return Supervision(
-        asked, run, Signals(), RunConsole(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
-        spares=False, train=train,
+def supervision(asked: Experiment, run: Run, train: Any) -> RunDriver:
+    return RunDriver(
+        asked, run, StopSignals(), RunConsole(Console(file=io.StringIO())), resume_options=ResumeOptions(),
+        verbose=False, spares=False, train=train,
     )  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: p
     asked = replace(experiment(Path("runs")), storage="leaving://runs")
     run = open_run(asked).run
     driver = supervision(asked, run, lambda *_, **__: {})
-    worker = EventLog(run.folder, "rank-0")
+    worker = EventWriter(run.folder, "rank-0")
     worker.add("checkpoint_saved", step=7, path="somewhere")
     monkeypatch.setattr(Leaving, "is_away", True)
     assert driver._turn() is None
@@ -237,7 +238,7 @@ def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: p
     monkeypatch.setattr(Leaving, "is_away", False)
     assert driver._turn() is None
     assert Run(run.run_dir).record.steps == 7
-    assert asked_to_stop(run.folder) is not None, "a signal in the meantime was not lost"
+    assert read_stop_request(run.folder) is not None, "a signal in the meantime was not lost"
     monkeypatch.setattr(Leaving, "is_away", True)
     assert driver._turn() is None
     driver._patience._away_since_s -= 61
@@ -253,21 +254,21 @@ def test_a_second_sigterm_leaves_a_slow_save_its_time(tmp_path: Path, number: si
 
     def train(*_: Any, **__: Any) -> dict[str, Any]:
         os.kill(os.getpid(), number)
-        wait_for(lambda: asked_to_stop(run.folder))
+        wait_for(lambda: read_stop_request(run.folder))
         time.sleep(1.1)
         os.kill(os.getpid(), number)
         # What saves looks as often as here whether it is to end at once.
         deadline_s = time.monotonic() + (20 if aborts else 1)
         while time.monotonic() < deadline_s:
-            stop = asked_to_stop(run.folder)
+            stop = read_stop_request(run.folder)
             if stop is not None and stop.abort:
                 return {}
             time.sleep(0.05)
         return {"status": "interrupted", "reason": "saved"}
 
-    with Signals() as signals:
-        driver = Supervision(
-            asked, run, signals, RunConsole(Console(file=io.StringIO())), resumption=Resumption(), verbose=False,
+    with StopSignals() as signals:
+        driver = RunDriver(
+            asked, run, signals, RunConsole(Console(file=io.StringIO())), resume_options=ResumeOptions(), verbose=False,
             spares=False, train=train,
         )  # fmt: skip
         signals.raises = False
@@ -289,18 +290,18 @@ def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch:
     """Workers that come up after it has given them up would train on, and nobody would watch."""
     asked = replace(experiment(tmp_path), scaling=Scaling(wait=Duration(0.3, "seconds")))
     run = open_run(asked).run
-    told: list[Stop | None] = []
+    told: list[StopRequest | None] = []
 
     def train(*_: Any, **__: Any) -> dict[str, Any]:
         deadline_s = time.monotonic() + 20
-        while asked_to_stop(run.folder) is None and time.monotonic() < deadline_s:
+        while read_stop_request(run.folder) is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        told.append(asked_to_stop(run.folder))
+        told.append(read_stop_request(run.folder))
         return {}
 
     monkeypatch.setattr("headway.orchestrator.cluster.connect.missing_resources", lambda _: "")
     # It stands for workers of their own; what trains in this process waits for none.
-    monkeypatch.setattr("headway.orchestrator.train.driver.train_group", train)
+    monkeypatch.setattr("headway.orchestrator.train.driver.run_worker_group", train)
     monkeypatch.setattr("headway.orchestrator.train.driver.placed_groups", set)
     with pytest.raises(ConfigError, match="the workers have not come up in 0s"):
         supervision(asked, run, train).run()
@@ -317,12 +318,12 @@ def test_a_group_is_gone_after_the_deadline_of_its_machine(tmp_path: Path, left_
     """Ray ends it then without an error: who is to wait for it, or to call it silent, must know that it is gone."""
     asked = experiment(tmp_path)
     run = open_run(asked).run
-    driver = supervision(asked, run, train_group)
-    worker = EventLog(run.folder, "rank-0")
+    driver = supervision(asked, run, run_worker_group)
+    worker = EventWriter(run.folder, "rank-0")
     worker.add("attempt_started", attempt=1, world_size=1, workers=[{"rank": 0, "host": "another", "pid": 1}])
     worker.add("preemption_notice", attempt=1, nodes=["a"], ranks=[0], deadline_s=left_s, saves=True)
-    ask_to_stop(run.folder, Stop(reason="x"))
+    request_stop(run.folder, StopRequest(reason="x"))
     assert driver._turn() == ("x while there were no workers" if waits else None)
-    assert (driver._watch._attempt is None) is waits
+    assert (driver._hang_monitor._attempt is None) is waits
     worker.add("attempt_started", attempt=2, world_size=1, workers=[{"rank": 0, "host": "another", "pid": 2}])
     assert driver._turn() is None

@@ -11,7 +11,7 @@ from headway.orchestrator import PBT, LogUniform, Scaling, Search
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.sweeps import concurrency as orchestrator_capacity
 from headway.orchestrator.sweeps.concurrency import ConcurrencyLimit, check_fits, concurrency_for
-from headway.orchestrator.train.elastic import places
+from headway.orchestrator.train.elastic import slots
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.sweeps.test_search import experiment, search
 
@@ -68,7 +68,7 @@ def test_what_no_machine_holds_is_refused(scaling: Scaling, asked: dict[str, Any
 
 
 def test_what_nobody_counts_is_no_limit() -> None:
-    assert places([{"CPU": 4.0, "memory": float("inf")}], Scaling(resources_per_worker={"memory": 5})) == 4
+    assert slots([{"CPU": 4.0, "memory": float("inf")}], Scaling(resources_per_worker={"memory": 5})) == 4
 
 
 class Cluster:

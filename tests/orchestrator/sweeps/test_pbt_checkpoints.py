@@ -10,13 +10,13 @@ import pytest
 from headway.orchestrator import PBT, Experiment, LogUniform, Search
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
-from headway.orchestrator.runs.requests import Stop, ask_to_stop
+from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.runs.run import Run
-from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.pbt_checkpoints import PBTCheckpoints
-from headway.orchestrator.train.driver import Signals
+from headway.orchestrator.train.signals import StopSignals
 from headway.trainer import CheckpointConfig, load_weights
 from headway.trainer.checkpoints.retention import is_pinned, pin
 from headway.trainer.checkpoints.scan import locate
@@ -53,14 +53,14 @@ def lead(storage: Path) -> Any:
 def test_a_sweep_of_which_a_trial_was_stopped_has_not_completed(tmp_path: Path) -> None:
     """The same call goes on with that trial, and what is shown until then is who trains."""
     driver = lead(tmp_path)
-    driver._signals = Signals()
+    driver._signals = StopSignals()
     for _ in range(2):
         driver._next()
     assert len(driver._display._rows) == 2
     Run(str(tmp_path / "pbt/trial-000")).update(status="completed", reason="max_steps=9 reached")
     driver._ended("trial-000", None)
     stopped = Run(str(tmp_path / "pbt/trial-001"))
-    ask_to_stop(stopped.folder, Stop(reason="headway runs stop"))
+    request_stop(stopped.folder, StopRequest(reason="headway runs stop"))
     stopped.update(status="stopped", reason="headway runs stop")
     driver._ended("trial-001", None)
     assert driver._display._rows == {}
@@ -81,7 +81,7 @@ def begun(tmp_path: Path) -> Path:
 
 def saves(storage: Path) -> None:
     """As the run of the second trial writes down: it has begun from the donor's checkpoint, and saved its own."""
-    events = EventLog(Folder(str(storage / "pbt/trial-001")), "rank-0")
+    events = EventWriter(Folder(str(storage / "pbt/trial-001")), "rank-0")
     events.add("attempt_started", attempt=1, world_size=1, workers=[])
     events.add("checkpoint_saved", step=5, path="step-00000005")
 
@@ -96,7 +96,7 @@ def test_the_checkpoint_of_a_donor_stays_until_the_trial_has_saved_one_of_its_ow
     train_donor(begun, 6)
     load_weights(given)
     # The last word of what the trial was before is not yet one of its own.
-    EventLog(Folder(str(begun / "pbt/trial-001")), "rank-0").add("checkpoint_saved", step=1, path="step-00000001")
+    EventWriter(Folder(str(begun / "pbt/trial-001")), "rank-0").add("checkpoint_saved", step=1, path="step-00000001")
     driver._reported("trial-001", {})
     assert pinned(given)
     saves(begun)

@@ -27,9 +27,9 @@ from headway.orchestrator import (
 )
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.cli.tables import print_runs
-from headway.orchestrator.runs.open import open_run, open_sweep, take_changes
+from headway.orchestrator.runs.open import open_run, open_sweep, record_changed_settings
 from headway.orchestrator.runs.run import Run
-from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.sweeps.driver import SweepDriver, _first_valid_trial
 from headway.orchestrator.sweeps.record import Sweep, Trial
 from headway.orchestrator.sweeps.replay import reports_of_ended_trials
@@ -37,7 +37,7 @@ from headway.orchestrator.sweeps.result import SweepResult
 from headway.orchestrator.sweeps.retention import delete_checkpoints, surplus
 from headway.orchestrator.sweeps.search import resolve_search
 from headway.orchestrator.sweeps.trial import _with_values
-from headway.orchestrator.train.driver import Signals
+from headway.orchestrator.train.signals import StopSignals
 from headway.trainer import ParallelConfig
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.runs.test_run import claimed_by_another
@@ -245,7 +245,7 @@ def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_w
     finished = sweep(other, search(trials=2), display=SweepConsole("validation/loss", "min"))
     assert finished.status == "completed"
     assert Sweep(opened.sweep_dir).record.experiment == opened.record.experiment
-    (change,) = take_changes(again, other)
+    (change,) = record_changed_settings(again, other)
     assert change == "config.log_every: '50 steps' -> '2 steps'"
     assert Sweep(opened.sweep_dir).record.experiment["config"]["log_every"] == "2 steps"
     assert [each["changes"] for each in read_events(opened.folder) if each["event"] == "settings_changed"] == [[change]]
@@ -260,7 +260,7 @@ def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: 
         opened.note("trial_suggested", trial=name, index=index, values={"config.learning_rate": 0.05})
         if index < 2:
             run = open_run(sought.trial(base, name, {"config.learning_rate": 0.05})).run
-            EventLog(run.folder, "rank-0").add("evaluated", step=2, metrics={"validation/loss": 0.5})
+            EventWriter(run.folder, "rank-0").add("evaluated", step=2, metrics={"validation/loss": 0.5})
             run.update(status=status, error="no luck" if status == "failed" else None)
         opened.note("trial_ended", trial=name, status=status, error="no luck" if status == "failed" else None)
     opened.update(status="completed")
@@ -276,7 +276,7 @@ def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: 
         ("interrupted", None), ("completed", None), ("pending", None),
     ]  # fmt: skip
     assert list(reports_of_ended_trials(opened, sought)) == ["trial-001"]
-    lead = SweepDriver(base, sought, open_sweep(base, sought), Signals(), SweepConsole("validation/loss", "min"))
+    lead = SweepDriver(base, sought, open_sweep(base, sought), StopSignals(), SweepConsole("validation/loss", "min"))
     given = []
     while (found := lead._next()) is not None:
         given.append(found[0].name)
@@ -317,7 +317,7 @@ def test_a_trial_whose_record_is_damaged_is_shown_as_such_and_takes_nothing_else
     print_runs(str(tmp_path))
     assert "tiny: a sweep, running, 3 of 3 trials" in capsys.readouterr().out
     opened.update(status="failed")
-    lead = SweepDriver(base, sought, open_sweep(base, sought), Signals(), SweepConsole("validation/loss", "min"))
+    lead = SweepDriver(base, sought, open_sweep(base, sought), StopSignals(), SweepConsole("validation/loss", "min"))
     assert lead._next() is None
     # Whoever removes the folder has it trained.
     (tmp_path / "tiny/trial-000/run.json").unlink()
@@ -362,7 +362,7 @@ def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
 
 def test_a_driver_that_has_lost_its_sweep_takes_no_trial_from_the_next_one(tmp_path: Path) -> None:
     opened = open_sweep(experiment(tmp_path), search())
-    lead = SweepDriver(experiment(tmp_path), search(), opened, Signals(), SweepConsole("validation/loss", "min"))
+    lead = SweepDriver(experiment(tmp_path), search(), opened, StopSignals(), SweepConsole("validation/loss", "min"))
     theirs = claimed_by_another(opened.folder, "sweep.json")
     for do in (lead._next, lambda: lead._ended("trial-000", "died"), lambda: opened.update(status="failed")):
         with pytest.raises(RunConflictError, match="another driver has taken over the sweep in .*tiny"):
@@ -383,7 +383,7 @@ def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_o
     killed = open_sweep(base, grid)
     killed.note("trial_suggested", trial="trial-000", index=0, values=grid.suggest(0))
     killed.update(status="failed")
-    lead = SweepDriver(base, grid, open_sweep(base, grid), Signals(), SweepConsole("validation/loss", "min"))
+    lead = SweepDriver(base, grid, open_sweep(base, grid), StopSignals(), SweepConsole("validation/loss", "min"))
     given = []
     while (found := lead._next()) is not None:
         given.append(found[0].name)

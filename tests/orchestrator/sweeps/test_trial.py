@@ -21,7 +21,7 @@ from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.run import Run
-from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.sweeps import trial
 from headway.orchestrator.sweeps.record import Trial
 from headway.orchestrator.sweeps.replay import reports_of_ended_trials
@@ -77,7 +77,7 @@ def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_sta
 ) -> None:
     found = experiment(tmp_path)
     run = open_run(found).run
-    log = EventLog(run.folder, "rank-0")
+    log = EventWriter(run.folder, "rank-0")
     # In its second life it goes on from a checkpoint of step 25, and makes one evaluation again.
     for steps in ((10, 20, 30), (30, 40, 50)):
         relay = EventTuneReporter(task_of_a_sweep(tmp_path, found), run)
@@ -139,7 +139,7 @@ def test_workers_of_a_trial_wait_for_others_to_end_as_long_as_it_takes(
         time.sleep(1.0)
         return returned
 
-    monkeypatch.setattr(trial, "train_group", wait_for_a_place)
+    monkeypatch.setattr(trial, "run_worker_group", wait_for_a_place)
     monkeypatch.setattr("headway.orchestrator.cluster.connect.missing_resources", lambda _: "")
     found = replace(experiment(tmp_path), scaling=Scaling(workers=2, wait=Duration(0.1, "seconds")))
     run = open_run(found).run

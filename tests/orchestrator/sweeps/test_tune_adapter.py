@@ -18,9 +18,9 @@ from rich.console import Console
 from headway.orchestrator import ASHA, HyperBand, LogUniform, MedianStopping, Search, StorageError
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_sweep
-from headway.orchestrator.runs.requests import asked_to_stop
+from headway.orchestrator.runs.requests import read_stop_request
 from headway.orchestrator.runs.run import Run
-from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps import tune_adapter as orchestrator_tuning
 from headway.orchestrator.sweeps.driver import SweepDriver
@@ -28,7 +28,7 @@ from headway.orchestrator.sweeps.record import Sweep
 from headway.orchestrator.sweeps.replay import reports_of_ended_trials
 from headway.orchestrator.sweeps.schedulers import Scheduler
 from headway.orchestrator.sweeps.tune_adapter import GracefulStopScheduler, _scheduler
-from headway.orchestrator.train.driver import Signals
+from headway.orchestrator.train.signals import StopSignals
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.runs.test_run import experiment
 from tests.orchestrator.runs.test_stop import Leaving
@@ -64,7 +64,7 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
     for index, losses in enumerate(([0.1, 0.1], [0.2, math.nan], [0.3, 0.3], [0.4, 0.4], [])):
         name = f"trial-00{index}"
         Folder(sweep.folder.path(name)).prepare()
-        log = EventLog(Folder(sweep.folder.path(name)), "rank-0")
+        log = EventWriter(Folder(sweep.folder.path(name)), "rank-0")
         for step, loss in enumerate(losses):
             log.add("evaluated", step=step, metrics={"validation/loss": loss})
         sweep.note("trial_suggested", trial=name, index=index, values={})
@@ -83,7 +83,7 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
         scheduler.on_trial_add(controller, trial)
         report = {"validation/loss": loss, "evaluations": 1, "step": 1}
         assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
-        stop = asked_to_stop(Folder(sweep.folder.path(name)))
+        stop = read_stop_request(Folder(sweep.folder.path(name)))
         assert (stop.reason if stop else None) == ("the scheduler (x) after 1 evaluation" if is_stopped else None)
 
 
@@ -97,7 +97,7 @@ def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(
     scheduler.on_trial_add(controller, trial)
     for number in (1, 2, 3):
         scheduler.on_trial_result(controller, trial, {"train/loss": 9.0, "evaluations": number, "step": number})
-    stop = asked_to_stop(Folder(sweep.folder.path("trial-001")))
+    stop = read_stop_request(Folder(sweep.folder.path("trial-001")))
     assert stop is not None
     assert stop.reason == "the scheduler (x) after 3 records"
 
@@ -105,7 +105,7 @@ def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(
 def lead(search: Search, folder: str) -> SweepDriver:
     asked = replace(experiment(Path("runs")), name="sweep", storage=folder)
     display = SweepConsole("validation/loss", "min", Console(file=io.StringIO()))
-    return SweepDriver(asked, search, open_sweep(asked, search), Signals(), display)
+    return SweepDriver(asked, search, open_sweep(asked, search), StopSignals(), display)
 
 
 def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_u
     assert leader._poll() is None
     Leaving.is_away = False
     assert leader._poll() is None
-    stop = asked_to_stop(leader._sweep.folder)
+    stop = read_stop_request(leader._sweep.folder)
     assert stop is not None
     assert stop.status == "interrupted"
     assert leader._stop == stop

@@ -17,11 +17,11 @@ from headway.orchestrator.cli.show import print_run
 from headway.orchestrator.cluster.connect import check_resources
 from headway.orchestrator.config.loader import from_yaml, to_yaml
 from headway.orchestrator.runs.open import open_run
-from headway.orchestrator.runs.requests import ask_to_grow, asked_to_grow
+from headway.orchestrator.runs.requests import read_scale_up_request, request_scale_up
 from headway.orchestrator.runs.run import Run
-from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train.elastic import RAY_LEARNS_S, Growth, holding, room
+from headway.orchestrator.train.elastic import RAY_LEARNS_S, ScaleUpPolicy, slots_capped, target_workers
 from headway.orchestrator.train.failures import has_left_to_resize
 from headway.trainer import ConfigError, ParallelConfig
 from tests.on_ray import OnRay, OnRayConfig, write_rows
@@ -44,13 +44,13 @@ def test_a_range_of_workers_is_written_as_two_numbers(written: str) -> None:
     found = resolve(TinyTrainer, [f"scaling.workers={written}", "config.global_batch_size=8", "config.max_steps=1"])
     assert found.scaling.workers == (2, 8)
     assert (found.scaling.min_workers, found.scaling.max_workers, found.scaling.is_elastic) == (2, 8, True)
-    assert found.scaling.in_words == "2 to 8 workers"
+    assert str(found.scaling) == "2 to 8 workers"
 
 
 def test_one_number_is_no_range() -> None:
     for workers in (3, (3, 3), [3, 3]):
         scaling = Scaling(workers=workers)  # type: ignore[arg-type]
-        assert (scaling.workers, scaling.is_elastic, scaling.in_words) == (3, False, "3 workers")
+        assert (scaling.workers, scaling.is_elastic, str(scaling)) == (3, False, "3 workers")
 
 
 @settings(deadline=None)
@@ -168,7 +168,7 @@ class Clock:
         return self.now_s
 
 
-def asked_at(growth: Growth, clock: Clock, rooms: dict[float, int], *, until_s: float) -> float | None:
+def asked_at(growth: ScaleUpPolicy, clock: Clock, rooms: dict[float, int], *, until_s: float) -> float | None:
     """The time at which the workers are asked, where there is room for so many from these times on."""
     while clock.now_s < until_s:
         clock.now_s += 1
@@ -195,7 +195,7 @@ def test_a_run_grows_when_there_has_been_room_for_a_while(
     workers: int, rooms: dict[float, int], expected: float | None
 ) -> None:
     clock = Clock()
-    growth = Growth(Scaling(workers=(2, 8)), clock=clock)
+    growth = ScaleUpPolicy(Scaling(workers=(2, 8)), clock=clock)
     assert not growth.is_time_to_look()
     growth.begin(workers)
     asked = asked_at(growth, clock, rooms, until_s=400)
@@ -207,7 +207,7 @@ def test_a_run_grows_when_there_has_been_room_for_a_while(
 
 def test_a_group_that_has_not_grown_is_left_alone_for_twice_as_long() -> None:
     clock = Clock()
-    growth = Growth(Scaling(workers=(1, 8), grow_after="30s"), clock=clock)  # type: ignore[arg-type]
+    growth = ScaleUpPolicy(Scaling(workers=(1, 8), grow_after="30s"), clock=clock)  # type: ignore[arg-type]
     took = []
     for came_back_as in (1, 1, 2, 3):
         growth.begin(came_back_as)
@@ -221,7 +221,7 @@ def test_a_group_that_has_not_grown_is_left_alone_for_twice_as_long() -> None:
 
 def test_ray_train_needs_its_time_to_see_a_machine() -> None:
     clock = Clock()
-    growth = Growth(Scaling(workers=(1, 2), grow_after="1s"), clock=clock)  # type: ignore[arg-type]
+    growth = ScaleUpPolicy(Scaling(workers=(1, 2), grow_after="1s"), clock=clock)  # type: ignore[arg-type]
     growth.begin(1)
     asked = asked_at(growth, clock, {0: 2}, until_s=100)
     assert asked is not None
@@ -230,9 +230,9 @@ def test_ray_train_needs_its_time_to_see_a_machine() -> None:
 
 def test_workers_are_counted_machine_by_machine() -> None:
     scaling = Scaling(workers=(1, 8), cpus_per_worker=2, gpus_per_worker=1)
-    assert holding([{"CPU": 3, "GPU": 4}, {"CPU": 3}, {"CPU": 16, "GPU": 2}], scaling) == 1 + 0 + 2
-    assert holding([{"CPU": 64, "GPU": 64}], scaling) == 8
-    assert holding([{"CPU": 0.3}], Scaling(workers=(1, 8), cpus_per_worker=0.1)) == 3
+    assert slots_capped([{"CPU": 3, "GPU": 4}, {"CPU": 3}, {"CPU": 16, "GPU": 2}], scaling) == 1 + 0 + 2
+    assert slots_capped([{"CPU": 64, "GPU": 64}], scaling) == 8
+    assert slots_capped([{"CPU": 0.3}], Scaling(workers=(1, 8), cpus_per_worker=0.1)) == 3
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_workers_are_counted_machine_by_machine() -> None:
     ],
 )
 def test_there_is_room_where_all_that_ray_train_would_take_is_free(nodes: list[int], free: int, expected: int) -> None:
-    found = room([{"CPU": cpus} for cpus in nodes], {"CPU": free}, Scaling(workers=(1, 8)), workers=2)
+    found = target_workers([{"CPU": cpus} for cpus in nodes], {"CPU": free}, Scaling(workers=(1, 8)), workers=2)
     assert found == expected
 
 
@@ -255,17 +255,17 @@ def test_there_is_room_where_all_that_ray_train_would_take_is_free(nodes: list[i
 
 def test_workers_heed_what_was_asked_of_their_attempt(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    assert asked_to_grow(folder, attempt=2) == 0
+    assert read_scale_up_request(folder, attempt=2) == 0
     for attempt, workers in ((1, 0), (2, 3)):
-        ask_to_grow(folder, attempt=attempt, workers=3)
-        assert asked_to_grow(folder, attempt=2) == workers
+        request_scale_up(folder, attempt=attempt, workers=3)
+        assert read_scale_up_request(folder, attempt=2) == workers
     folder.write("grow.json", "{torn")
-    assert asked_to_grow(folder, attempt=2) == 0
+    assert read_scale_up_request(folder, attempt=2) == 0
 
 
 def test_to_leave_for_more_workers_is_no_failure(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    events = EventLog(folder, "rank-0")
+    events = EventWriter(folder, "rank-0")
     assert not has_left_to_resize(read_events(folder))
     for kind, details, expected in (
         ("attempt_started", {"attempt": 1}, False),

@@ -14,35 +14,35 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.utils.data import DataLoader
 
 from headway.orchestrator.errors import RunConflictError, StorageError
-from headway.orchestrator.storage.events import Event, EventLog, read_events
+from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train.elastic import Resize
+from headway.orchestrator.train.elastic import RestartToResize
 from headway.orchestrator.train.failures import (
     Failure,
-    FailureWatch,
-    GaveUp,
-    is_collateral,
-    is_hopeless,
-    is_hopeless_kind,
-    is_over_budget,
+    RetriesExhausted,
+    RetryPolicy,
+    exceeds_budget,
+    is_fatal_error,
+    is_secondary,
     last_failure,
     name_process,
     phase_of,
+    would_recur,
 )
-from headway.orchestrator.train.preemption import endings
+from headway.orchestrator.train.preemption import count_endings
 from headway.trainer import World
 from headway.trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StepError
 from tests.tiny import Rows, TinyConfig, TinyTrainer
 
 
 def failure(
-    kind: str = "ValueError", step: int | None = 5, began_at: int | None = 0, *, hopeless: bool = False
+    kind: str = "ValueError", step: int | None = 5, began_at: int | None = 0, *, retryable: bool = True
 ) -> Failure:
-    return Failure(attempt=1, rank=0, step=step, began_at=began_at, kind=kind, hopeless=hopeless)
+    return Failure(attempt=1, rank=0, step=step, began_at=began_at, kind=kind, retryable=retryable)
 
 
 def lost(step: int | None = 5) -> Failure:
-    return Failure(attempt=1, rank=0, step=step, began_at=step, kind="RuntimeError", collateral=True)
+    return Failure(attempt=1, rank=0, step=step, began_at=step, kind="RuntimeError", secondary=True)
 
 
 DIED = failure(kind="")
@@ -63,7 +63,7 @@ DIED = failure(kind="")
 def test_errors_of_the_code_and_of_machines_have_budgets_of_their_own(
     now: Failure, before: list[Failure], over: bool
 ) -> None:
-    assert is_over_budget(now, before, max_failures=2, max_errors=1) is over
+    assert exceeds_budget(now, before, max_failures=2, max_errors=1) is over
 
 
 class Raises(TinyTrainer):
@@ -134,7 +134,7 @@ def test_a_failure_is_told_with_rank_step_and_phase() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "before", "hopeless"),
+    ("now", "before", "recurs"),
     [
         pytest.param(failure(kind=""), [], False, id="a process died"),
         pytest.param(
@@ -148,19 +148,19 @@ def test_a_failure_is_told_with_rank_step_and_phase() -> None:
         pytest.param(failure(step=4, began_at=3), [failure(step=5)], True, id="raised even earlier"),
         pytest.param(failure(step=9, began_at=3), [failure(step=5)], False, id="got further"),
         pytest.param(failure(step=5), [failure(kind="", step=None)], False, id="after a death"),
-        pytest.param(failure(step=5, hopeless=True), [], True, id="an error of ours"),
+        pytest.param(failure(step=5, retryable=False), [], True, id="an error of ours"),
         pytest.param(failure("StorageError", step=0), [failure("StorageError")], False, id="a storage that was away"),
         pytest.param(lost(step=None), [lost()] * 9, False, id="lost its peers"),
         pytest.param(failure(step=5, began_at=3), [lost(step=5)], False, id="after losing its peers"),
     ],
 )
-def test_what_is_tried_again(now: Failure, before: list[Failure], hopeless: bool) -> None:
-    assert is_hopeless(now, before) is hopeless
+def test_what_is_tried_again(now: Failure, before: list[Failure], recurs: bool) -> None:
+    assert would_recur(now, before) is recurs
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, StepError, NonFiniteError])
 def test_errors_about_config_data_and_numbers_would_come_again(kind: type[Exception]) -> None:
-    assert is_hopeless_kind(kind("x"))
+    assert is_fatal_error(kind("x"))
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_errors_about_config_data_and_numbers_would_come_again(kind: type[Except
     [ValueError("x"), OSError("x"), CheckpointError("disk full"), StorageError("s3://bucket/x cannot be written")],
 )
 def test_other_errors_may_not(error: Exception) -> None:
-    assert not is_hopeless_kind(error)
+    assert not is_fatal_error(error)
 
 
 @pytest.mark.parametrize(
-    ("error", "collateral"),
+    ("error", "secondary"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), True),
         (RuntimeError("NCCL error: remote process exited"), True),
@@ -181,8 +181,8 @@ def test_other_errors_may_not(error: Exception) -> None:
         (ValueError("gloo"), False),
     ],
 )
-def test_an_error_that_only_says_that_a_peer_is_gone(error: Exception, collateral: bool) -> None:
-    assert is_collateral(error) is collateral
+def test_an_error_that_only_says_that_a_peer_is_gone(error: Exception, secondary: bool) -> None:
+    assert is_secondary(error) is secondary
 
 
 def started(attempt: int) -> Event:
@@ -236,9 +236,9 @@ class Controller:
 
     def __init__(self, folder: Path, **budgets: Any) -> None:
         self.folder = Folder(str(folder))
-        self.log = EventLog(self.folder, "rank-0")
+        self.log = EventWriter(self.folder, "rank-0")
         budgets = {"max_failures": 3, "max_errors": 3, **budgets}
-        self.watch = FailureWatch(str(folder), since=time.time() - 1, **budgets)
+        self.watch = RetryPolicy(str(folder), since=time.time() - 1, **budgets)
 
     def announces(self, attempt: int) -> None:
         self.log.add("attempt_started", attempt=attempt)
@@ -248,7 +248,7 @@ class Controller:
         try:
             # Over the wire, as from a worker.
             self.watch.after_exception(None, dict(enumerate(pickle.loads(pickle.dumps(errors)))))
-        except GaveUp:
+        except RetriesExhausted:
             return False
         return True
 
@@ -269,14 +269,14 @@ def test_groups_that_die_before_they_say_that_they_are_there_are_told_and_counte
         "the worker of rank 0 died",
         "the worker of rank 0 died (starting)",
     ]
-    assert endings(read_events(controller.folder)) == (0, 3)
+    assert count_endings(read_events(controller.folder)) == (0, 3)
 
 
 def test_who_has_lost_the_run_is_not_tried_again_although_its_group_says_nothing(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
     controller.announces(1)
     controller.log.add("attempt_ended", attempt=1, status="resizing")
-    assert controller.tells(named(Resize("there is room"))), "this has ended as it should"
+    assert controller.tells(named(RestartToResize("there is room"))), "this has ended as it should"
     assert controller.told() == []
     assert not controller.tells(named(RunConflictError("another driver has it")))
     assert "raised RunConflictError (starting): another driver has it" in controller.told()[0]["text"]

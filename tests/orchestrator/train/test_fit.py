@@ -27,10 +27,10 @@ from headway.orchestrator import (
 from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import _explain
 from headway.orchestrator.runs.open import open_run
-from headway.orchestrator.runs.requests import Stop, ask_to_stop
-from headway.orchestrator.runs.resume import Resumption
+from headway.orchestrator.runs.requests import StopRequest, request_stop
+from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.run import Run
-from headway.orchestrator.storage.events import EventLog, read_events
+from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.train.fit import check_training
 from headway.orchestrator.train.worker import _past
@@ -195,14 +195,14 @@ def test_a_run_begins_with_a_part_of_what_is_there(ray_session: None, tmp_path: 
 
 def test_after_a_save_of_its_own_a_start_goes_on_from_that(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    events = EventLog(folder, "rank-0")
-    asked = Resumption.asked("never", ("models",), accept_changes=True)
+    events = EventWriter(folder, "rank-0")
+    asked = ResumeOptions.asked("never", ("models",), accept_changes=True)
     since = time.time()
     for attempt, before in ((1, None), (2, 1)):
         assert _past(folder, asked, since) == (attempt, asked, before)
         events.add("attempt_started", attempt=attempt, world_size=attempt)
     events.add("checkpoint_saved", step=4)
-    assert _past(folder, asked, since) == (3, Resumption(accept_changes=True), 2)
+    assert _past(folder, asked, since) == (3, ResumeOptions(accept_changes=True), 2)
     assert _past(folder, asked, time.time() + 1) == (3, asked, 2)
 
 
@@ -213,13 +213,13 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     found, screen = experiment(tmp_path, data, workers=2, max_steps=100_000, pause_s=0.01, say="hello"), Screen()
     folder = Folder(found.run_dir)
 
-    def fit_until(event: str, attempt: int, stop: Stop) -> RunResult:
+    def fit_until(event: str, attempt: int, stop: StopRequest) -> RunResult:
         def ask() -> None:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline:
                 there = read_events(folder) if folder.exists("events.jsonl") else []
                 if sum(each["event"] == event for each in there) == attempt:
-                    return ask_to_stop(folder, stop)
+                    return request_stop(folder, stop)
                 time.sleep(0.05)
             return None
 
@@ -229,7 +229,7 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
         asker.join()
         return result
 
-    result = fit_until("warning", 1, Stop(reason="enough"))
+    result = fit_until("warning", 1, StopRequest(reason="enough"))
     assert (result.status, result.reason) == ("stopped", "enough")
     assert result.last_checkpoint is not None
     assert result.last_checkpoint.endswith(f"{result.steps:08d}")
@@ -243,7 +243,7 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     assert Run(found.run_dir).record.attempts == 1
 
     # It goes on; told to end at once, it saves nothing, and its workers go, although this process and Ray stay.
-    again = fit_until("training", 2, Stop(reason="now", abort=True))
+    again = fit_until("training", 2, StopRequest(reason="now", abort=True))
     assert (again.status, again.reason, again.steps) == ("stopped", "now, at once", result.steps)
     assert again.last_checkpoint == result.last_checkpoint
     workers = [each for each in read_events(folder) if each["event"] == "attempt_started"][-1]["workers"]

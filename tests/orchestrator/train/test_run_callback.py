@@ -18,22 +18,22 @@ import torch
 
 from headway.orchestrator.errors import StorageError
 from headway.orchestrator.runs.open import open_run
-from headway.orchestrator.runs.requests import Stop, ask_to_stop
+from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.runs.run import Run
-from headway.orchestrator.storage.events import Event, EventLog, read_events
+from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.train import preemption
 from headway.orchestrator.train.failures import Failure, was_preempted
-from headway.orchestrator.train.preemption import endings, leaves_time
-from headway.orchestrator.train.run_callback import Bridge
+from headway.orchestrator.train.preemption import count_endings, has_time_to_save
+from headway.orchestrator.train.run_callback import RunCallback
 from headway.trainer import CheckpointConfig, World
 from tests.orchestrator.runs.test_run import experiment
 from tests.tiny import TinyConfig, TinyTrainer
 
 
-def bridge(folder: Folder, *, noticed: bool = False) -> Bridge:
+def bridge(folder: Folder, *, noticed: bool = False) -> RunCallback:
     lease = Run(folder.place).lease
-    return Bridge(folder, EventLog(folder, "rank-0"), is_main=True, lease=lease, noticed=noticed)
+    return RunCallback(folder, EventWriter(folder, "rank-0"), is_main=True, lease=lease, noticed=noticed)
 
 
 def train(run_dir: str) -> None:
@@ -97,13 +97,13 @@ def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
 def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     with training(run) as program:
-        ask_to_stop(run.folder, Stop(reason="enough"))
+        request_stop(run.folder, StopRequest(reason="enough"))
         assert program.communicate(timeout=60)[0] == "stopped\n"
     assert len(checkpoints(run)) == 1
 
     other = open_run(experiment(tmp_path / "other")).run
     with training(other) as program:
-        ask_to_stop(other.folder, Stop(reason="enough", abort=True))
+        request_stop(other.folder, StopRequest(reason="enough", abort=True))
         assert program.wait(60) == 1
     assert checkpoints(other) == []
 
@@ -200,14 +200,14 @@ def test_after_a_notice_that_came_too_late_the_next_one_is_heard(
 def test_a_notice_is_heeded_although_nobody_can_be_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage of the run may be away for a moment: the save is asked for all the same, and the ears stay open."""
     run = open_run(experiment(tmp_path)).run
-    add = EventLog.add
+    add = EventWriter.add
 
-    def away(self: EventLog, kind: str, **details: Any) -> None:
+    def away(self: EventWriter, kind: str, **details: Any) -> None:
         if kind == "preemption_notice":
             raise StorageError("the store is away")
         add(self, kind, **details)
 
-    monkeypatch.setattr(EventLog, "add", away)
+    monkeypatch.setattr(EventWriter, "add", away)
     with pytest.warns(UserWarning, match="a notice was not heeded: StorageError: the store is away") as warned:
         noticed(run, monkeypatch, left_s=60.0, save_took_s=1.0)
     assert len(warned) == 2
@@ -219,7 +219,7 @@ def test_a_notice_is_heeded_although_nobody_can_be_told_of_it(tmp_path: Path, mo
     [(None, 100.0, True), (30.0, None, True), (30.0, 10.0, True), (30.0, 25.0, False), (-1.0, None, False)],
 )
 def test_there_is_the_time_for_a_checkpoint_or_not(left_s: float | None, save_s: float | None, leaves: bool) -> None:
-    assert leaves_time(left_s, save_s) is leaves
+    assert has_time_to_save(left_s, save_s) is leaves
 
 
 def started(attempt: int) -> Event:
@@ -247,14 +247,14 @@ def notice(attempt: int) -> Event:
     ],
 )
 def test_preemptions_and_failures_are_counted_apart(events: list[Event], counted: tuple[int, int]) -> None:
-    assert endings(events) == counted
+    assert count_endings(events) == counted
 
 
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
         (Failure(attempt=1, rank=1), True),
-        (Failure(attempt=1, rank=0, kind="RuntimeError", collateral=True), True),
+        (Failure(attempt=1, rank=0, kind="RuntimeError", secondary=True), True),
         (Failure(attempt=1, rank=0, kind="ValueError"), False),
         (Failure(attempt=1, rank=0, hung="rank 0 has not moved"), False),
         (Failure(attempt=2, rank=0), False),

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headway.orchestrator import Experiment, Retries
-from headway.orchestrator.storage.events import Event, EventLog, read_events
+from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.train.failures import last_failure
-from headway.orchestrator.watchdog.driver import Watch
+from headway.orchestrator.watchdog.driver import HangMonitor
 from headway.orchestrator.watchdog.worker import Watchdog
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -30,11 +30,11 @@ class Ranks:
         self.now_s, self.beats = 1000.0, 0
         self.folder = Folder(str(tmp_path))
         Folder(str(tmp_path / "watch")).prepare()
-        events = EventLog(self.folder, "driver")
+        events = EventWriter(self.folder, "driver")
         events.add(STARTED["event"], attempt=2, workers=STARTED["workers"])  # type: ignore[arg-type]
         experiment = Experiment(name="x", trainer=TinyTrainer, config=TinyConfig(max_steps=9), retries=Retries())
-        self.watch = Watch(experiment, self.folder, events, clock=lambda: self.now_s)
-        self.watch.heed(STARTED)
+        self.monitor = HangMonitor(experiment, self.folder, events, clock=lambda: self.now_s)
+        self.monitor.handle(STARTED)
 
     def say(self, rank: int, phase: str, for_s: float, *, attempt: int = 2) -> None:
         self.beats += 1
@@ -50,7 +50,7 @@ class Ranks:
             self.now_s += 0.5
             for rank in speaking:
                 self.say(rank, "backward", 1.0)
-            self.watch.look()
+            self.monitor.poll()
 
     def told(self) -> list[Event]:
         return [event for event in read_events(self.folder) if event["event"] != "attempt_started"]
@@ -65,7 +65,7 @@ def ranks(tmp_path: Path) -> Ranks:
     found = Ranks(tmp_path)
     for rank in range(2):
         found.say(rank, "forward", 0.0)
-    found.watch.look()
+    found.monitor.poll()
     found.pass_s(2, 0, 1)
     assert found.told() == []
     return found
@@ -73,22 +73,27 @@ def ranks(tmp_path: Path) -> Ranks:
 
 def test_a_rank_that_falls_silent_is_named_then_ended_and_is_a_failure_of_the_machine(ranks: Ranks) -> None:
     ranks.pass_s(5, 0)
-    (late,) = ranks.told()
-    assert (late["event"], late["ranks"], late["phase"], late["step"]) == ("rank_late", [1], "backward", 7)
+    (straggler,) = ranks.told()
+    assert (straggler["event"], straggler["ranks"], straggler["phase"], straggler["step"]) == (
+        "rank_late",
+        [1],
+        "backward",
+        7,
+    )
     assert (ranks.order()["end"], ranks.order()["attempt"]) == (False, 2)
     ranks.pass_s(28, 0)
     assert [event["event"] for event in ranks.told()] == ["rank_late", "rank_hung"]
     assert ranks.order()["end"]
     failure = last_failure(read_events(ranks.folder))
     assert failure is not None
-    assert (failure.rank, failure.step, failure.is_of_the_code) == (1, 7, False)
+    assert (failure.rank, failure.step, failure.is_user_error) == (1, 7, False)
     assert str(failure).startswith("rank 1 has said nothing for 30 s")
     assert failure.hung.endswith("stacks-2-rank-*.txt")
 
 
 def test_a_driver_that_slept_blames_nobody(ranks: Ranks) -> None:
     ranks.now_s += 3600
-    ranks.watch.look()
+    ranks.monitor.poll()
     ranks.pass_s(3, 0, 1)
     assert ranks.told() == []
 
@@ -98,12 +103,12 @@ def test_ranks_of_an_earlier_attempt_are_not_heard(ranks: Ranks) -> None:
         ranks.now_s += 0.5
         ranks.say(0, "forward", 0.1)
         ranks.say(1, "forward", 0.1, attempt=1)
-        ranks.watch.look()
+        ranks.monitor.poll()
     assert [event["ranks"] for event in ranks.told()] == [[1]]
 
 
 def test_nobody_is_late_between_two_attempts(ranks: Ranks) -> None:
-    ranks.watch.heed({"event": "group_failed"})
+    ranks.monitor.handle({"event": "group_failed"})
     ranks.pass_s(60)
     assert ranks.told() == []
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from headway.orchestrator import Retries
-from headway.orchestrator.watchdog.driver import patience_of
-from headway.orchestrator.watchdog.policy import Patience, Rank, who_is_late
+from headway.orchestrator.watchdog.driver import hang_timeouts_of
+from headway.orchestrator.watchdog.policy import HangTimeouts, Rank, find_straggler
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from tests.orchestrator.runs.test_run import experiment
 
-AUTO = Patience()
-TEN_SECONDS = Patience(fixed_s=10.0)
+AUTO = HangTimeouts()
+TEN_SECONDS = HangTimeouts(fixed_s=10.0)
 
 
 def at(rank: int, phase: Any, for_s: float, **known: Any) -> Rank:
@@ -24,7 +24,7 @@ def at(rank: int, phase: Any, for_s: float, **known: Any) -> Rank:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "patience", "blamed", "over"),
+    ("ranks", "timeouts", "blamed", "over"),
     [
         pytest.param(
             [at(0, "backward", 5), at(1, "forward", 5, silent_s=4.5)], AUTO, (1,), False, id="stopped: named at once"
@@ -117,18 +117,18 @@ def at(rank: int, phase: Any, for_s: float, **known: Any) -> Rank:
     ],
 )  # fmt: skip
 def test_who_keeps_the_others_waiting(
-    ranks: list[Rank], patience: Patience, blamed: tuple[int, ...] | None, over: bool
+    ranks: list[Rank], timeouts: HangTimeouts, blamed: tuple[int, ...] | None, over: bool
 ) -> None:
-    late = who_is_late(ranks, patience)
-    assert (late.ranks if late else None, bool(late and late.is_over)) == (blamed, over)
+    straggler = find_straggler(ranks, timeouts)
+    assert (straggler.ranks if straggler else None, bool(straggler and straggler.is_hung)) == (blamed, over)
 
 
 def test_it_is_told_with_rank_phase_and_time() -> None:
     stopped, waits = at(1, "forward", 31, silent_s=31.4), at(0, "backward", 31)
-    assert str(who_is_late([waits, stopped], AUTO)) == (
+    assert str(find_straggler([waits, stopped], AUTO)) == (
         "rank 1 has said nothing for 31 s, last heard in phase 'forward' at step 12"
     )
-    assert str(who_is_late([waits, at(1, "reading data", 31)], AUTO)) == (
+    assert str(find_straggler([waits, at(1, "reading data", 31)], AUTO)) == (
         "rank 1 has not moved for 31 s, in phase 'reading data' at step 12"
     )
 
@@ -136,13 +136,15 @@ def test_it_is_told_with_rank_phase_and_time() -> None:
 def test_a_phase_of_unknown_length_ends_before_the_ranks_that_wait_give_up(tmp_path: Path) -> None:
     """Their collectives would time out, and what is raised there knows neither the rank nor its phase."""
     asked = experiment(tmp_path)
-    patience = patience_of(asked, 0.5)
+    timeouts = hang_timeouts_of(asked, 0.5)
     timeout_s = asked.config.parallel.timeout.amount
-    assert patience is not None
+    assert timeouts is not None
     for phase in ("setting up", "saving", "between updates"):
-        late = who_is_late([at(0, "backward", 3), at(1, phase, 0.9 * timeout_s, updates=11, usual_s=None)], patience)
-        assert late is not None
-        assert (late.ranks, late.phase, late.is_over) == ((1,), phase, True)
+        straggler = find_straggler(
+            [at(0, "backward", 3), at(1, phase, 0.9 * timeout_s, updates=11, usual_s=None)], timeouts
+        )
+        assert straggler is not None
+        assert (straggler.ranks, straggler.phase, straggler.is_hung) == ((1,), phase, True)
 
 
 def test_the_patience_is_a_time_auto_or_none() -> None:

@@ -68,7 +68,7 @@ class Ema(Callback):
         self.decay, self.update_every, self.start_step, self.evaluate = decay, update_every, start_step, evaluate
         self._device = torch.device(device) if device is not None else None
         self._models: Mapping[str, nn.Module] = {}
-        self._let_weights_change: Callable[[], None] | None = None
+        self._wait_for_snapshot: Callable[[], None] | None = None
         self._parameters: dict[tuple[str, str], nn.Parameter] = {}
         self._averages: list[torch.Tensor] = []
         self._has_begun = False
@@ -89,7 +89,7 @@ class Ema(Callback):
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
         """Takes the memory of the averages."""
         self._models, self._has_begun = trainer.models, False
-        self._let_weights_change = trainer.wait_for_snapshot
+        self._wait_for_snapshot = trainer.wait_for_snapshot
         self._parameters = _trainable(trainer.models)
         self._averages = [self._new_average(to_local(parameter)) for parameter in self._parameters.values()]
 
@@ -131,8 +131,8 @@ class Ema(Callback):
         if not self._has_begun:
             yield
             return
-        if self._let_weights_change is not None:
-            self._let_weights_change()
+        if self._wait_for_snapshot is not None:
+            self._wait_for_snapshot()
         with torch.no_grad():
             weights = [weight.clone() for weight in self._weights()]
         try:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which results of a block are kept for backward, and which are computed again there."""
+"""Activation checkpointing: which results of a block are kept for backward, and which are recomputed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 def wrap_checkpointed(block: nn.Module, policy: Literal["full", "selective"]) -> nn.Module:
-    """Returns a block that keeps less for backward; what it computes, and its random numbers, stay the same.
+    """Return a block that keeps less for backward; its results and random numbers stay the same.
 
     Args:
         block: called once per forward pass.
-        policy: "full" keeps its inputs; "selective" also the results of matrix products, convolutions and attention,
-            so that what is computed again is cheap: norms, activations, dropout, rotations.
+        policy: "full" keeps only its inputs; "selective" also the results of matrix products, convolutions and
+            attention, so that recomputing is cheap: norms, activations, dropout, rotations.
     """
     if policy == "full":
         return checkpoint_wrapper(block)
@@ -25,11 +25,11 @@ def wrap_checkpointed(block: nn.Module, policy: Literal["full", "selective"]) ->
 
 
 def _ops_to_save() -> list[Any]:
-    """The operators whose results are worth their memory.
+    """Return the operators whose results are kept, because recomputing them is expensive.
 
     Source: the list, not the code, of pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py and
-    models/llama3/parallelize.py at cfb9326, which keeps every second product, where this keeps all. Products of
-    batches (bmm) are not in it: written by hand, attention makes its T x T scores with them.
+    models/llama3/parallelize.py at cfb9326, which keeps every second matrix product where this keeps all. Batched
+    products (bmm) are not in it: attention written by hand computes its T x T scores with them.
     """
     aten, names = torch.ops.aten, torch.ops
     return [
@@ -43,6 +43,6 @@ def _ops_to_save() -> list[Any]:
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_fused_attention_overrideable.default,
         torch._higher_order_ops.flex_attention,
-        aten.max.default,  # the largest value, from which float8 takes its scale
-        names._c10d_functional.reduce_scatter_tensor.default,  # tensor parallelism of the user's own
+        aten.max.default,  # from which float8 computes its scale
+        names._c10d_functional.reduce_scatter_tensor.default,  # the user's own tensor parallelism
     ]

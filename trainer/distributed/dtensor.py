@@ -1,4 +1,4 @@
-"""Sharded tensors and wrapped modules as what they hold: this rank's part, the full tensor, the module inside."""
+"""Conversions of sharded tensors, and access to the module inside its wrappers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch.optim.swa_utils import AveragedModel
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is spread over ranks already: by its author, in `configure_models`, or by `shard`."""
+    """Whether a model has sharded parameters, from `configure_models` or from `shard`."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor: the tensor itself unless it is sharded."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with its parts from all ranks put together. Every rank must call this."""
+    """Return a tensor gathered from all ranks, or the tensor itself if not sharded. Every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def to_dtensor_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of something as one with the other ranks' parts, cut as another tensor is."""
+def to_dtensor_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard as a DTensor sharded like `tensor`, or the shard itself if `tensor` is not sharded."""
     if not isinstance(tensor, DTensor):
-        return part
+        return local
     return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
 def strip_wrappers(module: nn.Module) -> nn.Module:
-    """Takes off what a module trains in: any nesting of DDP, activation checkpointing and compile."""
+    """Remove any nesting of DDP, activation checkpointing and compile, which checkpoints ignore."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -49,9 +49,9 @@ def strip_wrappers(module: nn.Module) -> nn.Module:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Returns the module that the user wrote, inside any nesting of wrappers, averages and FSDP1 among them.
+    """Return the module that the user wrote: without the wrappers of `strip_wrappers`, `AveragedModel` and FSDP1.
 
-    An average has state of its own, so a checkpoint holds it as it is: what `strip_wrappers` returns.
+    Checkpoints keep `AveragedModel`, which has state of its own, so they use `strip_wrappers`.
     """
     while (inner := strip_wrappers(module)) is not module or isinstance(
         inner, (AveragedModel, FullyShardedDataParallel)

@@ -1,12 +1,12 @@
-"""From a model on the meta device to one that trains on many ranks.
+"""Parallelize a model: from the meta device to training on many ranks.
 
-The order, stated once:
+The order:
 
-    born on meta -> transformed (on_models_configured) -> frozen -> float8 -> checkpointed -> compiled
+    created on meta -> transformed (on_models_configured) -> frozen -> float8 -> checkpointed -> compiled
     -> sharded (FSDP2, HSDP) -> materialised -> initialised -> replicated (DDP)
 
-Sharding comes before materialising, so no rank ever holds the whole model; replicating comes last, because DDP copies
-the main rank's weights to the others. What torchtitan does in `parallelize_llama` is the model for this order.
+Sharding comes before materialising, so no rank ever holds the whole model; replicating comes last, because DDP
+broadcasts rank 0's weights. The order follows torchtitan's `parallelize_llama`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .world import World, set_group_timeout
 
 
 def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World) -> None:
-    """Prepares a model in place up to the point where its weights are to be initialised. Every rank must call this.
+    """Prepare a model in place, up to the initialisation of its weights. Every rank must call this.
 
     Args:
-        model: on the meta device, or with real weights, which then are the main rank's on every rank.
-        config: what to do with it.
-        precision: "bf16" and "fp16" gather sharded parameters in that format, "bf16-true" keeps them in it; their
+        model: on the meta device, or with weights, in which case all ranks get rank 0's.
+        config: of checkpointing, compilation and sharding.
+        precision: "bf16" and "fp16" gather sharded parameters in that dtype, "bf16-true" keeps them in it; their
             gradients are reduced in float32.
-        world: the ranks to spread it over.
+        world: the ranks to shard over.
 
     Raises:
-        ConfigError: the strategy does not fit the number of ranks; or only a part of the model has values, which
-            materialising the rest would lose.
+        ConfigError: the strategy does not fit the number of ranks; or only some tensors have values, which
+            materialising the others would lose.
     """
     check_strategy(config, world)
     _check_all_on_meta_or_none(model)
@@ -72,7 +72,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
 
 
 def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
-    """Wraps an initialised model in DDP where the strategy asks for it, and otherwise returns it as it is."""
+    """Wrap an initialised model in DDP if the strategy asks for it; return other models unchanged."""
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
         return model
@@ -85,101 +85,101 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
 
 
 def rewrap_ddp(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
-    """Wraps a model for the process group that follows the one in which it was replicated."""
+    """Wrap a DDP model again, for a new process group; return other models unchanged."""
     return replicate(model.module, config, world) if isinstance(model, DistributedDataParallel) else model
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Refuses a sharded model whose process group has ended.
+    """Check that a model can continue in another process group.
 
     Raises:
-        ConfigError: its shards belong to the ranks of that group.
+        ConfigError: it is sharded over the ranks of the group that has ended.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            "fit has ended the process group that it began, and a sharded model cannot go on in another. Give the "
+            "fit() has ended the process group that it started, and a sharded model cannot move to another. Give the "
             "trainer a world that outlives fit: `with World.from_environment() as world: trainer = ...(world=world)`"
         )
 
 
 def check_no_partial_gradients(model: nn.Module) -> None:
-    """Refuses a sharded model that an error may have left in the midst of an update.
+    """Check that a model holds no gradients of an update that failed.
 
     Raises:
-        ConfigError: FSDP2 keeps what it has of that update's gradients, and has no way to drop it.
+        ConfigError: it is sharded: FSDP2 keeps partial gradients and offers no way to drop them.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            "an error has ended the fit before, and a sharded model may still hold gradients of the update that it "
-            "broke: make a new trainer with the same run_dir, which goes on from the newest checkpoint"
+            "the previous fit() failed, and a sharded model may still hold gradients of the interrupted update: create "
+            "a new Trainer with the same run_dir, which resumes from the newest checkpoint"
         )
 
 
 def check_strategy(config: ParallelConfig, world: World) -> None:
-    """Refuses a strategy that does not fit the number of ranks.
+    """Check that the strategy fits the number of ranks.
 
     Raises:
-        ConfigError: with the ranks there are and what would fit.
+        ConfigError: it does not.
     """
     if config.strategy == "none" and world.size > 1:
         raise ConfigError(
-            f"strategy 'none' trains in one process, and there are {world.size} ranks: take 'ddp' or 'fsdp'"
+            f"parallel.strategy='none' trains in one process, and there are {world.size} ranks: use 'ddp' or 'fsdp'"
         )
     if config.strategy == "hsdp" and world.size > 1 and world.size % (config.shard_size or 1):
         raise ConfigError(
-            f"strategy 'hsdp' with shard_size={config.shard_size} does not divide {world.size} ranks evenly"
+            f"parallel.shard_size={config.shard_size} (strategy 'hsdp') must divide the number of ranks, {world.size}"
         )
     if config.cpu_offload and world.device.type != "cpu" and world.size == 1:
         raise ConfigError(
-            "cpu_offload moves the shards of FSDP2, and with one rank there are none: train on 2 ranks or more, or "
-            "leave it out"
+            "parallel.cpu_offload moves FSDP2's shards to the CPU, and a single rank has none: use at least 2 ranks, "
+            "or remove it"
         )
     if config.cpu_offload and world.device.type != "cpu" and world.size > 1 and not world.supports_cpu_tensors:
         raise ConfigError(
-            "cpu_offload adds up on the CPU too, and the process group that was set up before reaches the devices "
-            'only: begin it with the backend "cpu:gloo,cuda:nccl"'
+            "parallel.cpu_offload reduces gradients on the CPU, which the existing process group does not support: "
+            'start it with the backend "cpu:gloo,cuda:nccl"'
         )
 
 
 def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> None:
-    """Refuses models that are wrapped already, and a config whose blocks are in none of them.
+    """Check that models are not wrapped yet, and that they contain the modules that the config names.
 
     Raises:
-        ConfigError: with what there is.
+        ConfigError: with the modules that there are.
     """
     for name, model in models.items():
         if isinstance(model, DistributedDataParallel):
             raise ConfigError(
-                f"{name} is wrapped in DDP already: set the bare module in configure_models(); "
-                "config.parallel.strategy='ddp' wraps it"
+                f"{name} is already wrapped in DDP: set the plain module in configure_models(); "
+                "parallel.strategy='ddp' wraps it"
             )
         if isinstance(model, torch._dynamo.OptimizedModule) and config.strategy in ("fsdp", "hsdp"):
             raise ConfigError(
-                f"{name} is compiled already, and what is compiled cannot be sharded: set the bare module in "
-                "configure_models(); config.parallel.compile=True compiles it in the right order"
+                f"{name} is already compiled, and a compiled module cannot be sharded: set the plain module in "
+                "configure_models(); parallel.compile=True compiles it at the right point"
             )
     blocks = [block for model in models.values() for _, _, block in blocks_of(model, config)]
     if missing := set(config.shard_modules) - {type(block).__name__ for block in blocks}:
         inside = {type(each).__name__ for model in models.values() for each in model.modules() if each is not model}
         raise ConfigError(
-            f"config.parallel.shard_modules names {', '.join(sorted(missing))}, and there is none inside "
-            f"{', '.join(models)}; there is {', '.join(sorted(inside)) or 'nothing'}"
+            f"parallel.shard_modules names {', '.join(sorted(missing))}, which {', '.join(models)} does not contain; "
+            f"it contains {', '.join(sorted(inside)) or 'no modules'}"
         )
     if config.activation_checkpointing != "none" and not blocks:
         raise ConfigError(
-            f"activation checkpointing needs blocks to checkpoint, and there is no ModuleList in {', '.join(models)}: "
-            "name the blocks' classes in config.parallel.shard_modules"
+            "parallel.activation_checkpointing needs blocks to checkpoint, and there is no ModuleList in "
+            f"{', '.join(models)}: name the blocks' classes in parallel.shard_modules"
         )
 
 
 def without_gradient_sync(
     models: Mapping[str, nn.Module], *, also_sharded: bool = True
 ) -> AbstractContextManager[object]:
-    """Keeps the gradients of a pass on this rank: for all micro-batches of an update but the last.
+    """Skip the reduction of gradients inside the context: for all micro-batches of an update but the last.
 
     Args:
-        models: those that train.
-        also_sharded: False has sharded gradients meet all the same, without which parameters have no `grad`.
+        models: the models being trained.
+        also_sharded: False reduces sharded gradients all the same; otherwise sharded parameters get no `grad`.
     """
     stack = ExitStack()
     for model in models.values():
@@ -192,12 +192,12 @@ def without_gradient_sync(
 
 
 def blocks_of(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:
-    """The modules that are treated one at a time, outermost first, each with its parent and its name there."""
+    """Return the modules to checkpoint, compile and shard individually, outermost first, as (parent, name, module)."""
     wanted = set(config.shard_modules)
     if not wanted:
-        # Hugging Face's models name their layers themselves; their lists may hold smaller things, such as experts.
-        of_its_own = set(getattr(model, "_no_split_modules", None) or ())
-        wanted = of_its_own & {type(module).__name__ for module in model.modules()}
+        # Hugging Face's models name their layers; their ModuleLists may hold smaller modules, such as experts.
+        layers = set(getattr(model, "_no_split_modules", None) or ())
+        wanted = layers & {type(module).__name__ for module in model.modules()}
     found: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(model.modules()):
         in_list = isinstance(parent, (nn.ModuleList, nn.ModuleDict))
@@ -223,9 +223,9 @@ def _fully_shard(
         param_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
         reduce_dtype=None if precision == "fp32" else torch.float32,
     )
-    # Pinned memory is what a GPU copies from without waiting; without a GPU there is none.
+    # Pinning needs a GPU, which copies from pinned memory asynchronously.
     offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()
-    # Innermost first: what a nested block has taken, its parent leaves alone.
+    # Innermost first: fully_shard skips the parameters of modules that are already sharded.
     for module in reversed(blocks):
         fully_shard(
             module,
@@ -249,7 +249,7 @@ def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torc
 
 
 def broadcast_weights(model: nn.Module, world: World) -> None:
-    """Gives every rank the main rank's weights and buffers. Every rank must call this."""
+    """Broadcast rank 0's weights and buffers to every rank. Every rank must call this."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(world.broadcast_tensor(tensor.to(world.device, copy=True)))
@@ -257,17 +257,17 @@ def broadcast_weights(model: nn.Module, world: World) -> None:
 
 def _check_all_on_meta_or_none(model: nn.Module) -> None:
     tensors = dict(named_tensors({"model": model}))
-    born = [name.removeprefix("model.") for name, tensor in tensors.items() if not tensor.is_meta]
-    if born and len(born) < len(tensors):
+    real = [name.removeprefix("model.") for name, tensor in tensors.items() if not tensor.is_meta]
+    if real and len(real) < len(tensors):
         raise ConfigError(
-            f"{', '.join(born[:8])}{' and more' if len(born) > 8 else ''} of {type(model).__name__} came with values, "
+            f"{', '.join(real[:8])}{' and more' if len(real) > 8 else ''} of {type(model).__name__} came with values, "
             "and the rest is on the meta device, where configure_models runs: set the values in init_weights(), or "
-            'make the whole model with values, under torch.device("cpu")'
+            'create the whole model with values, under torch.device("cpu")'
         )
 
 
 def _materialise_tied(model: nn.Module, device: torch.device) -> None:
-    """Materialises a model, with tied weights still tied: `to_empty` gives each place a tensor of its own."""
+    """Materialise a model and keep tied weights tied: `to_empty` gives each module a separate tensor."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -279,12 +279,12 @@ def _materialise_tied(model: nn.Module, device: torch.device) -> None:
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether any of a model's tensors has no memory yet."""
+    """Whether any parameter or buffer of a model is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def named_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters and buffers of some models, with their names as checkpoints have them."""
+    """Yield the parameters and buffers of some models by their names in checkpoints."""
     for name, model in models.items():
         for path, parameter in model.named_parameters(name):
             yield path, parameter

@@ -1,6 +1,6 @@
-"""The processes that train together, as one of them sees it: the only caller of `torch.distributed` collectives.
+"""The ranks of a training run, and the only caller of `torch.distributed` collectives.
 
-Alone, every collective is the identity, so nothing above this file asks whether training is distributed.
+With a single process every collective is the identity, so no other file asks whether training is distributed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from ..errors import ConfigError
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
-_GIVE_BACK_S = 0.05
+_GLOO_DRAIN_S = 0.05
 _OWN_GROUP = "headway-own-group"
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks of one training, seen from one rank. Every collective must be called by every rank, in the same order.
+    """All ranks of one training run, seen from one rank. Every rank must call every collective, in the same order.
 
     Attributes:
         rank: of this process, from 0.
         size: number of processes.
-        local_rank: of this process among those of its machine.
-        device: where this rank computes.
-        rendezvous: where the ranks met, if this object began the process group, and so is to end it.
-        control: a second process group on the CPU, for what must not wait for the device; None where the first is one.
+        local_rank: of this process on its machine.
+        device: of this rank's computations.
+        rendezvous: set if this object started the process group, which it then also ends.
+        control: gloo group for host-side bookkeeping, which never waits for the device; None if the default group is
+            gloo.
 
     Example:
         >>> world = World.single("cpu")
-        >>> world.is_main, world.all_gather_object("alone")
-        (True, ['alone'])
+        >>> world.is_main, world.all_gather_object("mine")
+        (True, ['mine'])
     """
 
     rank: int
@@ -55,22 +56,22 @@ class World:
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
-        """A world of one process, on the given device or the best one that the machine has."""
+        """Return a world of one process, on the given device or the best one of the machine."""
         return cls(rank=0, size=1, local_rank=0, device=torch.device(device) if device else _best_device(0))
 
     @classmethod
     def from_environment(cls, *, timeout_s: float = TIMEOUT_S, with_cpus: bool = False) -> World:
-        """Joins the process group that `torchrun` describes in the environment; alone where there is none.
+        """Join the process group that `torchrun` describes in the environment, or return a single-process world.
 
-        A process group that exists already is joined, and left standing by `close`. One that this begins is ended by
-        `close`, at the latest when Python ends; as a context manager, a world ends it with the block.
+        An existing process group is joined, and `close` leaves it running. One that this starts is ended by `close`, at
+        the latest when Python exits; as a context manager, a world ends it with the block.
 
         Args:
-            timeout_s: after which a collective gives up.
-            with_cpus: lets the ranks add up tensors of their CPUs besides, which offloaded gradients need.
+            timeout_s: of collectives.
+            with_cpus: also support collectives on CPU tensors, which offloaded gradients need.
 
         Raises:
-            ConfigError: the environment describes a process group only in part.
+            ConfigError: the environment describes a process group incompletely.
         """
         if dist.is_available() and dist.is_initialized():
             return cls.attach(timeout_s=timeout_s)
@@ -83,18 +84,18 @@ class World:
             )
         device = _best_device(int(os.environ.get("LOCAL_RANK", "0")))
         rendezvous = Rendezvous.from_environment(device, backend(device.type, with_cpus=with_cpus), timeout_s)
-        rendezvous.begin_process_group()
+        rendezvous.start_process_group()
         world = replace(cls.attach(timeout_s=timeout_s), rendezvous=rendezvous)
         atexit.register(world.close)
         return world
 
     @classmethod
     def attach(cls, device: torch.device | str | None = None, *, timeout_s: float = TIMEOUT_S) -> World:
-        """Joins the process group that somebody else began and will end; alone where there is none.
+        """Join the existing process group, without owning it, or return a single-process world.
 
         Args:
-            device: where this rank computes; without one the best that it has.
-            timeout_s: after which a collective gives up, of a group that this begins besides.
+            device: of this rank's computations; the best one of the machine by default.
+            timeout_s: of collectives in the group for `control`.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls.single(device)
@@ -111,51 +112,51 @@ class World:
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of all collectives from here on, except in `with_own_group`. Every rank must call this."""
         if self.size > 1:
-            # What was begun under the longer time is over: nobody gives up on a rank that is still in its first step.
+            # Or a rank would time out on another one that is still in its first step, under the longer timeout.
             self.barrier()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            # A save may take much longer than a step, and its ranks wait for the slowest.
+            # In groups of `with_own_group` ranks wait for the slowest save, which may take much longer than a step.
             for group in list(distributed_c10d._world.pg_map):
                 if group.group_desc != _OWN_GROUP:
                     set_group_timeout(group, seconds)
 
     @property
     def owns_process_group(self) -> bool:
-        """Whether `close` ends the process group, because this object began it."""
+        """Whether this object started the process group, so that `close` ends it."""
         return self.rendezvous is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether `close` has ended the process group; `rejoin` begins another."""
+        """Whether `close` has ended the process group; `rejoin` starts another."""
         return self.owns_process_group and not dist.is_initialized()
 
     @property
     def supports_cpu_tensors(self) -> bool:
-        """Whether a tensor on the CPU of each rank can be added up by the default process group."""
+        """Whether the default process group can reduce CPU tensors."""
         return self.size == 1 or not dist.is_initialized() or "cpu:" in dist.get_backend_config()
 
     def with_own_group(self, *, timeout_s: float = TIMEOUT_S) -> World:
-        """The same ranks with a process group of their own, for another thread's collectives. Every rank must call.
+        """Return the same ranks with another process group, for collectives of another thread. Every rank must call.
 
         Args:
-            timeout_s: after which one of these gives up.
+            timeout_s: of collectives in that group.
         """
         return replace(self, rendezvous=None, control=_new_group(timeout_s, _OWN_GROUP)) if self.size > 1 else self
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one rank that writes and prints."""
+        """Whether this is rank 0, which writes and prints."""
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Adds a tensor up over all ranks, in place, and returns it. Same shape and dtype everywhere."""
+        """Sum a tensor over all ranks, in place, and return it. Same shape and dtype on every rank."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def all_reduce_mean(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces tensors by their means over all ranks, in place. Same shapes and dtypes everywhere."""
+        """Replace tensors by their means over all ranks, in place. Same shapes and dtypes on every rank."""
         if self.size == 1:
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -166,7 +167,7 @@ class World:
             torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
     def all_to_all(self, tensor: torch.Tensor, *, give: int, take: Sequence[int]) -> torch.Tensor:
-        """Gives each rank the next `give` numbers of a flat tensor; returns what this one gets, `take` of each."""
+        """Send each rank the next `give` elements of a flat tensor; return the received ones, `take[r]` of rank r."""
         if self.size == 1:
             return tensor
         received = tensor.new_empty(sum(take))
@@ -174,15 +175,15 @@ class World:
         return received
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the flat tensors of all ranks, which are of one length, end to end in the order of the ranks."""
+        """Return the concatenation of all ranks' flat tensors, in rank order. Same length on every rank."""
         if self.size == 1:
             return tensor
-        joined = tensor.new_empty(self.size * len(tensor))
-        dist.all_gather(list(joined.split(len(tensor))), tensor)  # type: ignore[no-untyped-call]
-        return joined
+        gathered = tensor.new_empty(self.size * len(tensor))
+        dist.all_gather(list(gathered.split(len(tensor))), tensor)  # type: ignore[no-untyped-call]
+        return gathered
 
     def sum_ints(self, *values: int) -> list[int]:
-        """Adds whole numbers up over all ranks. Waits for the other ranks, not for the device."""
+        """Sum integers over all ranks. Waits for the other ranks, not for the device."""
         if self.size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.int64)
@@ -191,9 +192,9 @@ class World:
         return total
 
     def all_reduce_max_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begins the maximum of a CPU tensor, in place; `wait()` on what it returns ends it. None if there is no wait.
+        """Start the maximum of a CPU tensor over all ranks, in place; call `wait()` on the result, unless it is None.
 
-        It never touches the device, so nothing that the device has yet to compute is waited for.
+        Never touches the device, so it does not wait for pending kernels.
         """
         if self.size == 1:
             return None
@@ -209,7 +210,7 @@ class World:
         return bool(value.item())
 
     def broadcast(self, value: T) -> T:
-        """Returns the main rank's value on every rank; it must pickle. For rare, small things."""
+        """Return rank 0's value on every rank; it must be picklable. For rare, small values."""
         if self.size == 1:
             return value
         box: list[Any] = [value if self.is_main else None]
@@ -217,13 +218,13 @@ class World:
         return box[0]  # type: ignore[no-any-return]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrites a tensor with the main rank's, in place, and returns it."""
+        """Overwrite a tensor with rank 0's, in place, and return it."""
         if self.size > 1:
             dist.broadcast(tensor, src=0)
         return tensor
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Returns every rank's value, in the order of the ranks, on every rank. For rare, small things."""
+        """Return every rank's value, in rank order, on every rank; picklable. For rare, small values."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -231,26 +232,26 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(group=self.control)
 
     def close(self) -> None:
-        """Ends the process group if this object began it. May be called twice."""
+        """End the process group if this object started it. May be called twice."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
-            # A model in DDP keeps gloo's threads alive, which may have yet to give back the last tensors they sent;
-            # one that does so while Python ends aborts the program. https://github.com/pytorch/pytorch/pull/179291
-            time.sleep(_GIVE_BACK_S)
+            # A DDP model keeps gloo's threads alive, which may not have released the last tensors they sent; releasing
+            # one while Python exits aborts the program. https://github.com/pytorch/pytorch/pull/179291
+            time.sleep(_GLOO_DRAIN_S)
 
     def rejoin(self) -> None:
-        """Begins another process group of the same ranks where `close` has ended the first. Every rank must call this.
+        """Start another process group of the same ranks after `close` has ended the first. Every rank must call this.
 
-        What holds on to the first group, as DDP and FSDP do, does not know of the second.
+        DDP and FSDP models keep a reference to the first group, and must be wrapped again.
         """
         if self.rendezvous is not None and self.has_ended:
-            self.rendezvous.begin_process_group()
-            # Frozen for everybody else: it is the same world, which many hold on to.
+            self.rendezvous.start_process_group()
+            # In place despite frozen=True: other objects hold references to this world.
             timeout_s = self.rendezvous.timeout.total_seconds()
             object.__setattr__(self, "control", World.attach(self.device, timeout_s=timeout_s).control)
 
@@ -263,11 +264,11 @@ class World:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Where the ranks of a process group meet, and meet again once it has ended.
+    """Starts process groups of the same ranks, one after another.
 
     Attributes:
-        store: outlives the process groups: it is what `torchrun` keeps, or the main rank.
-        groups: how many process groups have begun.
+        store: kept by `torchrun` or by rank 0; outlives the process groups.
+        groups: number of process groups started.
     """
 
     store: Store
@@ -280,17 +281,17 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, device: torch.device, backend: str, timeout_s: float) -> Rendezvous:
-        """Meets the others where `torchrun` says."""
+        """Connect to the store that `torchrun` describes in the environment."""
         timeout = datetime.timedelta(seconds=timeout_s)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         return cls(store, rank, size, device, backend, timeout)
 
-    def begin_process_group(self) -> None:
-        """Begins the next one. Every rank must call this."""
+    def start_process_group(self) -> None:
+        """Start the next process group. Every rank must call this."""
         self.groups += 1
         dist.init_process_group(
             self.backend,
-            # Without a prefix of its own the second would find the addresses of the first, where nobody listens.
+            # Without a new prefix the second group would find the stale addresses of the first.
             store=PrefixStore(f"headway-{self.groups}", self.store),
             rank=self.rank,
             world_size=self.size,
@@ -300,23 +301,23 @@ class Rendezvous:
 
 
 def _new_group(timeout_s: float, description: str | None = None) -> dist.ProcessGroup:
-    """Begins a process group of all ranks' CPUs. Torch would give it a time of its own, whatever the first one's is."""
+    """Start a gloo group of all ranks, with an explicit timeout: torch does not inherit the default group's."""
     timeout = datetime.timedelta(seconds=timeout_s)
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=description)
     return group
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Lets the collectives of a process group give up after so long, from here on.
+    """Set the timeout of a process group's later collectives.
 
-    Source: torchtitan does the same after its first step, by the same function, in `set_pg_timeouts` of
+    Source: torchtitan calls the same private function after its first step, in `set_pg_timeouts` of
     torchtitan/distributed/utils.py at cfb9326; torch has no public one.
     """
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def backend(device_type: str, *, with_cpus: bool = False) -> str:
-    """Returns what `torch.distributed` calls the way in which ranks on such devices talk."""
+    """Return the name of the `torch.distributed` backend for such devices."""
     if device_type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if with_cpus else "nccl"
@@ -327,5 +328,5 @@ def _best_device(local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
-    # Not MPS: it has neither float64 nor a process group; ask for it by World.single("mps").
+    # Not MPS, which has neither float64 nor a process group; World.single("mps") selects it.
     return torch.device("cpu")

@@ -150,7 +150,7 @@ def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> N
         ({"workers": 4096}, "this machine has|the cluster has"),
         ({"freeze": ("model.frist.*",)}, "'model.frist.*' matches no parameter"),
         ({"max_epochs": None}, "does not say when to stop"),
-        ({"parallel": ParallelConfig(shard_modules=("Block",))}, "names Block, and there is none"),
+        ({"parallel": ParallelConfig(shard_modules=("Block",))}, "names Block, which"),
         ({"num_rows": 5}, "5 rows"),
         ({"trainer": Unvalidated, "evaluate_at_start": True}, "evaluate_at_start needs an evaluation"),
     ],

@@ -533,7 +533,7 @@ def _break_on_ranks(world: World, folder: str, strategy: str) -> bool:
     with pytest.raises(LookupError):
         broken.fit()
     if strategy == "fsdp":
-        with pytest.raises(ConfigError, match="make a new trainer with the same run_dir"):
+        with pytest.raises(ConfigError, match="create a new Trainer with the same run_dir"):
             broken.fit()
         broken = Breaks(config, run_dir=f"{folder}/broken", world=world)
         broken.is_broken = False

@@ -42,9 +42,17 @@ def _of(size: int) -> World:
 @pytest.mark.parametrize(
     ("parallel", "size", "message"),
     [
-        ({"strategy": "none"}, 2, "strategy 'none' trains in one process, and there are 2 ranks: take 'ddp' or 'fsdp'"),
-        ({"strategy": "hsdp", "shard_size": 2}, 3, "shard_size=2 does not divide 3 ranks evenly"),
-        ({"strategy": "hsdp", "shard_size": 4}, 2, "shard_size=4 does not divide 2 ranks evenly"),
+        ({"strategy": "none"}, 2, "strategy='none' trains in one process, and there are 2 ranks: use 'ddp' or 'fsdp'"),
+        (
+            {"strategy": "hsdp", "shard_size": 2},
+            3,
+            r"shard_size=2 \(strategy 'hsdp'\) must divide the number of ranks, 3",
+        ),
+        (
+            {"strategy": "hsdp", "shard_size": 4},
+            2,
+            r"shard_size=4 \(strategy 'hsdp'\) must divide the number of ranks, 2",
+        ),
         ({"strategy": "hsdp", "shard_size": 2}, 4, None),
         ({"strategy": "hsdp", "shard_size": 2}, 1, None),
         ({"strategy": "none"}, 1, None),
@@ -185,7 +193,7 @@ def test_a_trainer_without_model_or_optimizer_is_refused(methods: Any, error: An
     [
         (
             {"shard_modules": ("Block",)},
-            "names Block, and there is none inside model; there is Dropout, GELU, Linear",
+            "names Block, which model does not contain; it contains Dropout, GELU, Linear",
         ),
         ({"activation_checkpointing": "full", "shard_modules": ("Block", "Linear")}, "names Block"),
     ],
@@ -234,7 +242,7 @@ def test_a_callback_may_replace_a_whole_model() -> None:
 
 
 def test_a_compiled_model_cannot_be_sharded_and_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"model is compiled already, .* config.parallel.compile=True compiles it"):
+    with pytest.raises(ConfigError, match=r"model is already compiled, .* parallel.compile=True compiles it"):
         _model(lambda: torch.compile(nn.Linear(6, 3), backend="eager"))(_config(strategy="fsdp"), world=ALONE).setup()
 
 

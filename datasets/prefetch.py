@@ -33,7 +33,7 @@ _READY = 2
 
 
 class StreamContext(Protocol):
-    """What a stream needs to know about the run. `headway.trainer.data.protocols.Feed` implements it."""
+    """What a stream needs to know about the run. `headway.trainer.data.protocols.ShardInfo` implements it."""
 
     @property
     def rank(self) -> int: ...  # noqa: D102

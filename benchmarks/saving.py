@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
-from headway.trainer.checkpoints.file_checksums import SummedFile
-from headway.trainer.checkpoints.tensor_checksums import TensorSum
+from headway.trainer.checkpoints.file_checksums import ChecksummedFile
+from headway.trainer.checkpoints.tensor_checksums import TensorChecksum
 
 from .table import Row, interleave, median_ratio
 
@@ -160,16 +160,16 @@ def checksums(folder: str) -> list[Row]:
         cpu_s[kind].append(time.process_time() - began_s)
         return taken_s
 
-    def only_write(self: SummedFile, data: Any, read: Any) -> Future[TensorSum]:
+    def only_write(self: ChecksummedFile, data: Any, read: Any) -> Future[TensorChecksum]:
         view = memoryview(data).cast("B")
         self._size += len(view)
         self._file.write(view)
-        nothing: Future[TensorSum] = Future()
-        nothing.set_result(TensorSum("none", 0, 0))
+        nothing: Future[TensorChecksum] = Future()
+        nothing.set_result(TensorChecksum("none", 0, 0))
         return nothing
 
     def without() -> float:
-        with mock.patch.object(SummedFile, "write_and_read", only_write):
+        with mock.patch.object(ChecksummedFile, "write_and_read", only_write):
             return save("without")
 
     trainer.save_checkpoint()

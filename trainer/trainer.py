@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .callbacks.base import Callback, CallbackList, OwnHooks, PlainFunction, check_hooks
-from .checkpoints.export import cast, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
+from .checkpoints.export import (
+    cast_weights,
+    choose_model,
+    gather_weights,
+    write_on_main,
+    write_pretrained,
+    write_safetensors,
+)
 from .checkpoints.rng import seed_everything
 from .checkpoints.store import Checkpoint
 from .config import TrainerConfig
@@ -778,7 +785,7 @@ class Trainer(OwnHooks, Generic[C]):
         self._loop.optimizer_step.check_pending_norms()
         module = self.models[choose_model(name, self.models, type(self).__name__)]
         weights = gather_weights(module, self.world)
-        write_on_main(self.world, where, lambda: write(module, cast(weights, dtype)))
+        write_on_main(self.world, where, lambda: write(module, cast_weights(weights, dtype)))
 
     def _clean_up(self, error: BaseException | None, status: Status) -> None:
         """Whatever happened. No collective: the other ranks may not be here."""

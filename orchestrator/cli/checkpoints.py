@@ -81,26 +81,26 @@ def digest(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
 @checkpoints_app.command("pin")
 def pin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
     """Keeps checkpoints for good, also from the retention of a run that is going on."""
-    from headway.trainer.checkpoints.retention import pin as put_pin
+    from headway.trainer.checkpoints.retention import mark_kept
 
     from ..runs.checkpoints import RunCheckpoints
 
     there = RunCheckpoints.of(run, storage)
     for entry in there.chosen(which):
-        put_pin(there.storage, entry.name)
+        mark_kept(there.storage, entry.name)
         print(f"{entry.name} is pinned")
 
 
 @checkpoints_app.command("unpin")
 def unpin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
     """Gives checkpoints back to the retention of the run."""
-    from headway.trainer.checkpoints.retention import unpin as take_pin
+    from headway.trainer.checkpoints.retention import unmark_kept
 
     from ..runs.checkpoints import RunCheckpoints
 
     there = RunCheckpoints.of(run, storage)
     for entry in there.chosen(which):
-        take_pin(there.storage, entry.name)
+        unmark_kept(there.storage, entry.name)
         print(f"{entry.name} is not pinned")
 
 

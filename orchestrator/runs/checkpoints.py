@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from headway.trainer.checkpoints.manifest import Checkpoint
-from headway.trainer.checkpoints.retention import Retention, is_pinned
-from headway.trainer.checkpoints.scan import Entry, fault, scan
-from headway.trainer.checkpoints.snapshot import TENSOR_SUMS
+from headway.trainer.checkpoints.retention import Retention, is_kept
+from headway.trainer.checkpoints.scan import ScannedCheckpoint, scan, verify_file
+from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
 from headway.trainer.checkpoints.storage import Storage, open_storage
 from headway.trainer.checkpoints.tensor_checksums import digest_of
 from headway.trainer.config import CheckpointConfig
@@ -30,7 +30,7 @@ class RunCheckpoints:
     """
 
     storage: Storage
-    entries: list[Entry]
+    entries: list[ScannedCheckpoint]
     rules: Retention
     began_after: int
 
@@ -56,9 +56,9 @@ class RunCheckpoints:
         meta = newest.meta if newest else {}
         return cls(opened, entries, _rules(meta, rules), meta.get("began_after", 0))
 
-    def is_pinned(self, entry: Entry) -> bool:
+    def is_pinned(self, entry: ScannedCheckpoint) -> bool:
         """Whether somebody wants to keep it."""
-        return is_pinned(self.storage, entry.name)
+        return is_kept(self.storage, entry.name)
 
     def reasons(self) -> dict[str, list[str]]:
         """What keeps each checkpoint that can be read, by its name."""
@@ -70,30 +70,30 @@ class RunCheckpoints:
             if entry.checkpoint
         }
 
-    def problems(self, entry: Entry) -> list[str]:
+    def problems(self, entry: ScannedCheckpoint) -> list[str]:
         """What is wrong with one; reads all of it."""
         if entry.problem:
             return [entry.problem]
-        found = (fault(self.storage, entry.name, file, expected) for file, expected in entry.files.items())
+        found = (verify_file(self.storage, entry.name, file, expected) for file, expected in entry.files.items())
         return [each for each in found if each]
 
-    def digest(self, entry: Entry) -> str:
+    def digest(self, entry: ScannedCheckpoint) -> str:
         """A digest of the weights of all models: equal for equal bits, however many ranks have trained and saved them.
 
         Raises:
             ConfigError: the checkpoint cannot be read, or has no sums of its tensors.
         """
         try:
-            sums: dict[str, str] = json.loads(self.storage.read(entry.name, TENSOR_SUMS))
+            sums: dict[str, str] = json.loads(self.storage.read(entry.name, TENSOR_CHECKSUMS))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.storage.path_of(entry.name)} has no sums of its tensors: {error}") from error
         return digest_of({name: each for name, each in sums.items() if name.startswith("models/")})
 
-    def newest_good(self) -> Entry | None:
+    def newest_good(self) -> ScannedCheckpoint | None:
         """The one that the run would go on from; reads it."""
         return next((each for each in reversed(self.entries) if not self.problems(each)), None)
 
-    def chosen(self, which: list[str]) -> list[Entry]:
+    def chosen(self, which: list[str]) -> list[ScannedCheckpoint]:
         """The checkpoints of these names: as they are called, or by step, "newest" (the newest good one), "best".
 
         Raises:
@@ -106,8 +106,8 @@ class RunCheckpoints:
         found = (each.checkpoint for each in self.entries)
         return [each for each in found if each is not None and each.sequence > self.began_after]
 
-    def _chosen(self, which: str) -> Entry:
-        found: Entry | None
+    def _chosen(self, which: str) -> ScannedCheckpoint:
+        found: ScannedCheckpoint | None
         if which == "newest":
             found = self.newest_good()
         elif which == "best":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from headway.trainer.checkpoints.retention import is_pinned, pin, unpin
-from headway.trainer.checkpoints.scan import locate, scan
+from headway.trainer.checkpoints.retention import is_kept, mark_kept, unmark_kept
+from headway.trainer.checkpoints.scan import scan, split_path
 from headway.trainer.errors import CheckpointError
 
 from ..storage.events import Event
@@ -34,13 +34,13 @@ class PBTCheckpoints:
         Raises:
             CheckpointError: the run has no checkpoint any more.
         """
-        storage, name = locate(checkpoint)
+        storage, name = split_path(checkpoint)
         for candidate in [name, *(entry.name for entry in reversed(scan(storage)) if entry.checkpoint is not None)]:
             with suppress(CheckpointError):
                 path = storage.path_of(candidate)
-                if path not in self._ours and is_pinned(storage, candidate):
+                if path not in self._ours and is_kept(storage, candidate):
                     return path, False
-                pin(storage, candidate)
+                mark_kept(storage, candidate)
                 self._ours.add(path)
                 self._held[trial] = path
                 self._tidy()
@@ -58,7 +58,7 @@ class PBTCheckpoints:
 
     def _tidy(self) -> None:
         for path in self._ours - set(self._held.values()):
-            storage, name = locate(path)
+            storage, name = split_path(path)
             with suppress(OSError):
-                unpin(storage, name)
+                unmark_kept(storage, name)
             self._ours.discard(path)

@@ -305,7 +305,7 @@ def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
         return run.record.best_metric
     best = Best(search["mode"])
     for step, value in metric_by_step(run.folder, metric).items():
-        best.offer(value, step=step)
+        best.update(value, step=step)
     return best.value
 
 

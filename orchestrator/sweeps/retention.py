@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headway.trainer.checkpoints.retention import Mode, is_pinned
+from headway.trainer.checkpoints.retention import Mode, is_kept
 from headway.trainer.checkpoints.scan import scan
 from headway.trainer.checkpoints.storage import open_storage
 
@@ -37,7 +37,7 @@ def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
 def delete_checkpoints(trial: Trial) -> int:
     """Deletes the checkpoints of a trial that nobody has pinned, and returns how many."""
     storage = open_storage(join(trial.run_dir, "checkpoints"))
-    names = [entry.name for entry in scan(storage) if not is_pinned(storage, entry.name)]
+    names = [entry.name for entry in scan(storage) if not is_kept(storage, entry.name)]
     for name in names:
         storage.remove(name)
     return len(names)

@@ -133,7 +133,7 @@ def _best_of_own_evaluations(run: Run, task: SweepTask) -> Best:
     for event in read_events(run.folder):
         # Of two after the same step each is one of other weights, where it went on from a checkpoint of before.
         if event["event"] == "evaluated" and task.metric in event["metrics"]:
-            best.offer(event["metrics"][task.metric], step=event["step"])
+            best.update(event["metrics"][task.metric], step=event["step"])
     return best
 
 

@@ -65,7 +65,7 @@ class Alike:
 def restore(root: str, world: World) -> tuple[CheckpointStore, Everywhere, int]:
     """Goes on as a run does; -1 is the step of a run that has no checkpoint yet."""
     store = CheckpointStore(root, world=world, keep_last=2)
-    store.clean()
+    store.remove_leftovers()
     checkpoint = store.newest_good()
     state = Everywhere(world)
     if checkpoint is None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from headway.trainer import CheckpointConfig, CheckpointError, CheckpointStore, World
 from headway.trainer.checkpoints.manifest import CheckpointWarning
-from headway.trainer.checkpoints.retention import pin
+from headway.trainer.checkpoints.retention import mark_kept
 from headway.trainer.checkpoints.storage import open_storage
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
@@ -157,7 +157,7 @@ def test_retention_pins_and_another_run_are_seen_there(bucket: str) -> None:
     for step in (1, 2, 3):
         _save(store, step)
         if step == 1:
-            pin(open_storage(f"{bucket}/run"), "step-00000001")
+            mark_kept(open_storage(f"{bucket}/run"), "step-00000001")
     _save(store, 4)
     assert [each.step for each in store.list()] == [1, 3, 4]
     assert "run/step-00000001/pinned" in _objects(bucket)
@@ -182,7 +182,7 @@ def test_what_a_killed_save_has_left_is_none_and_is_removed(
     assert done.returncode == -signal.SIGKILL
     assert "run/step-00000002/__0_0.distcp" in _objects(bucket)
     again = CheckpointStore(f"{bucket}/run", world=ALONE)
-    again.clean()
+    again.remove_leftovers()
     newest = again.newest_good()
     assert newest is not None
     assert newest.step == 1

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 from headway.datasets.stream import ParquetStream
 from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World
 from headway.trainer.checkpoints import dcp_writer, manifest
-from headway.trainer.checkpoints.file_checksums import FileSum
+from headway.trainer.checkpoints.file_checksums import FileChecksum
 from headway.trainer.checkpoints.manifest import MANIFEST, parse_manifest, write_manifest
 from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
 from headway.trainer.checkpoints.store import CheckpointWarning, read_checkpoint
-from headway.trainer.checkpoints.tensor_checksums import TensorSum, sum_of_part
+from headway.trainer.checkpoints.tensor_checksums import TensorChecksum, shard_checksum
 from headway.trainer.data.dataloader_stream import LoaderStream
 from headway.trainer.loop.progress import Progress
 from tests.distributed import run_on_ranks
@@ -59,7 +59,7 @@ def _interrupted(folder: Path, **changes: Any) -> Path:
 def _reseal(checkpoint: Path) -> None:
     """Makes the checksums right again, as an error of ours would that comes before them."""
     said, files = parse_manifest(str(checkpoint), (checkpoint / MANIFEST).read_bytes())
-    sums = {name: FileSum.of(checkpoint / name) for name in files}
+    sums = {name: FileChecksum.of(checkpoint / name) for name in files}
     (checkpoint / MANIFEST).write_bytes(write_manifest(said, sums))
 
 
@@ -115,13 +115,13 @@ def test_a_checkpoint_with_the_sums_of_an_earlier_version_proves_itself_too(
 ) -> None:
     """Up to format 2 of the manifest, the elements of tensors were summed, and not the lanes of their bytes."""
 
-    def earlier(part: torch.Tensor, *, also: Any = None, **place: Any) -> TensorSum:
+    def earlier(part: torch.Tensor, *, also: Any = None, **place: Any) -> TensorChecksum:
         if also is not None:
             also(part.contiguous().view(-1).view(torch.uint8).numpy())
-        return sum_of_part(part, of="elements", **place)
+        return shard_checksum(part, of="elements", **place)
 
     with monkeypatch.context() as patched:
-        patched.setattr(dcp_writer, "sum_of_part", earlier)
+        patched.setattr(dcp_writer, "shard_checksum", earlier)
         patched.setattr(manifest, "FORMAT", 2)
         checkpoint = _interrupted(tmp_path)
     assert '"format": 2,' in (checkpoint / MANIFEST).read_text()
@@ -211,7 +211,7 @@ def test_random_numbers_of_an_earlier_step(tmp_path: Path) -> None:
 
 def test_random_numbers_that_are_drawn_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path)
-    monkeypatch.setattr("headway.trainer.checkpoints.snapshot.Reading.give_rank_parts", lambda *_: [])
+    monkeypatch.setattr("headway.trainer.checkpoints.snapshot.CheckpointReader.load_rank_parts", lambda *_: [])
     _refused(tmp_path, "rng.torch of rank 0")
 
 

@@ -103,7 +103,7 @@ class EarlyStopping(Callback):
 
     def _judge(self, value: float, *, step: int) -> str | None:
         """Counts a value, and returns why the run is to end, or None."""
-        self.without_gain = 0 if self.best.offer(value, step=step) else self.without_gain + 1
+        self.without_gain = 0 if self.best.update(value, step=step) else self.without_gain + 1
         mode = self.best.mode
         if self.target is not None and math.isfinite(value) and not is_better(self.target, value, mode=mode):
             return f"{self.monitor} is {value:.6g}, and the target was {self.target:.6g}"

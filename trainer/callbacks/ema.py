@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..checkpoints.model_state import named_state
+from ..checkpoints.model_state import named_state_tensors
 from ..distributed.dtensor import to_dtensor_like, to_full_tensor, to_local
 from ..errors import CheckpointError, ConfigError
 from .base import Callback
@@ -153,7 +153,10 @@ class Ema(Callback):
             if self._has_begun
         }
         return {
-            name: {key: to_full_tensor(averages.get(id(tensor), tensor)).clone() for key, tensor in named_state(model)}
+            name: {
+                key: to_full_tensor(averages.get(id(tensor), tensor)).clone()
+                for key, tensor in named_state_tensors(model)
+            }
             for name, model in self._models.items()
         }
 
@@ -212,7 +215,7 @@ def _trainable(models: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Para
     """The parameters that get gradients, by model and key; a tied one once, by its first key."""
     found: dict[int, tuple[tuple[str, str], nn.Parameter]] = {}
     for name, model in models.items():
-        for key, tensor in named_state(model):
+        for key, tensor in named_state_tensors(model):
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 found.setdefault(id(tensor), ((name, key), tensor))
     return dict(found.values())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints.model_state import named_state
+from ..checkpoints.model_state import named_state_tensors
 from ..errors import ConfigError
 from ..loop.progress import Duration
 from ..metrics.histogram import Histogram, histograms
@@ -71,7 +71,7 @@ class Histograms(Callback):
         names = {
             f"{model}.{key}": tensor
             for model, module in trainer.models.items()
-            for key, tensor in named_state(module)
+            for key, tensor in named_state_tensors(module)
             if isinstance(tensor, torch.nn.Parameter)
         }
         for pattern in self._patterns:

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from .manifest import Checkpoint
-from .worker_thread import Worker
+from .worker_thread import WorkerThread
 
 
-class Saving:
+class BackgroundSave:
     """One checkpoint on its way to the disk. Every rank has one; their threads meet each other, not the training.
 
     Args:
         written: what comes of it.
-        hold: waits until what is being saved may change.
+        wait_for_snapshot: waits until what is being saved may change.
     """
 
-    def __init__(self, written: Future[Checkpoint], hold: Callable[[], None]) -> None:
-        self.hold = hold
+    def __init__(self, written: Future[Checkpoint], wait_for_snapshot: Callable[[], None]) -> None:
+        self.wait_for_snapshot = wait_for_snapshot
         self._written = written
 
     @property
@@ -41,7 +41,7 @@ class Saving:
         concurrent.futures.wait([self._written], timeout_s)
 
 
-class Savers:
+class BackgroundSaver:
     """The threads of one rank that save: one copies, as training does, and one writes, behind training.
 
     They stay from save to save: to start a thread is to wait for a core, and where training has them all that takes
@@ -50,23 +50,23 @@ class Savers:
     """
 
     def __init__(self) -> None:
-        self._copier = Worker("headway-copy")
-        self._writer = Worker("headway-save", is_behind=True)
+        self._copier = WorkerThread("headway-copy")
+        self._writer = WorkerThread("headway-save", is_behind=True)
 
     def begin(
         self,
         copy: Callable[[], None],
         write: Callable[[], Checkpoint],
         *,
-        hold: Callable[[], None],
+        wait_for_snapshot: Callable[[], None],
         waits_at_exit: bool,
-    ) -> Saving:
+    ) -> BackgroundSave:
         """Begins a save; the one before must have ended.
 
         Args:
             copy: takes what is being saved out of the training's way.
             write: writes it and commits.
-            hold: waits until what is being saved may change.
+            wait_for_snapshot: waits until what is being saved may change.
             waits_at_exit: whether Python ends only after the save has; where other ranks are gone, it might never end.
         """
         written: Future[Checkpoint] = Future()
@@ -75,11 +75,11 @@ class Savers:
             try:
                 copy()
             finally:
-                self._writer.do(write, written)
+                self._writer.submit(write, written)
 
-        saving = Saving(written, hold)
+        saving = BackgroundSave(written, wait_for_snapshot)
         if waits_at_exit:
             atexit.register(saving.wait, None)
             written.add_done_callback(lambda _: atexit.unregister(saving.wait))
-        self._copier.do(begin, Future())
+        self._copier.submit(begin, Future())
         return saving

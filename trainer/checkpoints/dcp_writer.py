@@ -27,14 +27,14 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
-from .file_checksums import FileSum, SummedFile
-from .tensor_checksums import TensorSum, add_up, has_sum, sum_of_part
-from .worker_thread import Worker
+from .file_checksums import ChecksummedFile, FileChecksum
+from .tensor_checksums import TensorChecksum, combine_checksums, has_checksum, shard_checksum
+from .worker_thread import WorkerThread
 
 METADATA = ".metadata"
 
 
-class TensorFiles:
+class DcpWriter:
     """Writes the tensors of one save after another. Of one rank; keep it from save to save.
 
     The layout of what one process wrote last, alone, is also known to the next in it: a sweep has it train one trial
@@ -44,7 +44,7 @@ class TensorFiles:
     _of_one_rank: ClassVar[_Layout | None] = None
 
     def __init__(self) -> None:
-        self._helper = Worker("headway-sum", is_behind=True)
+        self._helper = WorkerThread("headway-sum", is_behind=True)
         self._layout: _Layout | None = None
 
     def write(self, tensors: Mapping[str, torch.Tensor], folder: Path, world: World) -> Written:
@@ -55,7 +55,7 @@ class TensorFiles:
         shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
         layout, self._layout = self._layout, None
         if world.size == 1:
-            layout = layout or TensorFiles._of_one_rank
+            layout = layout or DcpWriter._of_one_rank
         is_known = layout is not None and layout.shapes == shapes
         if not all(world.all_gather_object(is_known)):
             writer = _Writer(folder, self._helper)
@@ -75,7 +75,7 @@ class TensorFiles:
         if file.is_framed:
             self._layout = layout
             if world.size == 1:
-                TensorFiles._of_one_rank = layout
+                DcpWriter._of_one_rank = layout
         return Written(file.path.name, file.sum, file.part_sums)
 
 
@@ -90,12 +90,12 @@ class Written:
     """
 
     file: str
-    file_sum: Future[FileSum]
-    part_sums: Sequence[tuple[str, Future[TensorSum]]]
+    file_sum: Future[FileChecksum]
+    part_sums: Sequence[tuple[str, Future[TensorChecksum]]]
 
-    def tensor_sums(self) -> dict[str, TensorSum]:
+    def tensor_checksums(self) -> dict[str, TensorChecksum]:
         """Waits for the sums of the parts, and adds up those of one tensor."""
-        return add_up([{name: each.result()} for name, each in self.part_sums])
+        return combine_checksums([{name: each.result()} for name, each in self.part_sums])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,11 @@ class _RankFile:
         is_framed: whether all of it lies where it would for any other numbers.
     """
 
-    sum: Future[FileSum]
+    sum: Future[FileChecksum]
 
-    def __init__(self, path: Path, helper: Worker) -> None:
+    def __init__(self, path: Path, helper: WorkerThread) -> None:
         self.path, self._helper = path, helper
-        self.part_sums: list[tuple[str, Future[TensorSum]]] = []
+        self.part_sums: list[tuple[str, Future[TensorChecksum]]] = []
         self.is_framed = True
 
     def write(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> list[WriteResult]:
@@ -137,7 +137,7 @@ class _RankFile:
         results = []
         # Buffered, because a system writes at most 2 GB at a time; what is large passes the buffer by.
         with self.path.open("wb") as stream:
-            file = SummedFile(stream, self._helper)
+            file = ChecksummedFile(stream, self._helper)
             for item in items:
                 begin = file.tell()
                 self._write(item, resolve(item).detach(), file)
@@ -146,23 +146,23 @@ class _RankFile:
         self.sum = file.sum()
         return results
 
-    def _write(self, item: WriteItem, tensor: torch.Tensor, file: SummedFile) -> None:
+    def _write(self, item: WriteItem, tensor: torch.Tensor, file: ChecksummedFile) -> None:
         assert item.tensor_data is not None
         name, offsets, size = item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.size
-        is_plain = has_sum(tensor) and not tensor.is_conj() and not tensor.is_neg()
+        is_plain = has_checksum(tensor) and not tensor.is_conj() and not tensor.is_neg()
         if not is_plain or (frame := _frame(tensor.shape, tensor.dtype)) is None:
             self.is_framed = False
             stream = io.BytesIO()
             torch.save(tensor.cpu().clone(), stream)  # of a view it would write all that lies around it
             file.write(stream.getbuffer())
-            if has_sum(tensor):
-                sum_it = functools.partial(sum_of_part, tensor, offsets=offsets, size=size)
-                self.part_sums.append((name, self._helper.do(sum_it, Future())))
+            if has_checksum(tensor):
+                sum_it = functools.partial(shard_checksum, tensor, offsets=offsets, size=size)
+                self.part_sums.append((name, self._helper.submit(sum_it, Future())))
             return
         here = tensor.cpu().contiguous()
 
-        def read(also: Callable[[Any], None]) -> TensorSum:
-            return sum_of_part(here, offsets=offsets, size=size, also=also)
+        def read(also: Callable[[Any], None]) -> TensorChecksum:
+            return shard_checksum(here, offsets=offsets, size=size, also=also)
 
         file.write(frame[0])
         numbers = here.view(-1).view(torch.uint8).numpy().data
@@ -218,7 +218,7 @@ class _Writer(FileSystemWriter):
     file: _RankFile
     items: Sequence[WriteItem]
 
-    def __init__(self, folder: Path, helper: Worker) -> None:
+    def __init__(self, folder: Path, helper: WorkerThread) -> None:
         super().__init__(folder, sync_files=False)  # the storage does, for all files
         self._folder, self._helper = folder, helper
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..distributed.dtensor import to_full_tensor, unwrap
 from ..distributed.world import World
 from ..errors import CheckpointError, ConfigError
-from .model_state import plain_state
+from .model_state import unwrapped_state_dict
 from .scan import read_checkpoint
 from .store import CheckpointStore
 
@@ -78,7 +78,7 @@ def export_safetensors(
         <All keys matched successfully>
     """
     weights = load_weights(checkpoint_path, model=model, ema=ema)
-    write_safetensors(cast(weights, dtype), os.fspath(file))
+    write_safetensors(cast_weights(weights, dtype), os.fspath(file))
 
 
 def export_pretrained(
@@ -109,7 +109,7 @@ def export_pretrained(
             "export_safetensors(checkpoint_path, file)"
         )
     weights = load_weights(checkpoint_path, model=model, ema=ema)
-    write_pretrained(module, cast(weights, dtype), folder, config={})
+    write_pretrained(module, cast_weights(weights, dtype), folder, config={})
 
 
 def gather_weights(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def gather_weights(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
     """
     gathered: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}
-    for name, value in plain_state(unwrap(module), keep_vars=True).items():
+    for name, value in unwrapped_state_dict(unwrap(module), keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue
         if id(value) not in seen:
@@ -164,7 +164,7 @@ def write_on_main(world: World, what: str, write: Callable[[], None]) -> None:
         raise CheckpointError(f"cannot write {what}: {told}") from failure
 
 
-def cast(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def cast_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Returns the weights with the floating-point ones in a dtype; those that were tied still are."""
     done: dict[int, torch.Tensor] = {}
     for tensor in weights.values():
@@ -204,7 +204,7 @@ def _averaged(
     return averaged
 
 
-class _Taken:
+class _StateCollector:
     """A part of a checkpoint that keeps what it gets."""
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class _Taken:
 
 def _read(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) -> dict[str, dict[str, Any]]:
     checkpoint = read_checkpoint(checkpoint_path)
-    taken = {part: _Taken() for part in parts}
+    taken = {part: _StateCollector() for part in parts}
     store = CheckpointStore(os.path.dirname(checkpoint.path), world=World.single("cpu"))
     store.load(taken, rank_parts={}, checkpoint=checkpoint)
     return {part: each.state for part, each in taken.items()}

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import xxhash
 
-from .worker_thread import Worker
+from .worker_thread import WorkerThread
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ _HASHERS: dict[str, Callable[[], _Hasher]] = {_ALGORITHM: xxhash.xxh3_128, "crc3
 
 
 @dataclass(frozen=True, slots=True)
-class FileSum:
+class FileChecksum:
     """What is known of a file's bytes.
 
     Attributes:
@@ -69,7 +69,7 @@ class FileSum:
         return self.checksum.partition(":")[0]
 
     @classmethod
-    def of(cls, path: Path, *, algorithm: str = _ALGORITHM) -> FileSum:
+    def of(cls, path: Path, *, algorithm: str = _ALGORITHM) -> FileChecksum:
         """Reads a file once."""
         hasher, size = _HASHERS[algorithm](), 0
         buffer = memoryview(bytearray(_PIECE_BYTES))
@@ -80,7 +80,7 @@ class FileSum:
         return cls(size, f"{algorithm}:{hasher.hexdigest()}")
 
 
-class SummedFile:
+class ChecksummedFile:
     """A file opened for writing, from its beginning to its end, that knows what was written to it.
 
     A sum of what was handed over also finds what the way to the disk has changed, as one of the file read back cannot.
@@ -90,7 +90,7 @@ class SummedFile:
         helper: sums what has been or is being written.
     """
 
-    def __init__(self, file: Any, helper: Worker) -> None:
+    def __init__(self, file: Any, helper: WorkerThread) -> None:
         self._file, self._helper = file, helper
         self._size = 0
         self._hasher = _HASHERS[_ALGORITHM]()
@@ -109,7 +109,7 @@ class SummedFile:
         """
         view = memoryview(data).cast("B")
         self._size += len(view)
-        reading = self._helper.do(lambda: read(self._hasher.update), Future())
+        reading = self._helper.submit(lambda: read(self._hasher.update), Future())
         self._file.write(view)
         return reading
 
@@ -117,7 +117,7 @@ class SummedFile:
         """Where the next byte goes."""
         return self._size
 
-    def sum(self) -> Future[FileSum]:
+    def sum(self) -> Future[FileChecksum]:
         """Size and checksum of what has been written so far, once the helper is through with it."""
         size = self._size
-        return self._helper.do(lambda: FileSum(size, f"{_ALGORITHM}:{self._hasher.hexdigest()}"), Future())
+        return self._helper.submit(lambda: FileChecksum(size, f"{_ALGORITHM}:{self._hasher.hexdigest()}"), Future())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from .file_checksums import FileSum
+from .file_checksums import FileChecksum
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -50,7 +50,7 @@ class Checkpoint:
     writer: str = ""
 
 
-def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileSum]) -> bytes:
+def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileChecksum]) -> bytes:
     """Returns the text of a manifest, itself protected by a checksum.
 
     Raises:
@@ -75,7 +75,7 @@ def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileSum]) -> byte
     return text.encode()
 
 
-def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileSum]]:
+def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileChecksum]]:
     """Reads what `write_manifest` wrote for the checkpoint at `path`.
 
     Raises:
@@ -103,7 +103,7 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileSu
         files: dict[str, list[Any]] = body["files"]
         if body["format"] == 1:
             files = {name: [size, f"crc32:{crc:08x}"] for name, (size, crc) in files.items()}
-        return checkpoint, {name: FileSum(*each) for name, each in files.items()}
+        return checkpoint, {name: FileChecksum(*each) for name, each in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}/{MANIFEST} is torn or altered ({type(error).__name__}: {error})") from error
 

@@ -24,17 +24,17 @@ from ..errors import CheckpointError, ConfigError
 _CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
 
 
-class Models(dict[str, nn.Module]):
+class NamedModels(dict[str, nn.Module]):
     """Some models by the names under which they are saved, whose tensors are looked for once, for all who need them."""
 
     @functools.cached_property
-    def values_by_key(self) -> dict[str, dict[str, Any]]:
-        """What `plain_state` says of each model, live."""
-        return {name: plain_state(model, keep_vars=True) for name, model in self.items()}
+    def state_by_model(self) -> dict[str, dict[str, Any]]:
+        """What `unwrapped_state_dict` says of each model, live."""
+        return {name: unwrapped_state_dict(model, keep_vars=True) for name, model in self.items()}
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Lets the tensors be looked for again: the models may have others now."""
-        self.__dict__.pop("values_by_key", None)
+        self.__dict__.pop("state_by_model", None)
 
 
 class ModelState:
@@ -45,21 +45,21 @@ class ModelState:
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._models = models if isinstance(models, Models) else Models(models)
+        self._models = models if isinstance(models, NamedModels) else NamedModels(models)
         self._places: dict[tuple[str, str], torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Returns each model's state by the names of the unwrapped model; sharded tensors stay sharded."""
         return {
             name: {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-            for name, values in self._models.values_by_key.items()
+            for name, values in self._models.state_by_model.items()
         }
 
-    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Lets a checkpoint be read straight into the live weights."""
         if self._places is None:
             self._places = {
-                (name, key): value for name, model in self._models.items() for key, value in named_state(model)
+                (name, key): value for name, model in self._models.items() for key, value in named_state_tensors(model)
             }
         live = self._places.get((path[0], "/".join(path[1:])))
         return live.detach() if live is not None and live.shape == size else None
@@ -71,14 +71,14 @@ class ModelState:
             CheckpointError: a model, a key or a shape differs from what is there.
         """
         self._places = None
-        self._models.forget()
+        self._models.clear_cache()
         _compare("models", state, self._models)
         for name, model in self._models.items():
             module = strip_wrappers(model)
             keys = {_plain(key): key for key in module.state_dict()}
             _compare(f"keys of {name!r}", state[name], keys)
             module.load_state_dict({keys[key]: value for key, value in state[name].items()})
-        self._models.forget()
+        self._models.clear_cache()
 
 
 class OptimizerState:
@@ -94,7 +94,7 @@ class OptimizerState:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], name: str, optimizer: torch.optim.Optimizer) -> None:
-        self._models = models if isinstance(models, Models) else Models(models)
+        self._models = models if isinstance(models, NamedModels) else NamedModels(models)
         self._name = name
         self._optimizer = optimizer
         self._places: dict[str, nn.Parameter] | None = None
@@ -112,7 +112,7 @@ class OptimizerState:
             ],
         }
 
-    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Reads a moment of a sharded parameter to where the parameter's shard lies."""
         if self._places is None:
             self._places = self._parameters()
@@ -151,7 +151,7 @@ class OptimizerState:
     def _names(self) -> list[str]:
         """The names of the parameters in the order of the optimizer's numbers."""
         known: dict[int, str] = {}
-        for model, values in self._models.values_by_key.items():
+        for model, values in self._models.state_by_model.items():
             for key, value in values.items():
                 known.setdefault(id(value), f"{model}.{key}")  # the first name of a tied weight
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -169,18 +169,18 @@ class OptimizerState:
         return dict(zip(self._names(), held, strict=True))
 
 
-def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+def unwrapped_state_dict(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
     """Returns a model's state by the names that do not depend on how it trains; tensors that are sharded stay so."""
     return {_plain(key): value for key, value in strip_wrappers(model).state_dict(keep_vars=keep_vars).items()}
 
 
-def moved_by_steps(
+def tensors_changed_by_step(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Callable[[torch.Tensor], bool]:
     """Returns whether a tensor of the state changes only when an optimizer steps: parameters do, buffers do not."""
-    values_by_key = (models if isinstance(models, Models) else Models(models)).values_by_key
+    state_by_model = (models if isinstance(models, NamedModels) else NamedModels(models)).state_by_model
     values: list[torch.Tensor] = [
-        value for each in values_by_key.values() for value in each.values() if isinstance(value, nn.Parameter)
+        value for each in state_by_model.values() for value in each.values() if isinstance(value, nn.Parameter)
     ]
     values += [
         value
@@ -199,10 +199,10 @@ def _plain(key: str) -> str:
     return ".".join(each for each in key.split(".") if each not in (_CHECKPOINTED, _COMPILED))
 
 
-def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_state_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the live parameters and buffers of a model by the keys of the unwrapped one, sharded ones sharded."""
     # Not named_parameters(): of a sharded model that is gathered just now it gives the gathered ones.
-    state = plain_state(model, keep_vars=True)
+    state = unwrapped_state_dict(model, keep_vars=True)
     return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
 
 

@@ -25,9 +25,9 @@ from ..errors import ResumeError
 from ..exact.determinism import hardware_fingerprint
 from ..loop.progress import Progress
 from ..metrics.train_log import as_plain
-from .state_codec import named_tensors
+from .state_codec import iter_tensors
 from .store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
-from .tensor_checksums import TensorSum, digest_of, sums_of
+from .tensor_checksums import TensorChecksum, compute_checksums, digest_of
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -42,7 +42,7 @@ _NUM_READABLE = 4
 _MOST_LINES = 8
 
 
-class Certifier:
+class ResumeCertificate:
     """Writes the certificate of a training's checkpoints, and holds a resumed run against that of the one it is from.
 
     Args:
@@ -55,7 +55,7 @@ class Certifier:
         # Now, and once in a process of many trials: the file may be edited while the run goes on.
         self._code = _code_when_first_trained(type(trainer))  # type: ignore[arg-type]  # any class can be hashed
 
-    def certify(self) -> Callable[[Digests], dict[str, Any]]:
+    def capture(self) -> Callable[[Digests], dict[str, Any]]:
         """Takes down the present place, and returns what completes the certificate once the state has been written."""
         trainer, place = self._trainer, _place(self._trainer.progress)
 
@@ -74,32 +74,32 @@ class Certifier:
 
         return complete
 
-    def check_request(self, checkpoint: Checkpoint, components: Collection[str], *, accept_changes: bool) -> None:
+    def check_before_load(self, checkpoint: Checkpoint, components: Collection[str], *, accept_changes: bool) -> None:
         """Refuses a checkpoint of another training, before anything is loaded. Warns of another code of the step.
 
         Raises:
             ResumeError: what was asked for has changed; the same on every rank.
         """
-        said: Mapping[str, Any] = checkpoint.meta.get("certificate", {})
+        info: Mapping[str, Any] = checkpoint.meta.get("certificate", {})
         trainer, changes = self._trainer, []
         if not accept_changes:
             before, now = checkpoint.meta.get("config", {}), as_plain(trainer.config)
             changes += [_Change(f"config.{path}", *pair, _ACCEPT) for path, pair in _differences(before, now)]
-            if trainer.config.exact and "exact" in said:
-                changes += self._other_bits(said["exact"])
-            changes += self._other_size(checkpoint, said)
+            if trainer.config.exact and "exact" in info:
+                changes += self._other_bits(info["exact"])
+            changes += self._other_size(checkpoint, info)
         for kind, live in (("optimizers", trainer.optimizers), ("schedulers", trainer.schedulers)):
-            if kind in components and (lacking := sorted(set(said.get(kind, ())) - set(live))):
+            if kind in components and (lacking := sorted(set(info.get(kind, ())) - set(live))):
                 changes.append(
                     _Change(
                         kind,
-                        ", ".join(said[kind]),
+                        ", ".join(info[kind]),
                         ", ".join(sorted(live)) or "none",
                         f"set self.{lacking[0]} in configure_optimizers() again, or leave {kind!r} out of restore=",
                     )
                 )
         self._refuse(checkpoint, changes)
-        if (code := said.get("code")) and trainer.world.is_main and (edited := _edited(code, self._code)):
+        if (code := info.get("code")) and trainer.world.is_main and (edited := _edited(code, self._code)):
             warnings.warn(
                 f"the code of {', '.join(edited)} is not what it was when {checkpoint.path} was saved: the run goes on "
                 "with the new code, and is not the run that would have been",
@@ -107,7 +107,7 @@ class Certifier:
                 stacklevel=5,
             )
 
-    def check_restored(
+    def check_after_load(
         self,
         checkpoint: Checkpoint,
         store: CheckpointStore,
@@ -130,14 +130,14 @@ class Certifier:
         Raises:
             ResumeError: on every rank, with what differs on any of them.
         """
-        said: Mapping[str, Any] | None = checkpoint.meta.get("certificate")
-        if said is None:  # saved by an earlier version
+        info: Mapping[str, Any] | None = checkpoint.meta.get("certificate")
+        if info is None:  # saved by an earlier version
             return
         changes: list[_Change] = []
         if "progress" in parts:
-            changes += self._other_place(said, keeps_place=keeps_place, accept_changes=accept_changes)
-        changes += self._other_tensors(checkpoint, said, store, parts)
-        changes += self._other_rank_state(said, rank_parts)
+            changes += self._other_place(info, keeps_place=keeps_place, accept_changes=accept_changes)
+        changes += self._other_tensors(checkpoint, info, store, parts)
+        changes += self._other_rank_state(info, rank_parts)
         self._refuse(checkpoint, changes)
 
     def _exactly(self) -> dict[str, Any]:
@@ -168,10 +168,10 @@ class Certifier:
             + "; ".join(dict.fromkeys(each.remedy for each in found))
         )
 
-    def _other_size(self, checkpoint: Checkpoint, said: Mapping[str, Any]) -> Iterator[_Change]:
+    def _other_size(self, checkpoint: Checkpoint, info: Mapping[str, Any]) -> Iterator[_Change]:
         """Finds out whether an update takes what it took, as far as the data tells: samples, or else its batches."""
         config, ranks, ranks_now = self._trainer.config, checkpoint.world_size, self._trainer.world.size
-        before, now = said.get("samples_per_step"), self._samples_per_step()
+        before, now = info.get("samples_per_step"), self._samples_per_step()
         what, keep = "samples", f"global_batch_size={before}"
         if before is None or now is None:
             before = ranks * checkpoint.meta.get("config", {}).get("gradient_accumulation_steps", 1)
@@ -188,14 +188,14 @@ class Certifier:
                 f"{what} of an update", f"{before} on {_ranks(ranks)}", f"{now} on {_ranks(ranks_now)}", remedy
             )
 
-    def _other_place(self, said: Mapping[str, Any], *, keeps_place: bool, accept_changes: bool) -> Iterator[_Change]:
-        wanted, now = dict(said["position"]), _place(self._trainer.progress)
+    def _other_place(self, info: Mapping[str, Any], *, keeps_place: bool, accept_changes: bool) -> Iterator[_Change]:
+        wanted, now = dict(info["position"]), _place(self._trainer.progress)
         if not keeps_place:
             wanted |= {"step_in_epoch": 0, "offset": 0}
         for name, before in wanted.items():
             if before != now[name]:
                 yield _Change(f"progress.{name}", str(before), str(now[name]), _ANOTHER)
-        before_rows, rows = said["next_rows"], self._next_rows(now)
+        before_rows, rows = info["next_rows"], self._next_rows(now)
         if keeps_place and not accept_changes and before_rows and rows and before_rows != rows:
             first = [", ".join(map(str, each["first"])) for each in (before_rows, rows)]
             yield _Change(
@@ -206,20 +206,20 @@ class Certifier:
             )
 
     def _other_tensors(
-        self, checkpoint: Checkpoint, said: Mapping[str, Any], store: CheckpointStore, parts: Mapping[str, Stateful]
+        self, checkpoint: Checkpoint, info: Mapping[str, Any], store: CheckpointStore, parts: Mapping[str, Stateful]
     ) -> list[_Change]:
-        saved = store.tensor_sums(checkpoint)
-        if (digest := digest_of(saved)) != said["tensors"]:
-            return [_Change("sums of all tensors", said["tensors"], digest, _ANOTHER)]
+        saved = store.tensor_checksums(checkpoint)
+        if (digest := digest_of(saved)) != info["tensors"]:
+            return [_Change("sums of all tensors", info["tensors"], digest, _ANOTHER)]
         certain = {name: part for name, part in parts.items() if name.split("/")[0] in ("models", "optimizers")}
         live = {
             "/".join((part, *path)): tensor
             for part, owner in certain.items()
-            for path, tensor in named_tensors(owner.state_dict())
+            for path, tensor in iter_tensors(owner.state_dict())
         }
         # Of an earlier version, perhaps.
-        of = TensorSum.kind_of(next(iter(saved.values()), ""))
-        sums = {name: str(each) for name, each in sums_of(live, self._trainer.world, of=of).items()}
+        of = TensorChecksum.kind_of(next(iter(saved.values()), ""))
+        sums = {name: str(each) for name, each in compute_checksums(live, self._trainer.world, of=of).items()}
         changes = []
         for name in sorted(sums.keys() | saved.keys()):
             # Whatever a state holds inside objects has no name of its own: "part/#".
@@ -231,13 +231,13 @@ class Certifier:
                 changes.append(_Change(name, before, now, _ANOTHER))
         return changes
 
-    def _other_rank_state(self, said: Mapping[str, Any], rank_parts: Mapping[str, Stateful]) -> Iterator[_Change]:
+    def _other_rank_state(self, info: Mapping[str, Any], rank_parts: Mapping[str, Stateful]) -> Iterator[_Change]:
         rank = self._trainer.world.rank
-        if rank >= len(said["ranks"]):
+        if rank >= len(info["ranks"]):
             return
         # Of ranks that are gone.
-        has_more = rank + self._trainer.world.size < len(said["ranks"])
-        for part, saved in said["ranks"][rank].items():
+        has_more = rank + self._trainer.world.size < len(info["ranks"])
+        for part, saved in info["ranks"][rank].items():
             if has_more and isinstance(rank_parts.get(part), Mergeable):
                 continue
             state = rank_parts[part].state_dict() if part in rank_parts else {}

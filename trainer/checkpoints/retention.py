@@ -129,14 +129,14 @@ class Best:
         if not 0 <= self.min_delta < math.inf:
             raise ConfigError(f"min_delta is a number from 0, not {self.min_delta!r}")
 
-    def offer(self, value: float, *, step: int) -> bool:
+    def update(self, value: float, *, step: int) -> bool:
         """Takes a value if it is the best so far, and returns whether it is."""
-        if not self.would_take(value):
+        if not self.would_improve(value):
             return False
         self.value, self.step = float(value), step
         return True
 
-    def would_take(self, value: float) -> bool:
+    def would_improve(self, value: float) -> bool:
         """Whether a value would be the best so far."""
         if not math.isfinite(value):
             return False
@@ -161,10 +161,10 @@ def is_better(value: float, than: float, *, mode: Mode, by: float = 0.0) -> bool
     return value < than - by if mode == "min" else value > than + by
 
 
-PIN = "pinned"
+KEEP_MARK = "pinned"
 
 
-def pin(storage: Storage, name: str) -> None:
+def mark_kept(storage: Storage, name: str) -> None:
     """Keeps a checkpoint for good, also from the retention of a run that is going on.
 
     Raises:
@@ -172,7 +172,7 @@ def pin(storage: Storage, name: str) -> None:
     """
     try:
         if storage.committed(name):
-            storage.write(name, PIN, b"")
+            storage.write(name, KEEP_MARK, b"")
     except FileNotFoundError:
         pass
     # Asked afterwards: whoever deletes looks for the mark first, and what was deleted in between is gone.
@@ -180,12 +180,12 @@ def pin(storage: Storage, name: str) -> None:
         raise CheckpointError(f"cannot pin {storage.path_of(name)}: there is no such checkpoint")
 
 
-def unpin(storage: Storage, name: str) -> None:
+def unmark_kept(storage: Storage, name: str) -> None:
     """Gives a checkpoint back to retention, which decides at the next save."""
-    if is_pinned(storage, name):
-        storage.unlink(name, PIN)
+    if is_kept(storage, name):
+        storage.unlink(name, KEEP_MARK)
 
 
-def is_pinned(storage: Storage, name: str) -> bool:
+def is_kept(storage: Storage, name: str) -> bool:
     """Whether somebody wants to keep this checkpoint."""
-    return storage.has(name, PIN)
+    return storage.has(name, KEEP_MARK)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from .file_checksums import FileSum
+from .file_checksums import FileChecksum
 from .manifest import MANIFEST, Checkpoint, parse_manifest
 from .storage import Storage, open_storage
 
@@ -25,21 +25,21 @@ _TRIES, _PAUSE_S = 3, 1.0
 _LOST = frozenset((errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)))
 
 
-class _LostError(Exception):
+class _DiskFailureError(Exception):
     """A disk has lost what was written to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ScannedCheckpoint:
     """Something that was committed once: a checkpoint, or what is wrong with its manifest."""
 
     name: str
     checkpoint: Checkpoint | None
-    files: dict[str, FileSum]
+    files: dict[str, FileChecksum]
     problem: str | None
 
 
-def scan(storage: Storage) -> list[Entry]:
+def scan(storage: Storage) -> list[ScannedCheckpoint]:
     """Returns all that was ever committed, in the order of the commits; what is damaged counts as newest.
 
     Raises:
@@ -53,21 +53,21 @@ def scan(storage: Storage) -> list[Entry]:
         try:
             text = _read(storage, f"{name}/{MANIFEST}", partial(storage.read, name, MANIFEST))
             checkpoint, files = parse_manifest(storage.path_of(name), text)
-            entries.append(Entry(name, checkpoint, files, None))
+            entries.append(ScannedCheckpoint(name, checkpoint, files, None))
         except _MISSING:
-            entries.append(Entry(name, None, {}, f"{MANIFEST} is missing"))
-        except _LostError as error:
-            entries.append(Entry(name, None, {}, str(error)))
+            entries.append(ScannedCheckpoint(name, None, {}, f"{MANIFEST} is missing"))
+        except _DiskFailureError as error:
+            entries.append(ScannedCheckpoint(name, None, {}, str(error)))
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError):
                 raise
-            entries.append(Entry(name, None, {}, str(error)))
+            entries.append(ScannedCheckpoint(name, None, {}, str(error)))
     if set(storage.names()) != set(names):
         return scan(storage)  # a run that is still going on has replaced one just now: look again
     return sorted(entries, key=lambda each: (each.checkpoint.sequence if each.checkpoint else float("inf"), each.name))
 
 
-def fault(storage: Storage, name: str, file: str, expected: FileSum) -> str | None:
+def verify_file(storage: Storage, name: str, file: str, expected: FileChecksum) -> str | None:
     """Returns what is wrong with one file of a checkpoint, or None. Reads all of it, once its size is right.
 
     Raises:
@@ -78,14 +78,14 @@ def fault(storage: Storage, name: str, file: str, expected: FileSum) -> str | No
         if (size := storage.size_bytes(name, file)) != expected.size_bytes:
             return f"{file} has {size} of {expected.size_bytes} bytes"
         with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
-            found = FileSum.of(storage.fetch(name, file, Path(scratch)), algorithm=expected.algorithm)
+            found = FileChecksum.of(storage.fetch(name, file, Path(scratch)), algorithm=expected.algorithm)
         return None if found == expected else f"{file} is not what was written: its checksum differs"
 
     try:
         return _read(storage, f"{name}/{file}", look)
     except _MISSING:
         return f"{file} is missing"
-    except _LostError as error:
+    except _DiskFailureError as error:
         return str(error)
 
 
@@ -97,7 +97,7 @@ def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
 
     Raises:
         CheckpointError: it cannot be read, though nobody says that it is missing.
-        _LostError: it is lost, on a disk of this machine.
+        _DiskFailureError: it is lost, on a disk of this machine.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -110,7 +110,7 @@ def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
                 continue
             if error.errno in _LOST and storage.is_disk():
                 name = file.rpartition("/")[2]
-                raise _LostError(
+                raise _DiskFailureError(
                     f"{name} cannot be read in {_TRIES} tries ({error.strerror}): the disk is damaged"
                 ) from error
             raise CheckpointError(
@@ -120,7 +120,7 @@ def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
     raise AssertionError
 
 
-def locate(path: str) -> tuple[Storage, str]:
+def split_path(path: str) -> tuple[Storage, str]:
     """Splits the path or URI of a checkpoint into the storage and its name there."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return open_storage(parent if parent else "/" if path.startswith("/") else "."), name
@@ -132,7 +132,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is no checkpoint at this path or URI.
     """
-    storage, name = locate(os.fspath(path))
+    storage, name = split_path(os.fspath(path))
     there = storage.path_of(name)
     try:
         return parse_manifest(there, storage.read(name, MANIFEST))[0]

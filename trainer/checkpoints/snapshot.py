@@ -22,13 +22,13 @@ from ..data.protocols import Mergeable, Stateful
 from ..distributed.world import World
 from ..errors import CheckpointError
 from .dcp_writer import METADATA
-from .file_checksums import FileSum
-from .state_codec import PlacesTensors, named_tensors, put_together, take_apart, target
+from .file_checksums import FileChecksum
+from .state_codec import SupportsLoadTarget, allocate_target, decode_state, encode_state, iter_tensors
 from .storage import Storage
-from .tensor_checksums import TensorSum, digest_of
+from .tensor_checksums import TensorChecksum, digest_of
 
 _STRUCTURES = "parts.pkl"
-TENSOR_SUMS = "tensors.json"
+TENSOR_CHECKSUMS = "tensors.json"
 
 
 def _rank_file(rank: int) -> str:
@@ -70,13 +70,13 @@ class Snapshot:
         structures: dict[str, Callable[[], bytes]] = {}
         tensors: dict[str, torch.Tensor] = {}
         for part, owner in parts.items():
-            structures[part], named = take_apart(part, owner.state_dict())
+            structures[part], named = encode_state(part, owner.state_dict())
             if twice := named.keys() & tensors.keys():
                 raise CheckpointError(f"two parts have a tensor {min(twice)!r}: rename the part {part!r}")
             tensors |= {name: each for name, each in named.items() if isinstance(each, DTensor) or writes(each)}
         rank_states = {}
         for part, owner in rank_parts.items():
-            structure, named = take_apart(part, owner.state_dict())
+            structure, named = encode_state(part, owner.state_dict())
             rank_states[part] = (structure, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
         return cls(structures, tensors, rank_states)
 
@@ -84,11 +84,13 @@ class Snapshot:
         """Returns a digest of everything that this rank keeps to itself, by part and key."""
         digests: dict[str, Any] = {}
         for part, (structure, tensors) in self.rank_states.items():
-            state = put_together(structure(), tensors.__getitem__)
+            state = decode_state(structure(), tensors.__getitem__)
             digests[part] = {str(key): digest_of(value) for key, value in state.items()}
         return digests
 
-    def write_the_rest(self, folder: Path, world: World, sums: Mapping[str, TensorSum]) -> dict[str, FileSum]:
+    def write_other_files(
+        self, folder: Path, world: World, sums: Mapping[str, TensorChecksum]
+    ) -> dict[str, FileChecksum]:
         """Writes what is not a tensor, after the tensors, and returns the files."""
         stream = io.BytesIO()
         torch.save({part: (structure(), tensors) for part, (structure, tensors) in self.rank_states.items()}, stream)
@@ -98,12 +100,14 @@ class Snapshot:
             (folder / _STRUCTURES).write_bytes(
                 pickle.dumps({part: structure() for part, structure in self.structures.items()})
             )
-            (folder / TENSOR_SUMS).write_text(json.dumps({name: str(each) for name, each in sums.items()}, indent=1))
-            files += [_STRUCTURES, METADATA, TENSOR_SUMS]
-        return {file: FileSum.of(folder / file) for file in files}
+            (folder / TENSOR_CHECKSUMS).write_text(
+                json.dumps({name: str(each) for name, each in sums.items()}, indent=1)
+            )
+            files += [_STRUCTURES, METADATA, TENSOR_CHECKSUMS]
+        return {file: FileChecksum.of(folder / file) for file in files}
 
 
-class Reading:
+class CheckpointReader:
     """One checkpoint being loaded: call the methods in their order, every rank each of them.
 
     Args:
@@ -131,18 +135,18 @@ class Reading:
         metadata: Metadata = pickle.loads(self._fetch(METADATA).read_bytes())
         for part, owner in parts.items():
             live: dict[str, torch.Tensor] = {}
-            if not isinstance(owner, PlacesTensors):
-                live = {"/".join((part, *path)): tensor for path, tensor in named_tensors(owner.state_dict())}
+            if not isinstance(owner, SupportsLoadTarget):
+                live = {"/".join((part, *path)): tensor for path, tensor in iter_tensors(owner.state_dict())}
 
             def empty(
                 name: str, part: str = part, owner: Stateful = owner, live: Mapping[str, torch.Tensor] = live
             ) -> torch.Tensor:
                 stored = metadata.state_dict_metadata[name]
                 assert isinstance(stored, TensorStorageMetadata)
-                self._targets[name] = target(part, owner, live, name, stored.size, stored.properties.dtype)
+                self._targets[name] = allocate_target(part, owner, live, name, stored.size, stored.properties.dtype)
                 return self._targets[name]
 
-            self._states[part] = put_together(structures[part], empty)
+            self._states[part] = decode_state(structures[part], empty)
 
     def read_tensors(self, world: World) -> None:
         """Fills the tensors, each rank its own part of the sharded ones."""
@@ -154,16 +158,16 @@ class Reading:
             warnings.simplefilter("ignore")  # that there is no process group: we know
             load(self._targets, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
 
-    def give(self, parts: Mapping[str, Stateful]) -> None:
+    def load_into(self, parts: Mapping[str, Stateful]) -> None:
         """Hands the parts their states.
 
         Raises:
             CheckpointError: a part does not take its state, with the part's own error as the cause.
         """
         for part, owner in parts.items():
-            _hand(part, owner.load_state_dict, self._states[part])
+            _load_part(part, owner.load_state_dict, self._states[part])
 
-    def give_rank_parts(self, rank_parts: Mapping[str, Stateful], ranks: Sequence[int]) -> list[str]:
+    def load_rank_parts(self, rank_parts: Mapping[str, Stateful], ranks: Sequence[int]) -> list[str]:
         """Hands the parts of this rank their states, and returns those for which there is none.
 
         Args:
@@ -180,7 +184,7 @@ class Reading:
                 if part in stored:
                     structure, tensors = stored[part]
                     take = owner.add_state_dict if nth and isinstance(owner, Mergeable) else owner.load_state_dict
-                    _hand(part, take, put_together(structure, tensors.__getitem__))
+                    _load_part(part, take, decode_state(structure, tensors.__getitem__))
             absent = absent or sorted(wanted.keys() - stored.keys())
         return absent
 
@@ -191,14 +195,14 @@ class Reading:
 class _FetchedFiles(FileSystem):
     """Opens the files of a checkpoint wherever they lie: fetched when first needed."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
 
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
-        return super().create_stream(self._reading._fetch(Path(path).name), mode)
+        return super().create_stream(self._reader._fetch(Path(path).name), mode)
 
 
-def _hand(part: str, take: Callable[[Any], object], state: Any) -> None:
+def _load_part(part: str, take: Callable[[Any], object], state: Any) -> None:
     try:
         take(state)
     except Exception as error:

@@ -44,12 +44,14 @@ class Staging:
         self._buffers: dict[str, _Buffer] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def begin(self, tensors: Mapping[str, torch.Tensor], *, is_steady: Callable[[torch.Tensor], bool]) -> Copy:
+    def begin(
+        self, tensors: Mapping[str, torch.Tensor], *, changes_only_on_step: Callable[[torch.Tensor], bool]
+    ) -> Copy:
         """Begins to copy tensors. The copy before this one must not be needed any more.
 
         Args:
             tensors: by name; sharded ones are copied shard by shard, and come out sharded alike.
-            is_steady: whether a tensor keeps its value until the optimizer steps.
+            changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
         """
         before, self._buffers = self._buffers, {}
         later = []
@@ -58,7 +60,7 @@ class Staging:
             if buffer is None or buffer.own.shape != own.shape or buffer.own.dtype != own.dtype:
                 buffer = _buffer(tensor, own)
             self._buffers[name] = buffer
-            if is_steady(tensor):
+            if changes_only_on_step(tensor):
                 later.append(_Later(name, tensor, tensor._version, own, buffer.own))
             else:
                 buffer.own.copy_(own)
@@ -113,7 +115,7 @@ class Copy:
                 self._arrived.synchronize()
             else:
                 self._copy()
-            self._look()
+            self._check_versions()
         except Exception as error:
             self._error = error
         finally:
@@ -134,15 +136,15 @@ class Copy:
                 "call trainer.wait_for_snapshot() before, or change it in on_step_end"
             )
 
-    def hold(self) -> None:
+    def wait(self) -> None:
         """Waits until the tensors may change; called by the thread that trains. On a GPU only the device waits."""
         if self._arrived is None:
             self._done.wait()
             return
         torch.cuda.current_stream().wait_event(self._arrived)
-        self._look()
+        self._check_versions()
 
-    def _look(self) -> None:
+    def _check_versions(self) -> None:
         """Finds out whether a tensor was changed too early; the thread that comes first knows."""
         with self._looking:
             if not self._may_change:

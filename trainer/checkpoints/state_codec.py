@@ -22,10 +22,10 @@ _LEAVES = frozenset((int, float, bool, str, bytes, type(None)))
 
 
 @runtime_checkable
-class PlacesTensors(Protocol):
+class SupportsLoadTarget(Protocol):
     """A part that says where a tensor of a checkpoint is to be read to, before it gets its state."""
 
-    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns the tensor to fill, perhaps sharded, perhaps the live one; None leaves it to the store.
 
         Args:
@@ -36,7 +36,7 @@ class PlacesTensors(Protocol):
         ...
 
 
-def take_apart(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, torch.Tensor]]:
+def encode_state(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, torch.Tensor]]:
     """Splits a state into its structure and its tensors by name: "part/key/key".
 
     The structure is what the state is now, whatever becomes of that later. It gives its pickle when it is called: of
@@ -53,12 +53,12 @@ def take_apart(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, to
     else:
         return functools.cache(lambda: _pickled(copy, names)), names.tensors
     names = _Names(part)
-    for path, tensor in named_tensors(state):
+    for path, tensor in iter_tensors(state):
         names.add("/".join((part, *path)), tensor)
     try:
         structure = _pickled(state, names)
     except Exception as error:
-        path, value = _culprit(state)
+        path, value = _first_unpicklable(state)
         where = f"part {part!r}" + (f", key {'.'.join(path)!r}" if path else "")
         raise CheckpointError(
             f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which does not pickle "
@@ -140,7 +140,7 @@ class _Pickler(pickle.Pickler):
         return self._names.of(obj) if isinstance(obj, torch.Tensor) else None
 
 
-def put_together(structure: bytes, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+def decode_state(structure: bytes, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     """Rebuilds a state. `tensor_of` is asked once for each tensor, by name."""
     given: dict[str, torch.Tensor] = {}
 
@@ -153,7 +153,7 @@ def put_together(structure: bytes, tensor_of: Callable[[str], torch.Tensor]) -> 
     return Unpickler(io.BytesIO(structure)).load()
 
 
-def target(
+def allocate_target(
     part: str, owner: object, live: Mapping[str, torch.Tensor], name: str, size: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
     """Returns the tensor that the tensor `name` of a checkpoint is read into.
@@ -161,8 +161,8 @@ def target(
     Never the live one, unless the part itself offers it: two parts may hold the same tensor, as an average that has not
     moved away from its model yet.
     """
-    if isinstance(owner, PlacesTensors):
-        placed = owner.place(tuple(name[len(part) + 1 :].split("/")), size, dtype)
+    if isinstance(owner, SupportsLoadTarget):
+        placed = owner.load_target(tuple(name[len(part) + 1 :].split("/")), size, dtype)
         if placed is not None:
             return placed
     like = live.get(name)
@@ -171,21 +171,21 @@ def target(
     return torch.empty(size, dtype=dtype)
 
 
-def named_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def iter_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """Yields every tensor in nested dicts, lists and tuples with the keys that lead to it."""
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, (dict, Mapping)):  # of the two, dict is found out sooner
         for key, value in state.items():
             if type(value) not in _LEAVES:
-                yield from named_tensors(value, (*path, str(key)))
+                yield from iter_tensors(value, (*path, str(key)))
     elif isinstance(state, (list, tuple)):
         for index, value in enumerate(state):
             if type(value) not in _LEAVES:  # a generator's state has 600 of them
-                yield from named_tensors(value, (*path, str(index)))
+                yield from iter_tensors(value, (*path, str(index)))
 
 
-def _culprit(state: Any) -> tuple[tuple[str, ...], Any]:
+def _first_unpicklable(state: Any) -> tuple[tuple[str, ...], Any]:
     """The smallest piece of a state that does not pickle, and the keys that lead to it."""
     children: list[tuple[str, Any]] = []
     if isinstance(state, Mapping):
@@ -194,7 +194,7 @@ def _culprit(state: Any) -> tuple[tuple[str, ...], Any]:
         children = [(str(index), value) for index, value in enumerate(cast(list[Any], state))]
     for key, value in children:
         if not isinstance(value, torch.Tensor) and not _pickles(value):
-            path, culprit = _culprit(value)
+            path, culprit = _first_unpicklable(value)
             return (key, *path), culprit
     return (), state
 

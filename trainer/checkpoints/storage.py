@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from .file_checksums import FileSum
+from .file_checksums import FileChecksum
 from .manifest import MANIFEST
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
@@ -101,7 +101,7 @@ class Storage(Protocol):
         """Brings this rank's staged files to where all ranks' files meet. Every rank calls it."""
         ...
 
-    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileSum]) -> None:
+    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
         """Makes a save a checkpoint, at once and for good. One rank calls it, after all have published."""
         ...
 
@@ -186,7 +186,7 @@ class _Local:
         for file in files:
             _sync(staged / file)
 
-    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileSum]) -> None:
+    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
         for file, each in files.items():
             there = (staged / file).stat().st_size if (staged / file).exists() else None
             if there != each.size_bytes:
@@ -288,7 +288,7 @@ class _Remote:
             self.fs.put_file(str(staged / file), f"{self.root}/{name}/{file}")
         shutil.rmtree(staged)
 
-    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileSum]) -> None:
+    def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
         self.fs.invalidate_cache()
         for file, each in files.items():
             if (there := self.size_bytes(name, file)) != each.size_bytes:

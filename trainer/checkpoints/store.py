@@ -32,16 +32,16 @@ from ..data.protocols import Stateful
 from ..distributed.world import World
 from ..errors import CheckpointError
 from ..loop.progress import Duration
-from .background import Savers, Saving
-from .dcp_writer import TensorFiles
-from .file_checksums import FileSum
+from .background import BackgroundSave, BackgroundSaver
+from .dcp_writer import DcpWriter
+from .file_checksums import FileChecksum
 from .manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
-from .retention import Mode, Retention, is_pinned
-from .scan import Entry, fault, locate, read_checkpoint, scan
-from .snapshot import TENSOR_SUMS, Reading, Snapshot
+from .retention import Mode, Retention, is_kept
+from .scan import ScannedCheckpoint, read_checkpoint, scan, split_path, verify_file
+from .snapshot import TENSOR_CHECKSUMS, CheckpointReader, Snapshot
 from .staging import Staging
 from .storage import Storage, open_storage
-from .tensor_checksums import TensorSum, add_up, digest_of
+from .tensor_checksums import TensorChecksum, combine_checksums, digest_of
 
 __all__ = ["Checkpoint", "CheckpointStore", "CheckpointWarning", "read_checkpoint"]
 
@@ -61,12 +61,12 @@ class Digests:
     ranks: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorSum], ranks: list[dict[str, Any]]) -> Digests:
+    def of(cls, tensors: Mapping[str, TensorChecksum], ranks: list[dict[str, Any]]) -> Digests:
         """Draws the sums of tensors together."""
         return cls(digest_of({name: str(each) for name, each in tensors.items()}), ranks)
 
 
-class _PlaceTakenError(CheckpointError):
+class _ConcurrentWriterError(CheckpointError):
     """Somebody else saves in this place: to try again is no remedy."""
 
 
@@ -97,7 +97,7 @@ class CheckpointStore:
         retry_after_s: the pause before that.
 
     Attributes:
-        passed_over: what `newest_good` found damaged the last time, and what is wrong with it.
+        skipped: what `newest_good` found damaged the last time, and what is wrong with it.
         began_after: the number of the last commit that is none of this run, which has begun anew; 0 where it has not.
 
     Raises:
@@ -126,11 +126,11 @@ class CheckpointStore:
         self.world = world
         self._retries, self._retry_after_s = retries, retry_after_s
         self._retention = Retention(keep_last, monitor, mode, keep_best, keep_every, keep_every_time)
-        self.passed_over: list[str] = []
+        self.skipped: list[str] = []
         self._storage = open_storage(root)
         self._staging = Staging()
-        self._savers = Savers()
-        self._tensor_files = TensorFiles()
+        self._saver = BackgroundSaver()
+        self._dcp_writer = DcpWriter()
         # Not around each save: filters are common to all threads. We know when there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self.began_after: int = 0
@@ -148,7 +148,7 @@ class CheckpointStore:
         epoch: int,
         metrics: Mapping[str, float],
         meta: Meta,
-        is_steady: Callable[[torch.Tensor], bool] = lambda _: True,
+        changes_only_on_step: Callable[[torch.Tensor], bool] = lambda _: True,
     ) -> Checkpoint:
         """Writes a checkpoint and returns it once it is on the disk. Every rank must call this.
 
@@ -160,14 +160,14 @@ class CheckpointStore:
             metrics: floats of any kind.
             meta: JSON, kept in the manifest; or a function that returns it, called on the main rank by the thread that
                 saves, with the digests of what has been written.
-            is_steady: whether a tensor changes only when an optimizer steps, so that it is equal on all ranks, which
-                share the writing. Of what a rank may have changed by itself, as BatchNorm does, the main one's counts.
+            changes_only_on_step: whether a tensor changes only when an optimizer steps. Such a tensor is equal on all
+                ranks, which share its writing. Of other tensors, as BatchNorm's buffers, the main rank's are saved.
 
         Raises:
             CheckpointError: on every rank, whichever rank failed. What was saved before is untouched.
         """
-        said = _Said(step, epoch, dict(metrics), meta)
-        return self._write(said, lambda: self._snapshot(parts, rank_parts, is_steady))
+        info = _CheckpointInfo(step, epoch, dict(metrics), meta)
+        return self._write(info, lambda: self._snapshot(parts, rank_parts, changes_only_on_step))
 
     def begin_save(
         self,
@@ -178,49 +178,54 @@ class CheckpointStore:
         epoch: int,
         metrics: Mapping[str, float],
         meta: Meta,
-        is_steady: Callable[[torch.Tensor], bool],
-    ) -> Saving:
+        changes_only_on_step: Callable[[torch.Tensor], bool],
+    ) -> BackgroundSave:
         """Begins to do what `save` does in the background, and returns at once. Every rank must call this.
 
-        Tensors that are `is_steady` keep their value until `Saving.hold` has returned; others are copied at once. Until
-        the result of what it returns has been asked for, no other method of the store may be called.
+        Tensors that change only on a step must keep their value until `BackgroundSave.wait_for_snapshot` has returned;
+        all others are copied before this method returns. Call no other method of the store before `result`.
         """
-        said, alone = _Said(step, epoch, dict(metrics), meta), self.world.size == 1
+        info, alone = _CheckpointInfo(step, epoch, dict(metrics), meta), self.world.size == 1
         try:
-            snapshot = self._snapshot(parts, rank_parts, is_steady)
-            copy = self._staging.begin(snapshot.tensors, is_steady=is_steady)
+            snapshot = self._snapshot(parts, rank_parts, changes_only_on_step)
+            copy = self._staging.begin(snapshot.tensors, changes_only_on_step=changes_only_on_step)
         except Exception as error:
             # The other ranks are told where they can hear it.
             failure = error
-            return self._savers.begin(
-                _nothing, lambda: self._write(said, lambda: _fail(failure)), hold=_nothing, waits_at_exit=alone
+            return self._saver.begin(
+                _no_op,
+                lambda: self._write(info, lambda: _raise(failure)),
+                wait_for_snapshot=_no_op,
+                waits_at_exit=alone,
             )
 
         def copied() -> Snapshot:
             copy.check()
             return replace(snapshot, tensors=copy.tensors)
 
-        return self._savers.begin(copy.finish, lambda: self._write(said, copied), hold=copy.hold, waits_at_exit=alone)
+        return self._saver.begin(
+            copy.finish, lambda: self._write(info, copied), wait_for_snapshot=copy.wait, waits_at_exit=alone
+        )
 
     def _snapshot(
         self,
         parts: Mapping[str, Stateful],
         rank_parts: Mapping[str, Stateful],
-        is_steady: Callable[[torch.Tensor], bool],
+        changes_only_on_step: Callable[[torch.Tensor], bool],
     ) -> Snapshot:
-        return Snapshot.of(parts, rank_parts, writes=lambda tensor: self.world.is_main or is_steady(tensor))
+        return Snapshot.of(parts, rank_parts, writes=lambda tensor: self.world.is_main or changes_only_on_step(tensor))
 
-    def _write(self, said: _Said, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
+    def _write(self, info: _CheckpointInfo, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
         """Writes and commits a snapshot, in several tries if need be. Every rank must call this, in one thread."""
-        doing = f"save step {said.step} in {self._storage.path_of('')}"
-        snapshot = self._together(doing, snapshot_of)
+        doing = f"save step {info.step} in {self._storage.path_of('')}"
+        snapshot = self._on_all_ranks(doing, snapshot_of)
         left = self._retries
         while True:
             try:
-                return self._try_to_write(doing, said, snapshot)
+                return self._try_to_write(doing, info, snapshot)
             except CheckpointError as error:
                 # All ranks are here, or none is.
-                if not left or isinstance(error, _PlaceTakenError):
+                if not left or isinstance(error, _ConcurrentWriterError):
                     raise
                 what = f"{error}; trying again in {self._retry_after_s:g} s, up to {left} time{'s'[: left > 1]}"
             if self.world.is_main:
@@ -228,13 +233,13 @@ class CheckpointStore:
             left -= 1
             time.sleep(self._retry_after_s)
 
-    def _try_to_write(self, doing: str, said: _Said, snapshot: Snapshot) -> Checkpoint:
-        sequence, name, token = self._on_main(doing, lambda: self._plan(said.step))
-        staged = self._together(doing, lambda: self._storage.stage(f"{name}-{token}"))
+    def _try_to_write(self, doing: str, info: _CheckpointInfo, snapshot: Snapshot) -> Checkpoint:
+        sequence, name, token = self._on_main(doing, lambda: self._plan(info.step))
+        staged = self._on_all_ranks(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
-            written, sums = self._together(doing, lambda: self._write_tensors(snapshot, staged))
-            tensors = add_up(self.world.all_gather_object(sums))
-            rest = self._together(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
+            written, sums = self._on_all_ranks(doing, lambda: self._write_tensors(snapshot, staged))
+            tensors = combine_checksums(self.world.all_gather_object(sums))
+            rest = self._on_all_ranks(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
             gathered = self.world.all_gather_object(written | rest)
             files = {file: each for rank_sums in gathered for file, each in rank_sums.items()}
             ranks = self.world.all_gather_object(snapshot.digests())
@@ -242,10 +247,10 @@ class CheckpointStore:
             def commit() -> Checkpoint:
                 checkpoint = Checkpoint(
                     path=self._storage.path_of(name),
-                    step=said.step,
-                    epoch=said.epoch,
-                    metrics={key: float(value) for key, value in said.metrics.items()},
-                    meta=dict(said.meta(Digests.of(tensors, ranks)) if callable(said.meta) else said.meta),
+                    step=info.step,
+                    epoch=info.epoch,
+                    metrics={key: float(value) for key, value in info.metrics.items()},
+                    meta=dict(info.meta(Digests.of(tensors, ranks)) if callable(info.meta) else info.meta),
                     world_size=self.world.size,
                     sequence=sequence,
                     time_s=time.time(),
@@ -265,7 +270,7 @@ class CheckpointStore:
             raise
         if self.world.is_main:
             try:
-                self._retain(name, said.step)
+                self._retain(name, info.step)
             except Exception as error:
                 # It is committed, on every rank: that an old one stays is no reason to fail on one of them.
                 what = f"{checkpoint.path} is saved, but what it supersedes is not deleted"
@@ -278,15 +283,15 @@ class CheckpointStore:
 
     def best(self) -> Checkpoint | None:
         """Returns the one with the best value of the metric, not verified; None if none has it. Any process may."""
-        return self._retention.best(self.own())
+        return self._retention.best(self.of_this_run())
 
-    def own(self) -> Sequence[Checkpoint]:
+    def of_this_run(self) -> Sequence[Checkpoint]:
         """Returns those of `list` that this run has saved, and not one before it that began anew."""
         return [each for each in self.list() if each.sequence > self.began_after]
 
-    def holds(self, checkpoint: Checkpoint) -> bool:
+    def contains(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint lies here, and not in another store. Any process may call this."""
-        return checkpoint.path == self._storage.path_of(locate(checkpoint.path)[1])
+        return checkpoint.path == self._storage.path_of(split_path(checkpoint.path)[1])
 
     def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
         """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
@@ -296,7 +301,7 @@ class CheckpointStore:
         Args:
             up_to: leaves out what was saved after more updates than this.
 
-        Each damaged one on the way is named in a `CheckpointWarning` on the main rank, and in `passed_over` on all.
+        Each damaged one on the way is named in a `CheckpointWarning` on the main rank, and in `skipped` on all.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
@@ -304,8 +309,8 @@ class CheckpointStore:
         doing = f"look for checkpoints in {self._storage.path_of('')}"
         most = math.inf if up_to is None else up_to
 
-        def look() -> Sequence[Entry]:
-            entries = self._look()
+        def look() -> Sequence[ScannedCheckpoint]:
+            entries = self._scan()
             # What is damaged says not whose it was.
             return [] if self._sequence == self.began_after > 0 else entries
 
@@ -314,7 +319,7 @@ class CheckpointStore:
             for entry in self._on_main(doing, look)
             if (each := entry.checkpoint) is None or (each.sequence > self.began_after and each.step <= most)
         ]
-        self.passed_over = []
+        self.skipped = []
         found: Checkpoint | None = None
         for entry in reversed(entries):
             problem = entry.problem or self._verify(self._storage, entry.name, entry.files)
@@ -322,15 +327,15 @@ class CheckpointStore:
                 found = entry.checkpoint
                 self._verified.add(found.path)
                 break
-            self.passed_over.append(f"{self._storage.path_of(entry.name)}: {problem}")
+            self.skipped.append(f"{self._storage.path_of(entry.name)}: {problem}")
         if entries and found is None:
             raise CheckpointError(
                 "none of the checkpoints can be read:\n  "
-                + "\n  ".join(self.passed_over)
+                + "\n  ".join(self.skipped)
                 + "\nrestore one from a copy, or move them away to begin again"
             )
         if self.world.is_main:
-            for passed in self.passed_over:
+            for passed in self.skipped:
                 warnings.warn(f"passed over a damaged checkpoint: {passed}", CheckpointWarning, stacklevel=2)
         return found
 
@@ -347,33 +352,33 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged, lacks a part, or a part does not take its state.
         """
         doing = f"load {checkpoint.path}"
-        storage, name = locate(checkpoint.path)
+        storage, name = split_path(checkpoint.path)
         _, files = self._on_main(doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
         if checkpoint.path not in self._verified and (problem := self._verify(storage, name, files)):
             raise CheckpointError(f"{checkpoint.path} is damaged: {problem}")
         with tempfile.TemporaryDirectory(prefix="headway-load-") as scratch:
-            reading = Reading(storage, name, Path(scratch))
-            self._together(doing, lambda: reading.read_structures(parts))
-            self._together(doing, lambda: reading.read_tensors(self.world))
-            self._together(doing, lambda: reading.give(parts))
+            reader = CheckpointReader(storage, name, Path(scratch))
+            self._on_all_ranks(doing, lambda: reader.read_structures(parts))
+            self._on_all_ranks(doing, lambda: reader.read_tensors(self.world))
+            self._on_all_ranks(doing, lambda: reader.load_into(parts))
             # Each rank its own; what ranks had that are gone is dealt to those that remain.
             ranks = range(self.world.rank, checkpoint.world_size, self.world.size)
-            absent = self._together(doing, lambda: reading.give_rank_parts(rank_parts, ranks))
+            absent = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts, ranks))
         self._loaded.add(checkpoint.path)
         lacking = sorted({part for rank_absent in self.world.all_gather_object(absent) for part in rank_absent})
         if lacking and self.world.is_main:
             what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its fresh one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
 
-    def tensor_sums(self, checkpoint: Checkpoint) -> dict[str, str]:
+    def tensor_checksums(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Returns the sums of all tensors of a checkpoint, by name. Every rank must call this."""
-        storage, name = locate(checkpoint.path)
+        storage, name = split_path(checkpoint.path)
         sums: dict[str, str] = self._on_main(
-            f"read {checkpoint.path}", lambda: json.loads(storage.read(name, TENSOR_SUMS))
+            f"read {checkpoint.path}", lambda: json.loads(storage.read(name, TENSOR_CHECKSUMS))
         )
         return sums
 
-    def check(self) -> None:
+    def check_writable(self) -> None:
         """Writes next to nothing and deletes it, to find out now whether a save would fail. Every rank must call this.
 
         Raises:
@@ -383,11 +388,11 @@ class CheckpointStore:
         def check() -> None:
             self._storage.check()
             if self.world.is_main and self._known is None:
-                self._look()
+                self._scan()
 
-        self._together(f"write to {self._storage.path_of('')}", check)
+        self._on_all_ranks(f"write to {self._storage.path_of('')}", check)
 
-    def clean(self) -> None:
+    def remove_leftovers(self) -> None:
         """Removes what killed saves have left. Every rank must call this, before the first save; the main rank acts.
 
         Raises:
@@ -410,9 +415,9 @@ class CheckpointStore:
 
     def is_empty(self) -> bool:
         """Whether nothing has ever been saved here, damaged or not. Every rank must call this."""
-        return not self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._look)
+        return not self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Leaves the checkpoints that are there to the run that saved them. Every rank must call this.
 
         They stay until their steps are saved again: this run deletes no others, and none of them is its best.
@@ -420,14 +425,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: nobody can tell what lies there.
         """
-        self.clean()
-        entries = self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._look)
+        self.remove_leftovers()
+        entries = self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
         self.began_after = max((each.checkpoint.sequence for each in entries if each.checkpoint), default=0)
 
     def _plan(self, step: int) -> tuple[int, str, str]:
         """Sequence number, name and token of the next save."""
         if self._known is None:
-            self._look()
+            self._scan()
         self._refuse_foreign()
         taken = set(self._storage.names())
         name, count = _name(step), 1
@@ -436,7 +441,7 @@ class CheckpointStore:
             name = f"{_name(step)}.{count}"
         return self._sequence + 1, name, uuid.uuid4().hex[:8]
 
-    def _look(self) -> Sequence[Entry]:
+    def _scan(self) -> Sequence[ScannedCheckpoint]:
         """All that lies in the storage. What did at the first look is what this store goes on from."""
         entries = scan(self._storage)
         if self._known is None:
@@ -455,24 +460,26 @@ class CheckpointStore:
         self._known &= there
         for name in sorted(there - self._known):
             if name.startswith("step-") and self._storage.committed(name):
-                raise _PlaceTakenError(
+                raise _ConcurrentWriterError(
                     f"{_writer(self._storage, name)} has saved {name} here since this run began or went on: two runs "
                     "write to one place. Stop one of them, or give each a run_dir of its own"
                 )
         return self._known
 
-    def _write_tensors(self, snapshot: Snapshot, staged: Path) -> tuple[dict[str, FileSum], dict[str, TensorSum]]:
+    def _write_tensors(
+        self, snapshot: Snapshot, staged: Path
+    ) -> tuple[dict[str, FileChecksum], dict[str, TensorChecksum]]:
         """Writes this rank's tensors, and returns its files and sums of what is in them."""
-        written = self._tensor_files.write(snapshot.tensors, staged, self.world)
+        written = self._dcp_writer.write(snapshot.tensors, staged, self.world)
         # The sums are taken meanwhile.
         self._storage.flush(staged, written.file)
-        return {written.file: written.file_sum.result()}, written.tensor_sums()
+        return {written.file: written.file_sum.result()}, written.tensor_checksums()
 
     def _publish(
-        self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str], tensors: Mapping[str, TensorSum]
-    ) -> dict[str, FileSum]:
+        self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str], tensors: Mapping[str, TensorChecksum]
+    ) -> dict[str, FileChecksum]:
         """Brings this rank's files to where all ranks' files meet, and returns those that were not written before."""
-        rest = snapshot.write_the_rest(staged, self.world, tensors)
+        rest = snapshot.write_other_files(staged, self.world, tensors)
         self._storage.publish(staged, name, [*written, *rest])
         return rest
 
@@ -491,7 +498,7 @@ class CheckpointStore:
         ]
         doomed += [there[each.path].name for each in self._retention.superseded(checkpoints)]
         for name in doomed:
-            if self._storage.path_of(name) not in self._loaded and not is_pinned(self._storage, name):
+            if self._storage.path_of(name) not in self._loaded and not is_kept(self._storage, name):
                 self._remove(name, self._storage.remove)
         if doomed:
             # Another run may use the name again.
@@ -509,21 +516,21 @@ class CheckpointStore:
             )
             warnings.warn(what, CheckpointWarning, stacklevel=4)
 
-    def _verify(self, storage: Storage, name: str, files: Mapping[str, FileSum]) -> str | None:
+    def _verify(self, storage: Storage, name: str, files: Mapping[str, FileChecksum]) -> str | None:
         """What is wrong with a checkpoint, the same on every rank; the ranks share the reading."""
         mine = sorted(files, key=lambda file: -files[file].size_bytes)[self.world.rank :: self.world.size]
-        problems = self._together(
+        problems = self._on_all_ranks(
             f"verify {storage.path_of(name)}",
-            lambda: [problem for file in mine if (problem := fault(storage, name, file, files[file]))],
+            lambda: [problem for file in mine if (problem := verify_file(storage, name, file, files[file]))],
         )
         return "; ".join(problem for each in self.world.all_gather_object(problems) for problem in each) or None
 
     def _on_main(self, doing: str, do: Callable[[], T]) -> T:
         """Calls a function on the main rank; every rank gets what it returns, or raises if it fails."""
-        value = self._together(doing, lambda: do() if self.world.is_main else None)
+        value = self._on_all_ranks(doing, lambda: do() if self.world.is_main else None)
         return self.world.broadcast(value)  # type: ignore[return-value]
 
-    def _together(self, doing: str, do: Callable[[], T]) -> T:
+    def _on_all_ranks(self, doing: str, do: Callable[[], T]) -> T:
         """Calls a function on every rank; if it fails on one, all raise.
 
         Raises:
@@ -535,17 +542,17 @@ class CheckpointStore:
             box.append(do())
         except (Exception, CheckpointException) as error:
             failure = error
-        own = _told(failure, self.world.rank), isinstance(failure, _PlaceTakenError)
+        own = _format_failure(failure, self.world.rank), isinstance(failure, _ConcurrentWriterError)
         gathered = self.world.all_gather_object(own)
         if told := {rank: line for lines, _ in gathered for rank, line in lines.items()}:
             lines = told.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in told.items()]
-            kind = _PlaceTakenError if any(is_taken for _, is_taken in gathered) else CheckpointError
+            kind = _ConcurrentWriterError if any(is_taken for _, is_taken in gathered) else CheckpointError
             raise kind(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]
 
 
 @dataclass(frozen=True)
-class _Said:
+class _CheckpointInfo:
     """What a checkpoint is to say of itself."""
 
     step: int
@@ -560,11 +567,11 @@ def _writer(storage: Storage, name: str) -> str:
     return "another process"
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     return
 
 
-def _fail(error: Exception) -> NoReturn:
+def _raise(error: Exception) -> NoReturn:
     raise error
 
 
@@ -572,7 +579,7 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _told(failure: BaseException | None, rank: int) -> dict[int, str]:
+def _format_failure(failure: BaseException | None, rank: int) -> dict[int, str]:
     """One line of what went wrong on each rank that it is known of; our own errors say it themselves."""
     if failure is None:
         return {}

@@ -32,7 +32,7 @@ _Longs: TypeAlias = "npt.NDArray[np.int64]"
 Kind: TypeAlias = Literal["lanes", "elements"]
 
 
-class TensorSum(NamedTuple):
+class TensorChecksum(NamedTuple):
     """What is known of a tensor, or of a part of it: add the parts.
 
     Checkpoints of the formats 1 and 2 have sums of the elements as whole numbers, signed from 16 bits on.
@@ -43,10 +43,10 @@ class TensorSum(NamedTuple):
     places: int
     of: Kind = "lanes"
 
-    def plus(self, other: TensorSum) -> TensorSum:
+    def plus(self, other: TensorChecksum) -> TensorChecksum:
         """Returns the sum of two parts of one tensor."""
         bits, places = self.bits + other.bits, self.places + other.places
-        return TensorSum(self.dtype, bits % _MODULUS, places % _MODULUS, self.of)
+        return TensorChecksum(self.dtype, bits % _MODULUS, places % _MODULUS, self.of)
 
     def __str__(self) -> str:
         kind = f"{self.of}:" if self.of == "lanes" else ""
@@ -58,20 +58,20 @@ class TensorSum(NamedTuple):
         return "lanes" if " lanes:" in text else "elements"
 
 
-def has_sum(tensor: torch.Tensor) -> bool:
+def has_checksum(tensor: torch.Tensor) -> bool:
     """Whether this rank's part of a tensor is plain numbers: what libraries pack into subclasses has no sum."""
     part = to_local(tensor)
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and not part.is_quantized
 
 
-def sum_of_part(
+def shard_checksum(
     part: torch.Tensor,
     *,
     offsets: Sequence[int],
     size: Sequence[int],
     of: Kind = "lanes",
     also: Callable[[_Bytes], object] | None = None,
-) -> TensorSum:
+) -> TensorChecksum:
     """Sums a part of a tensor, on the device where it lies.
 
     Args:
@@ -92,7 +92,7 @@ def sum_of_part(
         if also is not None:
             also(part.cpu().contiguous().view(-1).view(torch.uint8).numpy())
         bits, places = _sums_of_elements(part, offsets, size, of)
-    return TensorSum(dtype, bits % _MODULUS, places % _MODULUS, of)
+    return TensorChecksum(dtype, bits % _MODULUS, places % _MODULUS, of)
 
 
 def _as_numbers(
@@ -216,29 +216,31 @@ def _lanes(values: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, tor
     return long << (place % in_lane * (8 * num_bytes)), place // in_lane
 
 
-def sums_of(tensors: Mapping[str, torch.Tensor], world: World, *, of: Kind = "lanes") -> dict[str, TensorSum]:
+def compute_checksums(
+    tensors: Mapping[str, torch.Tensor], world: World, *, of: Kind = "lanes"
+) -> dict[str, TensorChecksum]:
     """Sums whole tensors: sharded ones over all ranks, others as this rank has them. Every rank must call this.
 
     One that has no sum is left out.
     """
-    own: dict[str, TensorSum] = {}
-    shards: dict[str, TensorSum] = {}
+    own: dict[str, TensorChecksum] = {}
+    shards: dict[str, TensorChecksum] = {}
     for name, tensor in tensors.items():
         part = to_local(tensor)
-        if not has_sum(part):
+        if not has_checksum(part):
             continue
         if not isinstance(tensor, DTensor):
-            own[name] = sum_of_part(part, offsets=[0] * part.dim(), size=part.shape, of=of)
+            own[name] = shard_checksum(part, offsets=[0] * part.dim(), size=part.shape, of=of)
         elif _counts_here(tensor) and part.numel():
             # What Distributed Checkpoint itself asks a DTensor for its place by.
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-            shards[name] = sum_of_part(part, offsets=chunk.offsets, size=tensor.shape, of=of)
-    return own | add_up(world.all_gather_object(shards))
+            shards[name] = shard_checksum(part, offsets=chunk.offsets, size=tensor.shape, of=of)
+    return own | combine_checksums(world.all_gather_object(shards))
 
 
-def add_up(ranks: Sequence[Mapping[str, TensorSum]]) -> dict[str, TensorSum]:
+def combine_checksums(ranks: Sequence[Mapping[str, TensorChecksum]]) -> dict[str, TensorChecksum]:
     """Adds up what the ranks have of each tensor."""
-    whole: dict[str, TensorSum] = {}
+    whole: dict[str, TensorChecksum] = {}
     for each in ranks:
         for name, part in each.items():
             whole[name] = whole[name].plus(part) if name in whole else part

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _NICE = 10
 
 
-class Worker:
+class WorkerThread:
     """One thread that does what it is given, in that order. It begins with the first, and ends with this object.
 
     Python does not wait for it at its end.
@@ -31,7 +31,7 @@ class Worker:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._has_begun = False
 
-    def do(self, task: Callable[[], T], outcome: Future[T]) -> Future[T]:
+    def submit(self, task: Callable[[], T], outcome: Future[T]) -> Future[T]:
         """Does it, after all that was given before, and lets the future know what came of it."""
         if not self._has_begun:
             self._has_begun = True

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..checkpoints.background import Saving
+from ..checkpoints.background import BackgroundSave
 from ..distributed.world import World
 
 StopStatus = Literal["stopped", "time_limit", "interrupted"]
@@ -58,11 +58,11 @@ class Requests:
         self._interval, self._left = 1, 2
         self._updates = 0
         self._began_s = time.perf_counter()
-        self._saving: Saving | None = None
+        self._saving: BackgroundSave | None = None
         self._covers_save = False
         self.stop_reason = ""
 
-    def watch(self, saving: Saving | None) -> None:
+    def watch(self, saving: BackgroundSave | None) -> None:
         """Tells by `Agreed.saved` when this has ended on every rank. Every rank must call this at the same update."""
         self._saving = saving
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints.background import Saving
+from ..checkpoints.background import BackgroundSave
 from ..checkpoints.rng import RngState, seed_for
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
@@ -93,7 +93,7 @@ class Loop:
         self._must_save_best = False
         self._uneven_samples = 0
         self._has_warned = False
-        self._saving: Saving | None = None
+        self._saving: BackgroundSave | None = None
         if config.loss_spike is not None and trainer.run_dir is None:
             raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
 
@@ -300,7 +300,7 @@ class Loop:
         with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
             self._trainer.callbacks.on_checkpoint_start(self._trainer)
             self._saving = self._state.begin_save()
-        self.optimizer_step.wait_for_snapshot = self._saving.hold
+        self.optimizer_step.wait_for_snapshot = self._saving.wait_for_snapshot
         self._requests.watch(self._saving)
         self._checkpoints.done(self._progress.elapsed_s)
 
@@ -330,7 +330,7 @@ class Loop:
     def wait_for_snapshot(self) -> None:
         """Waits for what a save in the background has yet to copy: averages may take the place of the weights."""
         if self._saving is not None:
-            self._saving.hold()
+            self._saving.wait_for_snapshot()
 
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..checkpoints.background import Saving
-from ..checkpoints.model_state import Models, ModelState, OptimizerState, moved_by_steps
-from ..checkpoints.resume_check import Certifier
+from ..checkpoints.background import BackgroundSave
+from ..checkpoints.model_state import ModelState, NamedModels, OptimizerState, tensors_changed_by_step
+from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import RngState, seed_everything
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
@@ -67,7 +67,7 @@ class RunState:
     ) -> None:
         self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
         self._optimizer_step, self._spikes = update, spikes
-        self._certifier = Certifier(trainer, data)
+        self._certificate = ResumeCertificate(trainer, data)
         self._store: CheckpointStore | None = None
         config = trainer.config.checkpoint
         if trainer.run_dir is not None:
@@ -97,12 +97,12 @@ class RunState:
             ConfigError: the trainer has no run directory.
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        models = Models(self._trainer.models)
+        models = NamedModels(self._trainer.models)
         checkpoint = self._require_store().save(
             self._parts(models),
             rank_parts=self._rank_parts(),
             **self._description(),
-            is_steady=moved_by_steps(models, self._trainer.optimizers),
+            changes_only_on_step=tensors_changed_by_step(models, self._trainer.optimizers),
         )
         self.last_saved_step = checkpoint.step
         return checkpoint
@@ -115,18 +115,18 @@ class RunState:
     def _saving_world(self) -> World:
         return self._trainer.world.with_own_group(timeout_s=self._trainer.config.parallel.timeout.amount)
 
-    def begin_save(self) -> Saving:
+    def begin_save(self) -> BackgroundSave:
         """Begins to write a checkpoint in the background. Every rank must call this, and ask for the result later.
 
         Raises:
             ConfigError: the trainer has no run directory.
         """
-        models = Models(self._trainer.models)
+        models = NamedModels(self._trainer.models)
         saving = self._require_store().begin_save(
             self._parts(models),
             rank_parts=self._rank_parts(),
             **self._description(),
-            is_steady=moved_by_steps(models, self._trainer.optimizers),
+            changes_only_on_step=tensors_changed_by_step(models, self._trainer.optimizers),
         )
         self.last_saved_step = self._trainer.progress.step
         return saving
@@ -138,7 +138,7 @@ class RunState:
 
     def _description(self) -> dict[str, Any]:
         """What a checkpoint of this moment says of itself."""
-        trainer, certificate = self._trainer, self._certifier.certify()
+        trainer, certificate = self._trainer, self._certificate.capture()
         meta = {
             "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
             "data": self._trainer.data_identity,
@@ -164,7 +164,7 @@ class RunState:
         A metric that is not there makes no evaluation the best; it costs a warning, where somebody asked for it.
         """
         if self.has_monitor(metrics):
-            return self._best.offer(metrics[self._trainer.config.checkpoint.monitor], step=self._trainer.progress.step)
+            return self._best.update(metrics[self._trainer.config.checkpoint.monitor], step=self._trainer.progress.step)
         return False
 
     def has_monitor(self, metrics: Mapping[str, float]) -> bool:
@@ -191,7 +191,7 @@ class RunState:
             CheckpointError: it cannot, and why.
         """
         if self._store is not None:
-            self._store.check()
+            self._store.check_writable()
 
     def restore(
         self, resume: str, components: Collection[str] = COMPONENTS, *, accept_changes: bool = False
@@ -212,7 +212,7 @@ class RunState:
             if resume not in ("auto", "never"):
                 raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir to go on in")
             if store is not None:
-                store.begin_anew()
+                store.start_over()
             self._has_begun = True
             self.load_initial_weights()
             return None
@@ -220,7 +220,7 @@ class RunState:
             raise ConfigError(
                 f"init_from={config.init_from!r} takes weights only, and resume={resume!r} takes all: choose one"
             )
-        store.clean()
+        store.remove_leftovers()
         checkpoint = store.newest_good() if resume == "auto" else store.read(resume)
         if checkpoint is None:
             self._has_begun = True
@@ -235,18 +235,18 @@ class RunState:
                 f"{f'from {began_from}' if began_from else 'without'}: leave it out to go on, or begin another run"
             )
         is_other_data = self._check_data(checkpoint, components)
-        self._certifier.check_request(checkpoint, components, accept_changes=accept_changes)
+        self._certificate.check_before_load(checkpoint, components, accept_changes=accept_changes)
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         self.is_half_restored = True
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
-        if resume == "auto" or store.holds(checkpoint):
+        if resume == "auto" or store.contains(checkpoint):
             store.began_after = checkpoint.meta.get("began_after", 0)
         if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
             self._seed_new_ranks(checkpoint)
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
         keeps_place = self._restore_data_position(begin_epoch_again="data" not in components or is_other_data)
-        self._certifier.check_restored(
+        self._certificate.check_after_load(
             checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
         )
         self._report_changed_length(checkpoint)
@@ -403,7 +403,7 @@ class RunState:
     def result(self, status: Status, reason: str, resumed_from: Checkpoint | None) -> FitResult:
         """Says how the run ended, as of now."""
         trainer = self._trainer
-        kept = self._store.own() if self._store is not None else []
+        kept = self._store.of_this_run() if self._store is not None else []
         best = self._store.best() if self._store is not None else None
         return FitResult(
             status=status,
@@ -429,9 +429,9 @@ class RunState:
             return latest
         return {name: value for name, value in latest.items() if not name.startswith("validation/")}
 
-    def _parts(self, models: Models | None = None) -> dict[str, Stateful]:
+    def _parts(self, models: NamedModels | None = None) -> dict[str, Stateful]:
         trainer = self._trainer
-        models = Models(trainer.models) if models is None else models
+        models = NamedModels(trainer.models) if models is None else models
         return {
             "models": ModelState(models),
             **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in trainer.optimizers.items()},

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..callbacks.base import CallbackList
-from ..checkpoints.model_state import ModelState, named_state
+from ..checkpoints.model_state import ModelState, named_state_tensors
 from ..data.tree import map_tensors
 from ..distributed.dtensor import to_local
 from ..errors import CheckpointError
@@ -32,7 +32,9 @@ class InitialWeights:
 
     def __init__(self, models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
         self._patterns = tuple(patterns)
-        self._live = {f"{name}.{key}": value for name, model in models.items() for key, value in named_state(model)}
+        self._live = {
+            f"{name}.{key}": value for name, model in models.items() for key, value in named_state_tensors(model)
+        }
         self.not_taken: list[str] = []
         self.not_used: list[str] = []
 
@@ -40,7 +42,7 @@ class InitialWeights:
         """Returns nothing: this is for reading only."""
         return {}
 
-    def place(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Lets what is chosen be read straight into the live weights."""
         name = f"{path[0]}.{'/'.join(path[1:])}"
         live = self._live.get(name)
@@ -119,7 +121,7 @@ class BorrowedWeights:
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
         """Puts back at the end what there is at the beginning, whatever happens. Keeps it on the CPU meanwhile."""
-        tensors = [value for model in self._models.values() for _, value in named_state(model)]
+        tensors = [value for model in self._models.values() for _, value in named_state_tensors(model)]
         before = [to_local(value.detach()).to("cpu", copy=True) for value in tensors]
         callbacks = _EvaluationState(self._callbacks)
         states = map_tensors(torch.clone, callbacks.state_dict())

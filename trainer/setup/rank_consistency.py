@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints.model_state import named_state
+from ..checkpoints.model_state import named_state_tensors
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from ..errors import ConfigError
@@ -71,7 +71,7 @@ def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
     return {
         f"{name}.{key}": f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         for name, model in models.items()
-        for key, value in named_state(model)
+        for key, value in named_state_tensors(model)
     }
 
 
@@ -86,7 +86,7 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     parameters = {
         f"{name}.{key}": value
         for name, model in models.items()
-        for key, value in named_state(model)
+        for key, value in named_state_tensors(model)
         if isinstance(value, nn.Parameter)
     }
     on_meta = {name for name, value in parameters.items() if value.is_meta}

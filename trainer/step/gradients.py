@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from ..checkpoints.model_state import plain_state
+from ..checkpoints.model_state import unwrapped_state_dict
 from ..distributed.dtensor import to_full_tensor
 from ..errors import ConfigError, StepError
 
@@ -21,7 +21,7 @@ _MOST_NAMES = 8
 def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields all parameters as "<model>.<name>", with the names that the user's modules give them."""
     for name, model in models.items():
-        for path, value in plain_state(model, keep_vars=True).items():
+        for path, value in unwrapped_state_dict(model, keep_vars=True).items():
             if isinstance(value, nn.Parameter):
                 yield f"{name}.{path}", value
 

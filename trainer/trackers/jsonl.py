@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .line_file import open_lines
+from .line_file import open_line_file
 from .record_file import Record, RecordFile
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
@@ -59,7 +59,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         >>> [record["step"] for record in read_records("runs/digits/metrics.jsonl")]
         [4]
     """
-    return [record for line in open_lines(os.fspath(path)).read() if (record := _parse(line))]
+    return [record for line in open_line_file(os.fspath(path)).read() if (record := _parse(line))]
 
 
 def _parse(line: str) -> Record | None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import IO
 
 
-def open_lines(path: str) -> LocalLines | RemoteLines:
+def open_line_file(path: str) -> LocalLineFile | RemoteLineFile:
     """Returns the lines of a path, or of an fsspec URI."""
     path = path.removeprefix("file://")
-    return RemoteLines(path) if "://" in path else LocalLines(path)
+    return RemoteLineFile(path) if "://" in path else LocalLineFile(path)
 
 
-class LocalLines:
+class LocalLineFile:
     """Lines of a file: the last one can be overwritten by a longer one."""
 
     def __init__(self, path: str) -> None:
@@ -57,7 +57,7 @@ class LocalLines:
             self._handle = None
 
 
-class RemoteLines:
+class RemoteLineFile:
     """Lines of an object in a store, which is only ever written as a whole."""
 
     def __init__(self, uri: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .base import RunInfo
-from .remote_run import ServiceTracker
+from .remote_run import RemoteRunTracker
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,7 @@ _PARAMS_AT_ONCE, _CHARACTERS = 100, 6000  # what MLflow takes of parameters in o
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED", "time_limit": "KILLED"}
 
 
-class MlflowTracker(ServiceTracker):
+class MlflowTracker(RemoteRunTracker):
     """Records a run with MLflow, as one run of theirs over all restarts.
 
     Metrics are those of the log, parameters are the config by dotted paths, as of the first attempt: MLflow lets none
@@ -52,7 +52,7 @@ class MlflowTracker(ServiceTracker):
         self._experiment, self._tracking_uri, self._tags = experiment, tracking_uri, dict(tags or {})
         self._client: Any = None
 
-    def join(self, run: RunInfo, known: str | None) -> str:
+    def open_run(self, run: RunInfo, known: str | None) -> str:
         """Marks the run as running again, or creates it."""
         from mlflow import MlflowClient
         from mlflow.entities import Param

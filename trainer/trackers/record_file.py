@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .base import RunInfo, Tracker
-from .line_file import LocalLines, RemoteLines, open_lines
+from .line_file import LocalLineFile, RemoteLineFile, open_line_file
 
 Record = dict[str, Any]
 
@@ -31,7 +31,7 @@ class RecordFile(Tracker):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = None if path is None else os.fspath(path)
-        self._file: LocalLines | RemoteLines | None = None
+        self._file: LocalLineFile | RemoteLineFile | None = None
         self._attempt = 1
         self._last: Record = {}
 
@@ -52,7 +52,7 @@ class RecordFile(Tracker):
         path = self._path or (run.run_dir and f"{run.run_dir.rstrip('/')}/{self.filename}")
         if path:
             self._attempt = run.attempt
-            self._file = open_lines(path)
+            self._file = open_line_file(path)
             self._replace(self.decode(self._file.read()) if run.resumed else [], until=step)
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base import RunInfo, Tracker
 from .images import pixels_HWC
-from .line_file import LocalLines, RemoteLines, open_lines
+from .line_file import LocalLineFile, RemoteLineFile, open_line_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..metrics.histogram import Histogram
 
 
-class ServiceTracker(Tracker):
+class RemoteRunTracker(Tracker):
     """Sends the records to a service that can append but take nothing back, so that every step is there once.
 
     The id of the run, and the last step that was sent, lie in `<service>.json` in the run directory and in the
@@ -31,9 +31,9 @@ class ServiceTracker(Tracker):
         self._id: str | None = None
         self._name: str | None = None
         self._sent = self._sent_before = -1
-        self._memory: LocalLines | RemoteLines | None = None
+        self._memory: LocalLineFile | RemoteLineFile | None = None
 
-    def join(self, run: RunInfo, known: str | None) -> str:
+    def open_run(self, run: RunInfo, known: str | None) -> str:
         """Joins the run of the service with this id, or begins one, and returns the id."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class ServiceTracker(Tracker):
 
     def start(self, run: RunInfo, *, step: int) -> None:
         """Joins the run of the earlier attempts, or begins one."""
-        self._memory = open_lines(f"{run.run_dir.rstrip('/')}/{self.service}.json") if run.run_dir else None
+        self._memory = open_line_file(f"{run.run_dir.rstrip('/')}/{self.service}.json") if run.run_dir else None
         if not run.resumed and run.attempt == 1:
             self._id, self._sent = None, -1
         elif self._memory and (lines := self._memory.read()):
@@ -61,7 +61,7 @@ class ServiceTracker(Tracker):
         if self._name not in (None, run.name):
             self._id, self._sent = None, -1
         self._name = run.name
-        joined = self.join(run, self._id)
+        joined = self.open_run(run, self._id)
         if joined != self._id:
             self._id, self._sent = joined, -1
         self._sent_before = self._sent
@@ -69,22 +69,22 @@ class ServiceTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Sends a record, unless its step was sent before a resume or a rewind."""
-        if self.is_new(step):
+        if self._claim_step(step):
             self.send_metrics({**metrics, "epoch": epoch}, step=step)
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
         """Sends images, unless their step was."""
-        if self.is_new(step):
+        if self._claim_step(step):
             self.send_images({name: pixels_HWC(image) for name, image in images.items()}, step=step)
 
     def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
         """Sends texts, unless their step was."""
-        if self.is_new(step):
+        if self._claim_step(step):
             self.send_text(texts, step=step)
 
     def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
         """Sends histograms, unless their step was."""
-        if self.is_new(step):
+        if self._claim_step(step):
             self.send_histograms(histograms, step=step)
 
     def rewind(self, step: int) -> None:
@@ -101,7 +101,7 @@ class ServiceTracker(Tracker):
         self._id, self._name = state_dict["id"], state_dict.get("name")
         self._sent = max(sent_before, state_dict["sent"])
 
-    def is_new(self, step: int) -> bool:
+    def _claim_step(self, step: int) -> bool:
         """Whether what belongs to a step is to be sent; asked for, it counts as sent.
 
         Remembered first: if a kill comes between, a step is missing, which is better than twice there.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import RunInfo
-from .remote_run import ServiceTracker
+from .remote_run import RemoteRunTracker
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FROM_ENVIRONMENT = {"name": "WANDB_NAME", "dir": "WANDB_DIR", "resume": "WANDB_RESUME"}
 
 
-class WandbTracker(ServiceTracker):
+class WandbTracker(RemoteRunTracker):
     """Records a run with wandb, as one run of theirs over all restarts, online or offline.
 
     The id of the run lies in `wandb.json` in the run directory, and in the checkpoints. Steps that were sent before a
@@ -43,7 +43,7 @@ class WandbTracker(ServiceTracker):
         self._options = {"project": project, "mode": mode, **options}
         self._run: Any = None
 
-    def join(self, run: RunInfo, known: str | None) -> str:
+    def open_run(self, run: RunInfo, known: str | None) -> str:
         """Calls `wandb.init`."""
         import wandb
 

@@ -138,7 +138,7 @@ def test_what_was_saved_before_a_run_began_anew_is_neither_its_best_nor_pruned(
 
     save(30, 0.1)
     save(40, 0.2)
-    store.begin_anew()
+    store.start_over()
     for step, loss in ((1, 0.8), (2, 0.7), (3, 0.9), (4, 0.9)):
         save(step, loss)
     place = ("--storage", str(tmp_path))

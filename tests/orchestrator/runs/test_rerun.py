@@ -22,7 +22,7 @@ from headway.orchestrator.runs.compare import compare_runs, recorded_facts
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.rerun import _beginning
 from headway.orchestrator.runs.resume import ResumeOptions
-from headway.trainer.checkpoints.snapshot import TENSOR_SUMS
+from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
 from headway.trainer.errors import ConfigError
 from tests.on_ray import write_rows
 from tests.orchestrator.runs.test_run import experiment
@@ -252,7 +252,7 @@ def test_a_run_whose_checkpoint_has_lost_its_sums_can_still_be_compared(tmp_path
     open_run(found)
     result = TinyTrainer(found.config, run_dir=found.run_dir).fit()
     assert recorded_facts("tiny", str(tmp_path))["result"]["weights"]
-    Path(result.last_checkpoint or "", TENSOR_SUMS).unlink()
+    Path(result.last_checkpoint or "", TENSOR_CHECKSUMS).unlink()
     facts = recorded_facts("tiny", str(tmp_path))
     assert "weights" not in facts["result"]
     assert facts["data"], "the rest of what it says is still told"

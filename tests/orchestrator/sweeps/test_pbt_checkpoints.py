@@ -18,8 +18,8 @@ from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.pbt_checkpoints import PBTCheckpoints
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer import CheckpointConfig, load_weights
-from headway.trainer.checkpoints.retention import is_pinned, pin
-from headway.trainer.checkpoints.scan import locate
+from headway.trainer.checkpoints.retention import is_kept, mark_kept
+from headway.trainer.checkpoints.scan import split_path
 from headway.trainer.errors import CheckpointError
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -39,8 +39,8 @@ def train_donor(storage: Path, steps: int) -> str:
 
 
 def pinned(checkpoint: str) -> bool:
-    storage, name = locate(checkpoint)
-    return is_pinned(storage, name)
+    storage, name = split_path(checkpoint)
+    return is_kept(storage, name)
 
 
 def lead(storage: Path) -> Any:
@@ -146,7 +146,7 @@ def test_what_is_gone_is_replaced_by_the_newest_and_what_a_person_has_pinned_sta
     assert pinned(there)
     donors.release("trial-001")
     assert not pinned(there)
-    pin(*locate(there))
+    mark_kept(*split_path(there))
     assert donors.keep("trial-001", there) == (there, False)
     donors.release("trial-001")
     assert pinned(there)

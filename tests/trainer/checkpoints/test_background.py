@@ -25,7 +25,7 @@ from headway.trainer import (
     World,
 )
 from headway.trainer.callbacks import Ema, Samples
-from headway.trainer.checkpoints.background import Saving
+from headway.trainer.checkpoints.background import BackgroundSave
 from headway.trainer.checkpoints.manifest import CheckpointWarning
 from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
 from headway.trainer.checkpoints.rng import RngState
@@ -65,14 +65,14 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _is_steady(tensor: torch.Tensor) -> bool:
+def _changes_only_on_step(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 3
 
 
-def _begin(store: CheckpointStore, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Saving:
+def _begin(store: CheckpointStore, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> BackgroundSave:
     return store.begin_save(
         _parts(model, optimizer), rank_parts={"rng": RngState()}, step=step, epoch=0, metrics={}, meta={},
-        is_steady=_is_steady,
+        changes_only_on_step=_changes_only_on_step,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def _trains_on(world: World, folder: str, strategy: str) -> None:
         # What a forward pass does.
         dict(model.named_buffers())[next(iter(dict(model.named_buffers())))].add_(1)
         torch.rand(3)
-        saving.hold()
+        saving.wait_for_snapshot()
         _step(model, optimizer)
         checkpoint = saving.result()
         assert checkpoint.step == step
@@ -124,7 +124,7 @@ def test_what_is_changed_under_the_copy_is_never_committed(tmp_path: Path, monke
     monkeypatch.setattr(Copy, "finish", lambda self: (goes_on.wait(), finish(self)))
     store = CheckpointStore(tmp_path, world=ALONE)
     saving = _begin(store, model, optimizer, 1)
-    _step(model, optimizer)  # without hold()
+    _step(model, optimizer)  # without wait_for_snapshot()
     goes_on.set()
     with pytest.raises(CheckpointError, match=r"models/model/linear.weight was changed while it was being saved"):
         saving.result()
@@ -145,9 +145,9 @@ def _fails_on_one(world: World, folder: str) -> str:
     model, optimizer = _training("ddp", world)
     parts = _parts(model, optimizer) | ({"lock": Unsaveable()} if world.rank == 1 else {})
     saving = store.begin_save(
-        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_steady=_is_steady
+        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, changes_only_on_step=_changes_only_on_step
     )  # fmt: skip
-    saving.hold()
+    saving.wait_for_snapshot()
     _step(model, optimizer)
     with pytest.raises(CheckpointError) as raised:
         saving.result()

@@ -71,7 +71,7 @@ def _on_disk(run_dir: Path) -> list[int]:
 )
 def test_best_is_finite_earliest_and_of_its_mode(mode: Any, values: list[float], taken: list[float]) -> None:
     best = Best(mode)
-    assert [value for step, value in enumerate(values) if best.offer(value, step=step)] == taken
+    assert [value for step, value in enumerate(values) if best.update(value, step=step)] == taken
     assert (best.value, best.step) == (taken[-1], values.index(taken[-1]))
     again = Best(mode)
     again.load_state_dict(best.state_dict())
@@ -80,9 +80,9 @@ def test_best_is_finite_earliest_and_of_its_mode(mode: Any, values: list[float],
 
 def test_a_gain_must_beat_min_delta() -> None:
     best = Best("min", min_delta=0.1)
-    assert [best.offer(value, step=0) for value in (1.0, 0.95, 0.9, 0.89, 0.8)] == [True, False, False, True, False]
+    assert [best.update(value, step=0) for value in (1.0, 0.95, 0.9, 0.89, 0.8)] == [True, False, False, True, False]
     best = Best("max", min_delta=0.1)
-    assert [best.offer(value, step=0) for value in (1.0, 1.05, 1.2)] == [True, False, True]
+    assert [best.update(value, step=0) for value in (1.0, 1.05, 1.2)] == [True, False, True]
 
 
 def _checkpoints(*losses: float | None) -> list[Checkpoint]:

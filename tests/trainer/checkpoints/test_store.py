@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoints import scan, storage as storage_module
 from headway.trainer.checkpoints.manifest import MANIFEST
-from headway.trainer.checkpoints.retention import pin, unpin
+from headway.trainer.checkpoints.retention import mark_kept, unmark_kept
 from headway.trainer.checkpoints.rng import RngState, seed_everything
 from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
@@ -130,7 +130,7 @@ def test_what_changes_after_a_save_has_begun_is_not_in_it(tmp_path: Path) -> Non
     plain["itself"] = plain
     parts = {"plain": Held(plain), "other": Held(collections.OrderedDict(inside=[1]))}
     saving = store.begin_save(
-        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_steady=lambda tensor: False
+        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, changes_only_on_step=lambda tensor: False
     )
     shared[1]["deep"][1].append(4)  # type: ignore[index]
     shared.append(5)
@@ -154,7 +154,8 @@ class Weights:
         return {"weights": torch.ones(5_000_000)}
 
 store = CheckpointStore(sys.argv[1], world=World.single("cpu"))
-store.begin_save({"part": Weights()}, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_steady=lambda it: True)
+state = {"step": 1, "epoch": 0, "metrics": {}, "meta": {}}
+store.begin_save({"part": Weights()}, rank_parts={}, **state, changes_only_on_step=lambda it: True)
 """
 
 
@@ -172,7 +173,9 @@ def test_the_threads_that_save_are_kept_and_end_with_their_store(tmp_path: Path)
     own: list[set[threading.Thread]] = []
     for step in (1, 2):
         parts, described = {"part": Held(torch.ones(3))}, {"epoch": 0, "metrics": {}, "meta": {}}
-        store.begin_save(parts, rank_parts={}, step=step, **described, is_steady=lambda tensor: True).result()  # type: ignore[arg-type]
+        store.begin_save(
+            parts, rank_parts={}, step=step, **described, changes_only_on_step=lambda tensor: True
+        ).result()  # type: ignore[arg-type]
         own.append(set(threading.enumerate()) - before)
     assert own[0] == own[1]
     assert {thread.name for thread in own[0]} == {"headway-copy", "headway-save", "headway-sum"}
@@ -196,7 +199,7 @@ def test_any_float_is_a_metric_and_the_manifest_is_json(tmp_path: Path) -> None:
 
 def test_no_checkpoint_at_all_is_none_not_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "not" / "there"), world=ALONE)
-    store.clean()
+    store.remove_leftovers()
     assert store.newest_good() is None
     assert store.list() == []
     (tmp_path / "not" / "there" / ".partial-step-00000003-aa").mkdir(parents=True)
@@ -219,8 +222,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     with pytest.warns(CheckpointWarning, match=f"step-00000002.*{re.escape(name)}") as caught:
         assert again.newest_good() == good
     assert len(caught) == 1
-    assert len(again.passed_over) == 1
-    assert bad.path in again.passed_over[0]
+    assert len(again.skipped) == 1
+    assert bad.path in again.skipped[0]
     with pytest.raises(CheckpointError, match=re.escape(name)):
         load(again, bad)
 
@@ -351,19 +354,19 @@ def test_what_a_person_pins_stays_while_the_run_goes_on(tmp_path: Path) -> None:
         store, storage = CheckpointStore(root, world=ALONE, keep_last=1), open_storage(root)
         for step in (1, 2):
             save(store, step)
-        pin(storage, "step-00000002")
+        mark_kept(storage, "step-00000002")
         for step in (3, 4):
             save(store, step)
         save(store, 2)  # again: the pinned one stays beside it
         assert steps(store) == [2, 2]
         good = store.list()[0]
         assert load(CheckpointStore(root, world=ALONE), good)[0].tolist() == [2.0] * 64
-        unpin(storage, "step-00000002")
-        unpin(storage, "step-00000002")
+        unmark_kept(storage, "step-00000002")
+        unmark_kept(storage, "step-00000002")
         save(store, 5)
         assert steps(store) == [5]
         with pytest.raises(CheckpointError, match="cannot pin .*step-00000002: there is no such checkpoint"):
-            pin(storage, "step-00000002")
+            mark_kept(storage, "step-00000002")
 
 
 def test_two_runs_in_one_place_are_found_out(tmp_path: Path) -> None:
@@ -379,7 +382,7 @@ def test_two_runs_in_one_place_are_found_out(tmp_path: Path) -> None:
         # The one that was there first goes on, and so does whoever takes over from it: that is no second run.
         save(first, 2)
         successor = CheckpointStore(root, world=ALONE, keep_last=3)
-        successor.check()
+        successor.check_writable()
         save(successor, 3)
         with pytest.raises(CheckpointError, match="saved step-00000003 here"):
             save(first, 3)
@@ -425,12 +428,12 @@ def test_a_run_that_begins_anew_keeps_its_own_best_and_leaves_those_of_the_run_b
     save(CheckpointStore(str(tmp_path), **options), 30, {"loss": 0.1})
     (tmp_path / ".partial-step-00000031-ab12").mkdir()
     store = CheckpointStore(str(tmp_path), **options)
-    store.begin_anew()
+    store.start_over()
     assert store.best() is None
     for step, loss in ((1, 0.8), (2, 0.9), (3, 0.9)):
         save(store, step, {"loss": loss})
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001", "step-00000003", "step-00000030"]
-    assert [each.step for each in store.own()] == [1, 3]
+    assert [each.step for each in store.of_this_run()] == [1, 3]
     best = store.best()
     assert best is not None
     assert best.step == 1
@@ -448,7 +451,7 @@ def test_leftovers_are_removed_and_never_mistaken(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("a person's own")
     assert store.newest_good() == good
     assert steps(store) == [1]
-    store.clean()
+    store.remove_leftovers()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "step-00000001"]
 
 
@@ -508,7 +511,7 @@ def test_what_a_disk_of_this_machine_has_lost_is_damaged_and_what_a_network_cann
                 CheckpointWarning, match=r"step-00000002: .*cannot be read in 3 tries \(Input/output error"
             ):
                 assert again.newest_good() == good
-            assert len(again.passed_over) == 1
+            assert len(again.skipped) == 1
         else:
             with pytest.raises(CheckpointError, match="step-00000002.*Input/output error.*nobody knows whether"):
                 again.newest_good()
@@ -546,7 +549,7 @@ def _lost_on_rank_1(world: World, root: str) -> tuple[Checkpoint | None, list[st
         store._storage.fetch = fails  # type: ignore[method-assign]
         store._storage.is_disk = lambda: True  # type: ignore[method-assign]
     with pytest.warns(CheckpointWarning) if world.is_main else contextlib.nullcontext():
-        return store.newest_good(), store.passed_over
+        return store.newest_good(), store.skipped
 
 
 def test_what_one_rank_cannot_read_from_its_disk_all_pass_over(tmp_path: Path) -> None:
@@ -565,7 +568,7 @@ def _client_fails_on_rank_1(world: World, root: str) -> list[str]:
     def fails(*args: Any) -> Any:
         raise LookupError("the client is confused")
 
-    looks = [(1, "size_bytes", store.newest_good), (0, "leftovers", store.clean)]
+    looks = [(1, "size_bytes", store.newest_good), (0, "leftovers", store.remove_leftovers)]
     for rank, method, look in looks:
         if world.rank == rank:
             setattr(store._storage, method, fails)
@@ -660,7 +663,7 @@ def test_a_remote_store_works_like_a_local_one() -> None:
     assert newest.step == 3
     save(again, 4)
     assert steps(again) == [3, 4]
-    again.clean()
+    again.remove_leftovers()
     assert sorted(name.rsplit("/", 1)[1] for name in memory.ls(folder, detail=False)) == [
         "step-00000003",
         "step-00000004.2",
@@ -731,7 +734,7 @@ def test_a_deletion_that_fails_is_a_warning() -> None:
         assert told == [[2, 3], 1, True]
         os.chmod(next((root / "checkpoints").glob(".deleted-*")), 0o755)
         store = CheckpointStore(str(root / "checkpoints"), world=ALONE)
-        store.clean()
+        store.remove_leftovers()
         assert sorted(each.name for each in (root / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
     finally:
         shutil.rmtree(root)
@@ -834,7 +837,7 @@ def fail_on_one_rank(world: World, root: str) -> list[str]:
     attempt(4, Held(sharded(world, torch.ones(8))))
     # The main rank finds out, and none tries again.
     late = CheckpointStore(root, world=world, retries=1, retry_after_s=3600.0)
-    late.check()
+    late.check_writable()
     attempt(5, Held(sharded(world, torch.ones(8))))
     attempt(6, Held(sharded(world, torch.ones(8))), late)
     newest = store.newest_good()
@@ -867,8 +870,8 @@ def damaged_on_ranks(world: World, root: str) -> tuple[Checkpoint | None, list[s
     store = CheckpointStore(root, world=world)
     if world.is_main:
         with pytest.warns(CheckpointWarning, match="step-00000002"):
-            return store.newest_good(), store.passed_over
-    return store.newest_good(), store.passed_over
+            return store.newest_good(), store.skipped
+    return store.newest_good(), store.skipped
 
 
 def test_all_ranks_choose_the_same_good_checkpoint(tmp_path: Path) -> None:

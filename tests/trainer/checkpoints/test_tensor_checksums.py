@@ -13,7 +13,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from headway.trainer import World
 from headway.trainer.checkpoints import tensor_checksums
-from headway.trainer.checkpoints.tensor_checksums import TensorSum, add_up, digest_of, sum_of_part, sums_of
+from headway.trainer.checkpoints.tensor_checksums import (
+    TensorChecksum,
+    combine_checksums,
+    compute_checksums,
+    digest_of,
+    shard_checksum,
+)
 from tests.distributed import run_on_ranks
 
 ALONE = World.single("cpu")
@@ -21,7 +27,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, 
 
 
 def _sum(tensor: torch.Tensor) -> str:
-    return str(sums_of({"it": tensor}, ALONE)["it"])
+    return str(compute_checksums({"it": tensor}, ALONE)["it"])
 
 
 def _some(*shape: int) -> torch.Tensor:
@@ -32,15 +38,15 @@ def _some(*shape: int) -> torch.Tensor:
 def test_parts_add_up_to_the_whole(dtype: torch.dtype) -> None:
     tensor = (_some(7, 5, 3) * 4).to(dtype)
     before = tensor.clone()
-    whole = sums_of({"it": tensor}, ALONE)
+    whole = compute_checksums({"it": tensor}, ALONE)
     for dim in range(3):
         cuts = (0, 2, 3, tensor.shape[dim])
         parts = []
         for begin, end in zip(cuts, cuts[1:], strict=False):
             offsets = [begin if each == dim else 0 for each in range(3)]
             part = tensor.narrow(dim, begin, end - begin)
-            parts.append({"it": sum_of_part(part, offsets=offsets, size=tensor.shape)})
-        assert add_up(parts) == whole, dim
+            parts.append({"it": shard_checksum(part, offsets=offsets, size=tensor.shape)})
+        assert combine_checksums(parts) == whole, dim
     # A device has another way of its own.
     numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     offsets, size = [0] * numbers.dim(), numbers.shape
@@ -51,8 +57,8 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype) -> None:
 
 def test_longer_than_a_chunk_and_without_dimensions() -> None:
     long = _some(3, 70_001)
-    halves = [{"it": sum_of_part(long[i : i + 1], offsets=(i, 0), size=long.shape)} for i in range(3)]
-    assert add_up(halves) == sums_of({"it": long}, ALONE)
+    halves = [{"it": shard_checksum(long[i : i + 1], offsets=(i, 0), size=long.shape)} for i in range(3)]
+    assert combine_checksums(halves) == compute_checksums({"it": long}, ALONE)
     assert _sum(torch.tensor(3.0)) != _sum(torch.tensor(4.0))
     assert _sum(torch.empty(0)) == "float32 lanes:" + "0" * 32
 
@@ -72,7 +78,7 @@ def test_the_sums_are_what_they_are_said_to_be_wherever_it_is_cut(dtype: torch.d
     tensor = (some if value is None else torch.full_like(some, value)).to(dtype)
     for count in (0, 1, 70_001, len(tensor)):
         whole, seen = tensor[:count], list[bytes]()
-        found = sum_of_part(
+        found = shard_checksum(
             whole, offsets=(0,), size=whole.shape, also=lambda piece, seen=seen: seen.append(bytes(piece))
         )
         assert (found.bits, found.places) == _said(whole), count
@@ -80,19 +86,19 @@ def test_the_sums_are_what_they_are_said_to_be_wherever_it_is_cut(dtype: torch.d
         assert len(seen) > 2 or count < len(tensor)
         for cut in (1, 2, 3, count // 2 + 1):
             parts = [
-                {"it": sum_of_part(part, offsets=(begin,), size=whole.shape)}
+                {"it": shard_checksum(part, offsets=(begin,), size=whole.shape)}
                 for begin, part in ((0, whole[:cut]), (cut, whole[cut:]))
                 if len(part)
             ]
-            assert add_up(parts).get("it", found) == found, (count, cut)
+            assert combine_checksums(parts).get("it", found) == found, (count, cut)
 
 
 def test_more_than_fits_into_32_bits_is_summed_exactly() -> None:
     count = 2**25 + 2**10 + 3
     largest = torch.full((count,), -1, dtype=torch.int32)
     lane = 2**32 - 1
-    expected = TensorSum("int32", count * lane % 2**64, count * (count - 1) // 2 * lane % 2**64)
-    assert sums_of({"it": largest}, ALONE) == {"it": expected}
+    expected = TensorChecksum("int32", count * lane % 2**64, count * (count - 1) // 2 * lane % 2**64)
+    assert compute_checksums({"it": largest}, ALONE) == {"it": expected}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool], ids=str)
@@ -124,10 +130,10 @@ def test_sums_of_elements_are_those_of_earlier_versions() -> None:
         dtype = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]
         bits = tensor.view(dtype).tolist()
         places = sum(place * each for place, each in enumerate(bits))
-        found = sums_of({name: tensor}, ALONE, of="elements")[name]
+        found = compute_checksums({name: tensor}, ALONE, of="elements")[name]
         text = f"{str(tensor.dtype).removeprefix('torch.')} {sum(bits) % 2**64:016x}{places % 2**64:016x}"
         assert str(found) == text
-        assert [TensorSum.kind_of(each) for each in (text, _sum(tensor))] == ["elements", "lanes"]
+        assert [TensorChecksum.kind_of(each) for each in (text, _sum(tensor))] == ["elements", "lanes"]
 
 
 def test_a_conjugate_that_is_not_worked_out_yet_has_the_sum_of_its_numbers() -> None:
@@ -165,7 +171,7 @@ def _sharded(world: World) -> dict[str, str]:
     }
     tensors = {name: distribute_tensor(_some(7, 5), mesh, each) for name, each in placements.items()}
     tensors["small"] = distribute_tensor(_some(1, 5), mesh, [Replicate(), Shard(0)])
-    return {name: str(each) for name, each in sums_of(tensors, world).items()}
+    return {name: str(each) for name, each in compute_checksums(tensors, world).items()}
 
 
 def test_sharded_over_ranks_it_is_the_same() -> None:

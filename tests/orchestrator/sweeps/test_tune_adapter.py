@@ -114,7 +114,7 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
     sweep = leader._sweep
     given: list[str] = []
 
-    def tune_trials(*_: Any, next_trial: Any, ended: Any, **__: Any) -> None:
+    def tune_trials(*_: Any, next_trial: Any, on_end: Any, **__: Any) -> None:
         while True:
             Leaving.is_away = True
             threading.Timer(0.5, setattr, (Leaving, "is_away", False)).start()
@@ -124,7 +124,7 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
             Run(found[0].run_dir).update(status="completed")
             Leaving.is_away = True
             threading.Timer(0.5, setattr, (Leaving, "is_away", False)).start()
-            ended(found[0].name, None)
+            on_end(found[0].name, None)
 
     monkeypatch.setattr(Leaving, "is_away", False)
     monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)

@@ -9,9 +9,7 @@ from typing import Any
 from headway.trainer.checkpoints.manifest import Checkpoint
 from headway.trainer.checkpoints.retention import Retention, is_kept
 from headway.trainer.checkpoints.scan import ScannedCheckpoint, scan, verify_file
-from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
 from headway.trainer.checkpoints.storage import Storage, open_storage
-from headway.trainer.checkpoints.tensor_checksums import digest_of
 from headway.trainer.config import CheckpointConfig
 from headway.trainer.errors import ConfigError
 
@@ -83,6 +81,10 @@ class RunCheckpoints:
         Raises:
             ConfigError: the checkpoint cannot be read, or has no sums of its tensors.
         """
+        # Late, for it imports torch: checkpoints are listed without.
+        from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
+        from headway.trainer.checkpoints.tensor_checksums import digest_of
+
         try:
             sums: dict[str, str] = json.loads(self.storage.read(entry.name, TENSOR_CHECKSUMS))
         except (OSError, ValueError) as error:

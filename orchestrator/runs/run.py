@@ -176,18 +176,18 @@ class Run:
     """A run that has a folder.
 
     Args:
-        run_dir: an absolute path or a URI.
+        run_dir: an absolute path, a URI, or the folder itself.
 
     Raises:
         ConfigError: there is no run.
         StorageError: its record cannot be read; a `DamagedRecordError` if that is not for the moment.
     """
 
-    def __init__(self, run_dir: str) -> None:
-        self.folder = Folder(run_dir)
+    def __init__(self, run_dir: str | Folder) -> None:
+        self.folder = Folder(run_dir) if isinstance(run_dir, str) else run_dir
         text = self.folder.read(RUN_RECORD)
         if text is None:
-            raise ConfigError(f"there is no run in {run_dir}")
+            raise ConfigError(f"there is no run in {self.folder.place}")
         try:
             self.record = Record.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
@@ -282,7 +282,7 @@ class Run:
 def list_runs(storage: str) -> list[Run]:
     """Returns the runs of a storage, the last started first; folders that are no runs are passed over."""
     folder = Folder(absolute(storage))
-    found = folder.map(_run_in, [folder.path(name) for name in folder.folders()])
+    found = folder.map(_run_in, map(folder.child, folder.folders()))
     return sorted((run for run in found if run is not None), key=lambda run: run.record.started, reverse=True)
 
 
@@ -307,8 +307,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _run_in(place: str) -> Run | None:
+def _run_in(folder: Folder) -> Run | None:
     try:
-        return Run(place)
+        return Run(folder)
     except (ConfigError, StorageError):
         return None

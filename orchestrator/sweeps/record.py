@@ -128,17 +128,17 @@ class Sweep:
     """A sweep that has a folder.
 
     Args:
-        sweep_dir: an absolute path or a URI.
+        sweep_dir: an absolute path, a URI, or the folder itself.
 
     Raises:
         ConfigError: there is no sweep.
     """
 
-    def __init__(self, sweep_dir: str) -> None:
-        self.folder = Folder(sweep_dir)
+    def __init__(self, sweep_dir: str | Folder) -> None:
+        self.folder = Folder(sweep_dir) if isinstance(sweep_dir, str) else sweep_dir
         text = self.folder.read(SWEEP_RECORD)
         if text is None:
-            raise ConfigError(f"there is no sweep in {sweep_dir}")
+            raise ConfigError(f"there is no sweep in {self.folder.place}")
         try:
             self.record = SweepRecord.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
@@ -271,13 +271,13 @@ class Sweep:
 def list_sweeps(storage: str) -> list[Sweep]:
     """Returns the sweeps of a storage, the last started first; other folders are passed over."""
     folder = Folder(absolute(storage))
-    found = folder.map(_sweep_in, [folder.path(name) for name in folder.folders()])
+    found = folder.map(_sweep_in, map(folder.child, folder.folders()))
     return sorted((each for each in found if each is not None), key=lambda each: each.record.started, reverse=True)
 
 
-def _sweep_in(place: str) -> Sweep | None:
+def _sweep_in(folder: Folder) -> Sweep | None:
     try:
-        return Sweep(place)
+        return Sweep(folder)
     except (ConfigError, StorageError):
         return None
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from headway.trainer.callbacks.progress_bar import human_bytes
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from headway.trainer.setup.dry_run import DataSize, Estimate
-from headway.trainer.step.oom import human_bytes
 
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from ..config.experiment import Scaling
+if TYPE_CHECKING:
+    from ..config.experiment import Scaling
 
 RAY_LEARNS_S = 22.0
 """Ray Train looks at the machines of a cluster every 20 s. What it sizes a group by may be so old."""

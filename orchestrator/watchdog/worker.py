@@ -15,15 +15,17 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.trainer.loop.timing import Activity
-from headway.trainer.trainer import Trainer
 
 from ..errors import StorageError
 from ..storage.events import Event
 from ..storage.folder import Folder, join
 from ..train.time_spent import time_spent
+
+if TYPE_CHECKING:
+    from headway.trainer.trainer import Trainer
 
 ORDER = "order.json"
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..step.oom import human_bytes, is_out_of_memory, peak_bytes, reset_peak
+from ..step.oom import is_out_of_memory, peak_bytes, reset_peak
 from .base import Callback
+from .progress_bar import human_bytes
 
 if TYPE_CHECKING:
     from ..trainer import Trainer

@@ -176,6 +176,15 @@ def progress_line(record: Mapping[str, Any], *, total_steps: int | None = None, 
     return " · ".join(parts)
 
 
+def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
+    """Return bytes for people, with `digits` significant digits: "512 B", "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.{digits}g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.{digits}g} TiB"
+
+
 def human_duration(seconds: float) -> str:
     """Writes seconds for people: "42s", "3m12s", "2h05m", "3d04h"."""
     whole = round(seconds)

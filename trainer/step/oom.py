@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..callbacks.progress_bar import human_bytes
+
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
@@ -49,15 +51,6 @@ def add_memory_advice(error: BaseException, trainer: Trainer[Any]) -> None:
     """Adds to an out-of-memory error what was taken, what the config says of memory, and what to turn."""
     with contextlib.suppress(Exception):  # Whatever goes wrong here, the error is what matters.
         error.add_note(f"{_memory_in_use(trainer)}. {_memory_settings(trainer)}. {_advice(trainer)}.")
-
-
-def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
-    """Writes bytes for people: "512 B", "1.5 GiB"; with so many digits that count."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.{digits}g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.{digits}g} TiB"
 
 
 def _memory_in_use(trainer: Trainer[Any]) -> str:

@@ -23,10 +23,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-$(DATA)/train/prepared.json: | $(VENV)/installed
+$(DATA)/vocabulary.json: | $(VENV)/installed
 	$(BIN)/python examples/prepare_stdlib.py $(DATA)
 
-train: $(VENV)/installed $(DATA)/train/prepared.json
+train: $(VENV)/installed $(DATA)/vocabulary.json
 	$(BIN)/headway fit examples/gpt.py name=$(RUN)
 
 test: $(VENV)/installed types

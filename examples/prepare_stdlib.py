@@ -1,26 +1,75 @@
-"""Turns the source of Python's standard library into token rows, one part of the files held out for evaluation.
+"""Turns the source of Python's standard library into rows of tokens, and holds a part of the files out for evaluation.
 
 python examples/prepare_stdlib.py data/stdlib
 """
 
 from __future__ import annotations
 
+import json
+import re
+import string
 import sys
 import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from headway.datasets.prepare import prepare_text, split_files
 
 CONTEXT = 128
+VOCABULARY = 2048
+# Two thirds of the library are tests and tables of characters, from which a model learns little about style.
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "pydoc_data"}
+# Line breaks with the indentation after them, a word or signs with the space before them, and any other character.
+PIECE = re.compile(r"\n+(?: {4})*| +(?= )| ?[A-Za-z]+|_+| ?[^\sA-Za-z0-9_]+|.", re.DOTALL)
+
+
+class WordTokenizer:
+    """Splits source code into the longest words of a vocabulary; unknown characters become its first entry."""
+
+    def __init__(self, vocabulary: Sequence[str]) -> None:
+        self._ids = {word: number for number, word in enumerate(vocabulary)}
+        self._split = cache(self._split_piece)
+
+    def __call__(self, text: str) -> list[int]:
+        return [token for piece in PIECE.findall(text) for token in self._split(piece)]
+
+    def _split_piece(self, piece: str) -> list[int]:
+        tokens = []
+        while piece:
+            length = next((n for n in range(len(piece), 0, -1) if piece[:n] in self._ids), 1)
+            tokens.append(self._ids.get(piece[:length], 0))
+            piece = piece[length:]
+        return tokens
+
+
+def make_vocabulary(sources: Sequence[Path]) -> list[str]:
+    """Returns the ASCII characters and the most frequent pieces of the sources."""
+    counts: Counter[str] = Counter()
+    for path in sources:
+        counts.update(piece for piece in PIECE.findall(path.read_text(errors="replace")) if len(piece) > 1)
+    characters = ["\ufffd", *string.printable]
+    return characters + [piece for piece, _ in counts.most_common(VOCABULARY - len(characters))]
 
 
 def main(output: str) -> None:
     library = Path(sysconfig.get_path("stdlib"))
-    sources = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
+    sources = [path for path in sorted(library.rglob("*.py")) if SKIPPED.isdisjoint(path.relative_to(library).parts)]
     train, held_out = split_files(sources, held_out=0.01)
+    vocabulary = make_vocabulary(train)
     for name, files in {"train": train, "held-out": held_out}.items():
-        # A row has one token more than the model reads: what it predicts is the same row, one further.
-        print(prepare_text(files, Path(output) / name, row_length=CONTEXT + 1, progress=show_on_one_line))
+        # A row has one token more than the model reads, because the targets are the same row shifted by one.
+        prepared = prepare_text(
+            files,
+            Path(output) / name,
+            row_length=CONTEXT + 1,
+            tokenizer=WordTokenizer(vocabulary),
+            progress=show_on_one_line,
+        )
+        print(prepared)
+    # Last, because `make train` takes this file as the sign that all is prepared.
+    Path(output, "vocabulary.json").write_text(json.dumps(vocabulary))
 
 
 def show_on_one_line(progress: object) -> None:

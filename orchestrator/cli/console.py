@@ -32,7 +32,7 @@ class RunConsole:
         self.goes_on = False
         self._attempt = 0
         self._is_anew = self._has_restored = False
-        self._has_said_where = False
+        self._has_said_where = self._has_trained = False
         self._pace = Pace()
 
     def line(self, text: str, style: str | None = None) -> None:
@@ -49,14 +49,13 @@ class RunConsole:
         if not self._console.is_terminal:
             self.line(text)
             return
-        if self._bar is None:
-            self._bar = Progress(
-                BarColumn(bar_width=16), TaskProgressColumn(), TextColumn("{task.description}"), console=self._console
-            )
-            self._task = self._bar.add_task(text, total=self._total)
-            self._bar.start()
-        assert self._task is not None
-        self._bar.update(self._task, description=text, completed=int(record["step"]), total=self._total)
+        self._has_trained = True
+        self._update_bar(text, step=int(record["step"]), total=self._total)
+
+    def starting(self, text: str) -> None:
+        """Show on a terminal that the run is not training yet, in a bar that moves back and forth."""
+        if self._console.is_terminal:
+            self._update_bar(text)
 
     def event(self, event: Event) -> None:
         """Shows an event of the run."""
@@ -71,6 +70,7 @@ class RunConsole:
                 self.line(
                     f"attempt {self._attempt}: {size} worker{'s'[: size > 1]} on {', '.join(sorted(hosts))}", "dim"
                 )
+                self.starting("setting up")
             case "resized":
                 now, before = event["to"], event["from"]
                 where = f": going on from step {event['step']:,}" if event["step"] else ""
@@ -85,6 +85,7 @@ class RunConsole:
                 is_again = (self._attempt > 1 or self.goes_on) and not self._is_anew
                 if is_again and event["step"] == 0 and not self._has_restored:
                     self.line("there is no checkpoint yet: beginning at step 0")
+                self.starting("first steps")
             case "evaluated":
                 self.line(f"step {event['step']:,} · {_numbers(event['metrics'])}", "bold")
             case "checkpoint_saved":
@@ -95,14 +96,28 @@ class RunConsole:
                 self.line(f"{event['category']}: {event['text']}", "yellow")
             case "group_failed":
                 self.line(event["text"] + ("" if event["hopeless"] else "; starting the workers again"), "yellow")
+                if not event["hopeless"]:
+                    self.starting("starting the workers again")
             case "rank_late":
                 self.line(f"{event['text']}; the stacks: {event['stacks']}", "yellow")
             case "stop_requested":
                 self.line(f"stopping at step {event['step']:,}: {event['reason']}")
 
+    def _update_bar(self, text: str, *, step: int | None = None, total: int | None = None) -> None:
+        if self._bar is None:
+            self._bar = Progress(
+                BarColumn(bar_width=16), TaskProgressColumn(), TextColumn("{task.description}"), console=self._console
+            )
+            self._task = self._bar.add_task(text, total=total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, description=text, completed=step, total=total, refresh=True)
+
     def close(self) -> None:
         """Takes the bar away; lines stay."""
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
+            # The last numbers stay on the screen, but not that the run was starting.
+            self._bar.update(self._task, visible=self._has_trained)
             self._bar.stop()
             self._bar = None
 

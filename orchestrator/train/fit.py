@@ -77,6 +77,7 @@ def fit(
     experiment = replace(experiment, scaling=clamp_to_machine(experiment.scaling))
     with StopSignals() as signals:
         try:
+            display.starting(f"starting {experiment.scaling}")
             with ray_connection(experiment.scaling, verbose=verbose) as is_own:
                 # ray.init takes SIGTERM for itself.
                 signals.install()
@@ -86,6 +87,7 @@ def fit(
                 )  # fmt: skip
                 result = supervision.run()
         except KeyboardInterrupt:
+            display.close()
             reason = f"{signals.name} before training began"
             result = RunResult.recorded(run, status="interrupted", reason=reason, signal=signals.number)
         except RunConflictError:

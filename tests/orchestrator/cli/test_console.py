@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,25 @@ def test_a_terminal_gets_a_bar_below_the_lines() -> None:
     assert "step 5/100 · epoch 0 · loss 1.5" in text
     assert "━" in text
     assert "going on from step 10 (attempt 2)" in text
+
+
+def test_a_terminal_shows_that_a_run_is_starting_and_takes_it_away_where_it_never_trains() -> None:
+    file = io.StringIO()
+    display = RunConsole(Console(file=file, force_terminal=True, width=100, highlight=False))
+    display.starting("starting 2 workers")
+    time.sleep(0.3)
+    display.close()
+    text = file.getvalue()
+    assert text.count("starting 2 workers") > 1  # the bar moves
+    assert "starting 2 workers" not in text.splitlines()[-1]
+
+
+def test_a_file_is_not_told_that_a_run_is_starting() -> None:
+    file = io.StringIO()
+    display = RunConsole(Console(file=file, width=100, highlight=False))
+    display.starting("starting 2 workers")
+    display.close()
+    assert not file.getvalue()
 
 
 @pytest.mark.parametrize(

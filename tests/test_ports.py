@@ -100,7 +100,7 @@ def test_an_interrupted_example_without_a_class_goes_on_and_learns(
     assert module.regression().epochs == module.classification().epochs == 2
     printed = _run(str(PORTS / "qurious.py"), folder=tmp_path)
     assert re.findall(r"(?m)^epoch (\d+)", printed)[0] == "3"
-    assert "early stopping: validation/accuracy has not gained" in printed or "completed after 40" in printed
+    assert "early stopping: validation/accuracy has not improved" in printed or "completed after 40" in printed
     assert _last_evaluation(tmp_path / "runs/qurious-regression")["validation/loss"] < 0.1
     assert _last_evaluation(tmp_path / "runs/qurious-classification")["validation/accuracy"] > 0.88
 

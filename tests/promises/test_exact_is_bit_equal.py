@@ -205,7 +205,7 @@ def _fit_all(world: World, folder: str, goes_on: int | None, begins: bool) -> di
         _fit(world, Uneven, _config(), f"{folder}/begun {world.size}", stop_at=4)
     if world.size == 3:
         results["wide"] = _fit(world, TinyTrainer, _config(max_steps=1, width=1000))
-        with pytest.raises(ConfigError, match="3 ranks cannot share the 2 parts of a global batch"):
+        with pytest.raises(ConfigError, match="3 ranks cannot divide the 2 logical shards of a global batch"):
             TinyTrainer(_config(micro_batch_size=8), world=world).fit()
     return results
 
@@ -261,7 +261,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(results: Results, rows: Path) 
 def test_the_cost_is_told(results: Results) -> None:
     # 2,012,003 numbers; a rank of three gives two thirds of each of up to two nodes, and of the sum.
     assert results(3)[0]["wide"]["told"][0] == (
-        "exact: 8 logical shards in an update, each a gradient of its own; a rank sends up to 16.1 MB per update "
+        "exact: 8 logical shards per update, each with a separate gradient; a rank sends up to 16.1 MB per update "
         "(DDP: 10.7 MB)"
     )
 
@@ -325,14 +325,14 @@ class Measured(TinyTrainer):
 
 
 REFUSED: dict[str, tuple[type[TinyTrainer], dict[str, Any], str]] = {
-    "fsdp": (TinyTrainer, {"parallel": ParallelConfig(strategy="fsdp")}, "strategy 'fsdp' adds gradients up"),
+    "fsdp": (TinyTrainer, {"parallel": ParallelConfig(strategy="fsdp")}, "strategy 'fsdp' adds gradients in"),
     "hsdp": (TinyTrainer, {"parallel": ParallelConfig(strategy="hsdp", shard_size=2)}, "strategy 'hsdp' adds"),
-    "compile": (TinyTrainer, {"parallel": ParallelConfig(compile=True)}, "a compiled model takes the kernels"),
+    "compile": (TinyTrainer, {"parallel": ParallelConfig(compile=True)}, "a compiled model uses kernels"),
     "no batch size": (TinyTrainer, {"global_batch_size": None}, "set global_batch_size"),
     "batch norm": (Normed, {}, "model.blocks.2, a BatchNorm1d, keeps running statistics"),
     "compiled by hand": (Compiled, {}, "model.blocks.0 is compiled"),
-    "sparse": (Sparse, {}, "table makes sparse gradients"),
-    "iterable": (AnyIterable, {}, "IterableStream with the guarantee 'epoch', knows no logical shards"),
+    "sparse": (Sparse, {}, "table has sparse gradients"),
+    "iterable": (AnyIterable, {}, "IterableStream with the guarantee 'epoch', has no logical shards"),
     "metrics": (Measured, {}, "the metrics of configure_metrics"),
 }
 

@@ -1,4 +1,4 @@
-"""What watches a run: the base of all callbacks, and those that come with Headway. Names are imported on first use."""
+"""The base class of callbacks, and the callbacks that come with Headway. Names are imported on first use."""
 
 from __future__ import annotations
 
@@ -6,70 +6,52 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .base import Callback, CallbackList, PlainFunction
-    from .early_stopping import EarlyStopping
-    from .ema import Ema
-    from .garbage_collection import GarbageCollection
-    from .gradient_norms import GradientNorms
-    from .histograms import Histograms
-    from .peak_memory import PeakMemory
-    from .profile import Profile
-    from .progress_bar import Pace, ProgressBar, human_duration, progress_line
-    from .samples import Samples
-    from .summary import ModelSummary, model_summary
-    from .throughput import Throughput
-    from .time_limit import TimeLimit
+    from .base import Callback as Callback, CallbackList as CallbackList, PlainFunction as PlainFunction
+    from .early_stopping import EarlyStopping as EarlyStopping
+    from .ema import Ema as Ema
+    from .garbage_collection import GarbageCollection as GarbageCollection
+    from .gradient_norms import GradientNorms as GradientNorms
+    from .histograms import Histograms as Histograms
+    from .peak_memory import PeakMemory as PeakMemory
+    from .profile import Profile as Profile
+    from .progress_bar import (
+        Pace as Pace,
+        ProgressBar as ProgressBar,
+        human_duration as human_duration,
+        progress_line as progress_line,
+    )
+    from .samples import Samples as Samples
+    from .summary import ModelSummary as ModelSummary, model_summary as model_summary
+    from .throughput import Throughput as Throughput
+    from .time_limit import TimeLimit as TimeLimit
 
-__all__ = [
-    "Callback",
-    "CallbackList",
-    "EarlyStopping",
-    "Ema",
-    "GarbageCollection",
-    "GradientNorms",
-    "Histograms",
-    "ModelSummary",
-    "Pace",
-    "PeakMemory",
-    "PlainFunction",
-    "Profile",
-    "ProgressBar",
-    "Samples",
-    "Throughput",
-    "TimeLimit",
-    "human_duration",
-    "model_summary",
-    "progress_line",
-]
-
-_HOME = {
-    "Callback": "base",
-    "CallbackList": "base",
-    "EarlyStopping": "early_stopping",
-    "Ema": "ema",
-    "GarbageCollection": "garbage_collection",
-    "GradientNorms": "gradient_norms",
-    "Histograms": "histograms",
-    "ModelSummary": "summary",
-    "Pace": "progress_bar",
-    "PeakMemory": "peak_memory",
-    "PlainFunction": "base",
-    "Profile": "profile",
-    "ProgressBar": "progress_bar",
-    "Samples": "samples",
-    "Throughput": "throughput",
-    "TimeLimit": "time_limit",
-    "human_duration": "progress_bar",
-    "model_summary": "summary",
-    "progress_line": "progress_bar",
+_PUBLIC = {
+    "base": ("Callback", "CallbackList", "PlainFunction"),
+    "early_stopping": ("EarlyStopping",),
+    "ema": ("Ema",),
+    "garbage_collection": ("GarbageCollection",),
+    "gradient_norms": ("GradientNorms",),
+    "histograms": ("Histograms",),
+    "peak_memory": ("PeakMemory",),
+    "profile": ("Profile",),
+    "progress_bar": ("Pace", "ProgressBar", "human_duration", "progress_line"),
+    "samples": ("Samples",),
+    "summary": ("ModelSummary", "model_summary"),
+    "throughput": ("Throughput",),
+    "time_limit": ("TimeLimit",),
 }
+"""The public names, by the module that defines them. The block for type checkers above repeats them."""
+
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = tuple(sorted(_MODULE_OF))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)

@@ -1,4 +1,4 @@
-"""What can watch a run: `Callback` with all its hooks, and the list of callbacks that the loop calls as one."""
+"""`Callback` with all its hooks, and `CallbackList`, which calls all callbacks of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Watches a run through its hooks, and asks (`trainer.request_stop(reason)`); what a hook returns is ignored.
+    """Observes a run through its hooks, and makes requests (`trainer.request_stop(reason)`); return values are ignored.
 
-    Every rank has its own callbacks and calls the same hooks at the same updates. Batch hooks fire for each micro-batch
-    of this rank, step hooks for each optimizer update. A method that begins with `on_` and is no hook is a TypeError
-    when the class is made. An error that a hook raises ends the run, and says which hook it came from.
+    Every rank has its own callbacks and calls the same hooks at the same updates. Batch hooks are called for each
+    micro-batch of this rank, step hooks for each optimizer update. Defining a method `on_*` that is no hook raises
+    TypeError when the class is created. An error in a hook ends the run, with a note that names the hook.
 
     Example:
         >>> class CountUpdates(Callback):
@@ -37,107 +37,107 @@ class Callback:
         check_hooks(cls)
 
     def on_setup_start(self, trainer: Trainer[Any]) -> None:
-        """Fires first of all: there is a world and a device, no model yet."""
+        """Called first: the world and device exist, the models do not."""
 
     def on_models_configured(self, trainer: Trainer[Any]) -> None:
-        """Fires after `configure_models`: the models are on the meta device, neither wrapped nor sharded."""
+        """Called after `configure_models`: the models are on the meta device, neither wrapped nor sharded."""
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
-        """Fires when models, optimizers, schedulers and data are ready, before a checkpoint is looked for."""
+        """Called when models, optimizers, schedulers and data are ready, before a checkpoint is restored."""
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
-        """Fires after a checkpoint was loaded, and only then."""
+        """Called after a checkpoint was loaded."""
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Fires once, before the first update of this attempt, on a fresh and on a resumed run."""
+        """Called once, before the first update of this attempt, of a new and of a resumed run."""
 
     def on_epoch_start(self, trainer: Trainer[Any]) -> None:
-        """Fires before the first batch of an epoch, and again when a resumed run goes on inside one."""
+        """Called before the first batch of an epoch, and when a run resumes inside one."""
 
     def on_batch_start(self, trainer: Trainer[Any], batch: Any, batch_idx: int) -> None:
-        """Fires before the forward pass of each training micro-batch."""
+        """Called before the forward pass of each training micro-batch."""
 
     def on_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Fires after the backward pass of each training micro-batch, with what `training_step` returned."""
+        """Called after the backward pass of each training micro-batch, with the result of `training_step`."""
 
     def on_step_start(self, trainer: Trainer[Any]) -> None:
-        """Fires before the first micro-batch of each update."""
+        """Called before the first micro-batch of each update."""
 
     def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
-        """Fires when the gradients of an update are summed over ranks and unscaled, but not yet clipped."""
+        """Called when the gradients of an update are reduced over the ranks and unscaled, but not yet clipped."""
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Fires after each update that was applied, when optimizer, scheduler and `global_step` have moved."""
+        """Called after each applied update, when optimizer, scheduler and `global_step` have advanced."""
 
     def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
-        """Fires instead of `on_step_end` when an update was not applied; nothing but the data has moved."""
+        """Called instead of `on_step_end` if an update was not applied; only the data has advanced."""
 
     def on_out_of_memory(self, trainer: Trainer[Any], reason: str) -> None:
-        """Fires when an update begins again in smaller micro-batches (`config.halve_on_out_of_memory`), on every rank.
+        """Called on every rank when an update restarts in smaller micro-batches (`config.halve_on_out_of_memory`).
 
-        Batch hooks then fire for all micro-batches of the update; `on_step_start` does not fire again.
+        Batch hooks are then called for all micro-batches of the update, and `on_step_start` is not called again.
         """
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Fires with each record for the trackers: means over the interval and over all ranks, equal on every rank."""
+        """Called with each record for the trackers: means over the interval and all ranks, equal on every rank."""
 
     def on_log_images(self, trainer: Trainer[Any], images: Mapping[str, torch.Tensor]) -> None:
-        """Fires when images are logged."""
+        """Called when images are logged."""
 
     def on_evaluation_start(self, trainer: Trainer[Any]) -> None:
-        """Fires when an evaluation begins; the models are in evaluation mode already."""
+        """Called when an evaluation begins, with the models in evaluation mode."""
 
     def on_evaluation_batch_start(self, trainer: Trainer[Any], batch: Any, batch_idx: int) -> None:
-        """Fires before `validation_step` sees a batch."""
+        """Called before `validation_step`."""
 
     def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Fires after `validation_step`, with what it returned."""
+        """Called after `validation_step`, with its result."""
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Fires with the metrics of a whole evaluation, equal on every rank; the models are back in training mode."""
+        """Called with the metrics of a complete evaluation, equal on every rank, with the models in training mode."""
 
     def on_checkpoint_start(self, trainer: Trainer[Any]) -> None:
-        """Fires on every rank before the state of this update is taken for a checkpoint, `state_dict` among it."""
+        """Called on every rank before the state of this update, including each `state_dict`, is captured."""
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Fires when a checkpoint is committed: it is whole, and a killed run would resume from it.
+        """Called when a checkpoint is complete: a run that is killed now resumes from it.
 
-        One that is saved in the background is of an earlier update: `checkpoint.step`.
+        A checkpoint saved in the background is of an earlier update, `checkpoint.step`.
         """
 
     def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
-        """Fires when a checkpoint could not be written, on every rank, before `error` ends the run.
+        """Called on every rank if a checkpoint could not be written, before `error` ends the run.
 
-        What was saved before is untouched. No hook hears of what retention deletes: `headway checkpoints ls` shows
-        what there is.
+        Earlier checkpoints are untouched. Deletions by retention call no hook; `headway checkpoints ls` lists the
+        remaining checkpoints.
         """
 
     def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Fires after each epoch, also one in which a stop was asked for, with its training and evaluation means.
+        """Called after each epoch, also one that a stop cuts short, with its training and evaluation means.
 
-        An epoch whose evaluation a stop has cut short ends in the run that goes on, after its evaluation.
+        If a stop interrupts the evaluation of an epoch, the resumed run repeats it and then ends the epoch.
         """
 
     def on_stop_requested(self, trainer: Trainer[Any], reason: str) -> None:
-        """Fires once, at the update at which all ranks have agreed to stop."""
+        """Called once, at the update at which all ranks have agreed to stop."""
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        """Fires exactly once, in every ending; `error` is what ended the run, or None. All callbacks get it."""
+        """Called exactly once on every callback, however `fit` ends; `error` is what ended the run, or None."""
 
     def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
-        """Returns a context that is entered around every evaluation and left before `on_evaluation_end`.
+        """Return a context that is entered around every evaluation and exited before `on_evaluation_end`.
 
-        The models are in evaluation mode inside. It is left on an error as well, so what is put back there (weights
-        that were swapped, a flag) always is. Contexts of several callbacks nest in their order.
+        The models are in evaluation mode inside. It is also exited after an error, so it can restore swapped weights or
+        flags. Contexts of several callbacks nest in the callbacks' order.
         """
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run must know; an empty dict is not saved."""
+        """Return the state that a resumed run needs; an empty dict is not saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over what `state_dict` returned. Called before `on_restored`."""
+        """Restore what `state_dict` returned. Called before `on_restored`."""
 
 
 PlainFunction: TypeAlias = "Callable[[Trainer[Any], int, Mapping[str, float]], object]"
@@ -146,11 +146,11 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def _do_nothing(self: object, *args: object) -> None:
-    """What a trainer's own hook does where no subclass defines it."""
+    """The default of a trainer's own hook."""
 
 
 class OwnHooks:
-    """Gives a trainer's class every hook, without the argument `trainer`, so that a subclass may call `super()`'s."""
+    """Every hook as a trainer's method, without the argument `trainer`, so that subclasses can call `super()`."""
 
 
 for _name_of_hook in HOOKS:
@@ -158,14 +158,14 @@ for _name_of_hook in HOOKS:
 
 
 def check_hooks(cls: type, *, leading: Sequence[str] = ("self", "trainer")) -> None:
-    """Refuses a class with a method `on_*` that nothing calls, or that cannot be called as its hook is.
+    """Check that every method `on_*` of a class is a hook, with the hook's parameters.
 
     Args:
-        cls: a callback, or a trainer, whose own hooks lack the argument `trainer`.
-        leading: the arguments before those of the hook's own.
+        cls: a callback; or a trainer, whose own hooks lack the argument `trainer`.
+        leading: the parameters before those of the hook itself.
 
     Raises:
-        TypeError: names the attribute and the nearest hook, or the parameters that the hook needs.
+        TypeError: with the method and the nearest hook, or the required parameters.
     """
     for name in (name for name in dir(cls) if name.startswith("on_")):
         if name not in HOOKS:
@@ -185,16 +185,16 @@ def check_hooks(cls: type, *, leading: Sequence[str] = ("self", "trainer")) -> N
 
 
 class CallbackList(Callback):
-    """All callbacks of a trainer as one callback, in their order; the hooks of the trainer's own class come first.
+    """Calls the hooks of all callbacks in order, after those of the trainer's own class.
 
-    A hook that nobody overrides is the no-op of `Callback`, so calling it costs 0.05 microseconds.
+    A hook that is never overridden is the no-op of `Callback`, so calling it costs 0.05 microseconds.
 
     Args:
-        callbacks: callbacks, or functions `(trainer, epoch, metrics)` to be called at the end of every epoch.
-        trainer: its class may define hooks itself, with the same names and without the argument `trainer`.
+        callbacks: callbacks, or functions `(trainer, epoch, metrics)`, called at the end of every epoch.
+        trainer: its class may define hooks, with the same names and without the argument `trainer`.
 
     Attributes:
-        overridden: names of the hooks that somebody overrides, for a loop that would do work only for a hook.
+        overridden: names of the overridden hooks, so that a loop can skip work that only a hook would use.
 
     Raises:
         ConfigError: one of `callbacks` is neither a callback nor such a function.
@@ -215,7 +215,7 @@ class CallbackList(Callback):
                     callees.append((_name(callback), method))
             if callees:
                 self.overridden.add(hook)
-                # Shadows the method, so that the call of the loop goes straight to those that listen.
+                # Shadows the method, so that the loop calls only the overriding callbacks.
                 setattr(self, hook, (_call_at_end if hook == "on_fit_end" else _call_each)(hook, callees))
 
         self._contexts = {
@@ -225,12 +225,12 @@ class CallbackList(Callback):
         }
 
     def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
-        """Returns the contexts of all callbacks that have one, as one; an error in entering or leaving says whose."""
+        """Return the nested contexts of all callbacks; errors on entry or exit get a note that names the callback."""
         return _nested(list(self._contexts.values()), trainer) if self._contexts else nullcontext()
 
     @contextmanager
     def without_evaluation_context(self, keys: Collection[str]) -> Iterator[None]:
-        """Leaves out the contexts of some callbacks, by the names of their states, for the time of a context."""
+        """Leave out the evaluation contexts of some callbacks, by state key, inside this context."""
         before = self._contexts
         self._contexts = {key: each for key, each in before.items() if key not in keys}
         try:
@@ -239,7 +239,7 @@ class CallbackList(Callback):
             self._contexts = before
 
     def with_evaluation_context(self) -> dict[str, Callback]:
-        """Returns the callbacks that put a context around evaluations, by the names of their states."""
+        """Return the callbacks that override `evaluation_context`, by state key."""
         return {
             key: callback
             for key, callback in self._by_key.items()
@@ -253,15 +253,15 @@ class CallbackList(Callback):
         return len(self._callbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states that are not empty, by class and place among the callbacks of that class: "EMA/0"."""
+        """Return the states that are not empty, keyed by `key_by_class`, as in "EMA/0"."""
         states = {key: callback.state_dict() for key, callback in self._by_key.items()}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Gives each callback its state; one without stays fresh, a state without its callback is warned of."""
+        """Restore each callback that has a state in the checkpoint; warn of states without a callback."""
         if gone := sorted(set(state_dict) - set(self._by_key)):
             warnings.warn(
-                f"the checkpoint has the state of callbacks that this run does not have: {', '.join(gone)}",
+                f"the checkpoint has states of callbacks that this run does not have: {', '.join(gone)}",
                 stacklevel=2,
             )
         for key, callback in self._by_key.items():
@@ -282,7 +282,7 @@ class _AtEpochEnd(Callback):
         self.function = function
 
     def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        # An epoch that a limit or a stop cuts short is not complete, and has a number of its own all the same.
+        # An incomplete epoch counts, too.
         self.function(trainer, trainer.current_epoch + (trainer.progress.step_in_epoch > 0), metrics)
 
 
@@ -291,17 +291,17 @@ def _as_callback(candidate: Callback | PlainFunction) -> Callback:
         return candidate
     if isinstance(candidate, type):
         raise ConfigError(
-            f"{candidate.__qualname__} is a class; a callback is an object: {candidate.__qualname__}(...)"
+            f"callbacks takes objects, and {candidate.__qualname__} is a class: write {candidate.__qualname__}(...)"
         )
     if callable(candidate):
         try:
             inspect.signature(candidate).bind("trainer", "epoch", "metrics")
         except TypeError as error:
             raise ConfigError(
-                f"a function as a callback takes (trainer, epoch, metrics), but {candidate!r}: {error}"
+                f"a callback function must accept (trainer, epoch, metrics), but {candidate!r}: {error}"
             ) from None
         return _AtEpochEnd(candidate)
-    raise ConfigError(f"{candidate!r} is neither a Callback nor a function (trainer, epoch, metrics)")
+    raise ConfigError(f"callbacks takes Callback objects and functions (trainer, epoch, metrics), got {candidate!r}")
 
 
 def _name(callback: Callback) -> str:
@@ -338,7 +338,7 @@ def _nested(
 
 @contextmanager
 def _named(owner: str, make: Callable[..., AbstractContextManager[object]], trainer: Any) -> Iterator[None]:
-    """One callback's context, whose own errors say whose they are, and those of the evaluation do not."""
+    """Enter one callback's context; add a note to errors of the context itself, not to those from inside it."""
     inside: BaseException | None = None
     try:
         with make(trainer):
@@ -354,7 +354,7 @@ def _named(owner: str, make: Callable[..., AbstractContextManager[object]], trai
 
 
 def _call_at_end(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) -> Callable[..., None]:
-    """Calls all of them whatever happens. The first error is raised, unless the run has one: that gets a note."""
+    """Call all of them, also after errors. Raise the first error, or add a note of it to the run's own error."""
 
     def call(trainer: Any, error: BaseException | None) -> None:
         first = error

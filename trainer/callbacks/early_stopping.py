@@ -1,4 +1,4 @@
-"""Ends a run whose metric gains no more, has reached its goal, or has left all bounds."""
+"""Stop a run when a metric no longer improves, reaches a target or diverges."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Asks for a stop, with the reason in words, when a metric has not gained for `patience` evaluations in a row.
+    """Requests a stop when a metric has not improved for `patience` evaluations in a row.
 
-    It judges every value that the run logs of the metric: one per evaluation for `validation/...`, one per record of
-    the log for what training gives, such as `train/loss`. A value that is NaN or infinite is no gain. An evaluation
-    that the run does not log (`trainer.evaluate()` called by hand) is not judged. The count goes into checkpoints: a
-    run that it has stopped, resumed with no more patience, stops before its first update.
+    Checks every logged value of the metric: one per evaluation for `validation/...`, one per training record for a
+    metric such as `train/loss`. NaN and infinity are no improvement. Evaluations that are not logged
+    (`trainer.evaluate()` called directly) are not checked. The count is in checkpoints: a stopped run that is resumed
+    with the same patience stops again before its first update.
 
     Args:
         monitor: name of the metric in the log.
-        mode: "min" where lower is better, "max" where higher is.
-        patience: so many values in a row without gain end the run; None leaves that to the other rules.
-        min_delta: a gain beats the best value by more than this.
-        target: the run has succeeded, and ends, at a value as good as this.
-        divergence: the run has failed, and ends, at a value worse than this or one that is not finite.
-        warmup: so many values at first are not judged at all.
+        mode: "min" if lower is better, "max" if higher is.
+        patience: number of consecutive values without improvement that stops the run; None disables this rule.
+        min_delta: an improvement must beat the best value by more than this.
+        target: stop, with success, at a value at least as good as this.
+        divergence: stop, with failure, at a value worse than this or not finite.
+        warmup: number of first values that are ignored.
 
     Attributes:
-        best: the best value judged so far with its step; `best.value` is None before there is one.
-        without_gain: judged values in a row that did not beat it.
+        best: the best value so far with its step; `best.value` is None before there is one.
+        without_gain: consecutive values that did not beat it.
 
     Raises:
-        ConfigError: the arguments make no sense; or, at the first evaluation, the metric is not there.
+        ConfigError: an argument is invalid; or, at the first evaluation, the metric is not logged.
 
     Example:
         >>> trainer = Digits(config, callbacks=[EarlyStopping("validation/accuracy", mode="max", patience=5)])
@@ -54,79 +54,81 @@ class EarlyStopping(Callback):
         warmup: int = 0,
     ) -> None:
         if patience is not None and (not isinstance(patience, int) or isinstance(patience, bool) or patience < 1):
-            raise ConfigError(f"patience is a whole number of evaluations from 1, or None, not {patience!r}")
+            raise ConfigError(f"patience must be an integer >= 1 (evaluations) or None, got {patience!r}")
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
-            raise ConfigError(f"warmup is a whole number of evaluations from 0, not {warmup!r}")
+            raise ConfigError(f"warmup must be an integer >= 0 (evaluations), got {warmup!r}")
         if patience is None and target is None and divergence is None:
             raise ConfigError("EarlyStopping without patience, target and divergence never stops: give one of them")
         for name, bound in (("target", target), ("divergence", divergence)):
             if bound is not None and not math.isfinite(bound):
-                raise ConfigError(f"{name} is a finite number, not {bound!r}")
+                raise ConfigError(f"{name} must be a finite number, got {bound!r}")
         if target is not None and divergence is not None and not is_better(target, divergence, mode=mode):
-            raise ConfigError(f"target {target} is not better than divergence {divergence} in mode {mode!r}")
+            raise ConfigError(f"target must be better than divergence in mode {mode!r}, got {target} and {divergence}")
         self.monitor, self.patience, self.target, self.divergence = monitor, patience, target, divergence
         self.best: Best = Best(mode, min_delta)
         self.without_gain: int = 0
         self._warmup_left = warmup
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Stops a run again that it had stopped already."""
+        """Stop a resumed run that this callback had already stopped."""
         if self.patience is not None and self.without_gain >= self.patience:
-            trainer.request_stop(f"early stopping: {self._out_of_patience()}")
+            trainer.request_stop(f"early stopping: {self._no_improvement()}")
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Judges the metric, in the records that should have it.
+        """Check the metric, in the records that should have it.
 
         Raises:
-            ConfigError: it is not there; with what is.
+            ConfigError: the metric is missing; lists those that are logged.
         """
-        if not _comes_with(metrics, self.monitor):
+        if not _should_have(metrics, self.monitor):
             return
         if self.monitor not in metrics:
             raise ConfigError(
-                f"EarlyStopping watches {self.monitor!r}, which is not logged; there is "
-                f"{', '.join(sorted(metrics)) or 'nothing'}"
+                f"EarlyStopping monitors {self.monitor!r}, which is not logged; logged are "
+                f"{', '.join(sorted(metrics)) or 'no metrics'}"
             )
         if self._warmup_left:
             self._warmup_left -= 1
-        elif reason := self._judge(metrics[self.monitor], step=trainer.global_step):
+        elif reason := self._check(metrics[self.monitor], step=trainer.global_step):
             trainer.request_stop(f"early stopping: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value, the count, and what is left of the warm-up."""
+        """Return the best value, the count, and the rest of the warm-up."""
         return {"best": self.best.state_dict(), "without_gain": self.without_gain, "warmup_left": self._warmup_left}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes them over."""
+        """Restore them."""
         self.best.load_state_dict(state_dict["best"])
         self.without_gain, self._warmup_left = state_dict["without_gain"], state_dict["warmup_left"]
 
-    def _judge(self, value: float, *, step: int) -> str | None:
-        """Counts a value, and returns why the run is to end, or None."""
+    def _check(self, value: float, *, step: int) -> str | None:
+        """Record a value; return why the run must stop, or None."""
         self.without_gain = 0 if self.best.update(value, step=step) else self.without_gain + 1
         mode = self.best.mode
         if self.target is not None and math.isfinite(value) and not is_better(self.target, value, mode=mode):
-            return f"{self.monitor} is {value:.6g}, and the target was {self.target:.6g}"
+            return f"{self.monitor} is {value:.6g}; the target was {self.target:.6g}"
         if self.divergence is not None and not math.isfinite(value):
             return f"{self.monitor} diverged: it is {value}"
         if self.divergence is not None and is_better(self.divergence, value, mode=mode):
-            return f"{self.monitor} diverged: it is {value:.6g}, and the limit was {self.divergence:.6g}"
+            return f"{self.monitor} diverged: it is {value:.6g}; the limit was {self.divergence:.6g}"
         if self.patience is not None and self.without_gain >= self.patience:
-            return self._out_of_patience()
+            return self._no_improvement()
         return None
 
-    def _out_of_patience(self) -> str:
+    def _no_improvement(self) -> str:
         best = "there was no finite value"
         if self.best.value is not None:
             best = f"the best was {self.best.value:.6g} at step {self.best.step}"
         times = "evaluation" if self.monitor.startswith("validation/") else "record"
-        return f"{self.monitor} has not gained for {self.without_gain} {times}{'s' * (self.without_gain != 1)}; {best}"
+        return (
+            f"{self.monitor} has not improved for {self.without_gain} {times}{'s' * (self.without_gain != 1)}; {best}"
+        )
 
 
-def _comes_with(record: Mapping[str, float], monitor: str) -> bool:
-    """Whether a record is of the kind that a metric is in: of training, of an evaluation, or a note of neither."""
-    # Only records of training have the time that it took; what is logged beside an evaluation may be in them, too.
-    is_of_training = "elapsed_s" in record
+def _should_have(record: Mapping[str, float], monitor: str) -> bool:
+    """Whether a record is of the kind that has this metric: a training record or one of an evaluation."""
+    # Only training records have "elapsed_s"; they may also have metrics under "validation/".
+    is_training = "elapsed_s" in record
     if not monitor.startswith("validation/"):
-        return is_of_training
-    return not is_of_training and any(name.startswith("validation/") for name in record)
+        return is_training
+    return not is_training and any(name.startswith("validation/") for name in record)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: sharded as they are, in float32, swapped in where it is asked for."""
+"""An exponential moving average of the weights: sharded like them, in float32, swapped in for evaluations."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ if TYPE_CHECKING:
 
 
 class Ema(Callback):
-    """Averages the trainable weights of all models: `average = decay * average + (1 - decay) * weight` after an update.
+    """Averages the trainable weights of all models: `average = decay * average + (1 - decay) * weight` after updates.
 
-    It is updated by updates that were applied and by no others: once for all micro-batches of one, never by one that
-    was skipped. Each rank averages the shards that it has, so that it works under every strategy; weights in half
-    precision are averaged in float32. Buffers, and parameters that are frozen when the run is set up, are the model's
-    own. The averages are in every checkpoint, and go on exactly, also at another number of ranks and under another
-    strategy.
+    Only applied updates count, once each; skipped ones do not. Each rank averages its own shards, so this works with
+    every strategy; half-precision weights are averaged in float32. Buffers, and parameters that are frozen at setup,
+    are the model's own. The averages are in every checkpoint and resume exactly, also on another number of ranks and
+    with another strategy.
 
-    During evaluations the averages are in the models, and afterwards the weights are again, bit for bit, whatever
-    happened: that takes the memory of a second copy of this rank's weights while it lasts.
+    During evaluations the models hold the averages, and afterwards the weights again, bit for bit, also after an error.
+    Meanwhile this takes the memory of a second copy of this rank's weights.
 
     Args:
-        decay: what stays of the average at each of its own updates, from 0 to below 1.
-        update_every: so many updates of the weights make one of the average.
-        start_step: the average begins with the weights as they are after this update.
-        device: where the averages lie; by default, where the weights do. On "cpu" they cost no memory of a GPU, but
-            each update of them waits for it.
-        evaluate: whether evaluations use the averages; one of several `Ema` at most may say so.
+        decay: factor of the average at each of its updates, from 0 to below 1.
+        update_every: updates of the weights per update of the average.
+        start_step: the average starts as a copy of the weights after this update.
+        device: of the averages; that of the weights by default. "cpu" saves GPU memory, but each update of the averages
+            then waits for the GPU.
+        evaluate: whether evaluations use the averages; True for at most one of several `Ema`.
 
     Raises:
-        ConfigError: an argument makes no sense, or two `Ema` want to be evaluated.
+        ConfigError: an argument is invalid, or two `Ema` have evaluate=True.
 
     Example:
         >>> ema = Ema(decay=0.999)
         >>> trainer = Digits(config, callbacks=[ema])
         >>> result = trainer.fit()
         >>> averages = ema.weights()["model"]
-        >>> with ema.applied():  # or, for all that takes the model itself
+        >>> with ema.applied():  # for code that uses the model itself
         ...     trainer.export("averaged.safetensors")
     """
 
@@ -61,10 +60,10 @@ class Ema(Callback):
         evaluate: bool = True,
     ) -> None:
         if not 0 <= decay < 1:
-            raise ConfigError(f"decay is a number from 0 to below 1, such as 0.999, not {decay!r}")
+            raise ConfigError(f"decay must be >= 0 and < 1, such as 0.999, got {decay!r}")
         for name, value, least in (("update_every", update_every, 1), ("start_step", start_step, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} is a whole number from {least}, not {value!r}")
+                raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
         self.decay, self.update_every, self.start_step, self.evaluate = decay, update_every, start_step, evaluate
         self._device = torch.device(device) if device is not None else None
         self._models: Mapping[str, nn.Module] = {}
@@ -74,20 +73,20 @@ class Ema(Callback):
         self._has_begun = False
 
     def on_setup_start(self, trainer: Trainer[Any]) -> None:
-        """Refuses a second average for evaluations.
+        """Check that at most one `Ema` is evaluated.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: there are several.
         """
         if sum(isinstance(each, Ema) and each.evaluate for each in trainer.callbacks) > 1:
             raise ConfigError(
-                "several Ema callbacks want their averages evaluated, and an evaluation has one set of weights: "
+                "several Ema callbacks have evaluate=True, and an evaluation uses one set of weights: "
                 "give evaluate=False to all but one"
             )
 
     @torch.no_grad()
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
-        """Takes the memory of the averages."""
+        """Allocate the averages."""
         self._models, self._has_begun = trainer.models, False
         self._wait_for_snapshot = trainer.wait_for_snapshot
         self._parameters = _trainable(trainer.models)
@@ -95,7 +94,7 @@ class Ema(Callback):
 
     @torch.no_grad()
     def on_step_start(self, trainer: Trainer[Any]) -> None:
-        """Begins with the weights as they are, whether they were drawn, loaded or trained."""
+        """Copy the current weights, if the average starts here."""
         if not self._has_begun and trainer.global_step >= self.start_step:
             self._has_begun = True
             for average, weight in zip(self._averages, self._weights(), strict=True):
@@ -103,10 +102,10 @@ class Ema(Callback):
 
     @torch.no_grad()
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Averages."""
+        """Update the averages."""
         if not self._has_begun or (trainer.global_step - self.start_step) % self.update_every:
             return
-        # Other dtypes and devices one at a time: a copy of all of them at once might not fit.
+        # Weights of another dtype or device one at a time: a copy of all at once might not fit.
         alike: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for average, weight in zip(self._averages, self._weights(), strict=True):
             if average.dtype == weight.dtype and average.device == weight.device:
@@ -118,15 +117,15 @@ class Ema(Callback):
             torch._foreach_lerp_(*alike, 1 - self.decay)
 
     def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
-        """Evaluates the averages, once they have begun."""
+        """Return a context in which the models hold the averages, if these are evaluated."""
         return self.applied() if self.evaluate else nullcontext()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Puts the averages into the models, and the weights back at the end. Any rank may: nothing is sent.
+        """Put the averages into the models, and restore the weights at the end. Any rank may; it does not communicate.
 
-        Inside it, whatever uses the models uses the averages: forward passes, exports. Do not train or save in there.
-        Before the average has begun, it does nothing.
+        Inside, forward passes and exports use the averages. Do not train or save inside. Does nothing before the
+        average has started.
         """
         if not self._has_begun:
             yield
@@ -143,9 +142,9 @@ class Ema(Callback):
 
     @torch.no_grad()
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns a copy of the whole state of each model with the averages in it, by its name and the keys of its own.
+        """Return a copy of each model's full state dict with the averages in it, by the name of the model.
 
-        On the averages' device, in their dtype. Every rank must call this: sharded tensors are put together.
+        On the averages' device, in their dtype. Every rank must call this: sharded tensors are gathered.
         """
         averages = {
             id(parameter): to_dtensor_like(average, parameter)
@@ -161,7 +160,7 @@ class Ema(Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the averages by model and key, sharded like the weights that they are of."""
+        """Return the averages by model and key, sharded like their weights."""
         averages: dict[str, dict[str, torch.Tensor]] = {}
         for ((model, key), parameter), average in zip(self._parameters.items(), self._averages, strict=True):
             averages.setdefault(model, {})[key] = to_dtensor_like(average, parameter)
@@ -169,10 +168,10 @@ class Ema(Callback):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes them over.
+        """Restore the averages.
 
         Raises:
-            CheckpointError: they are of other parameters, or parameters of other shapes.
+            CheckpointError: names or shapes of the parameters differ.
         """
         saved = {
             (model, key): average for model, each in state_dict["averages"].items() for key, average in each.items()
@@ -185,7 +184,7 @@ class Ema(Callback):
             or saved[model, key].shape != self._parameters[model, key].shape
         ):
             raise CheckpointError(
-                "the averages in the checkpoint are not those of the parameters that are trained now; these differ: "
+                "the averages in the checkpoint do not match the parameters that are trained now; these differ: "
                 f"{', '.join(differing[:8])}{' and more' if len(differing) > 8 else ''}"
             )
         for name, average in zip(self._parameters, self._averages, strict=True):
@@ -202,7 +201,7 @@ class Ema(Callback):
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        # What was gathered for a forward pass without a backward one stays gathered, and would be used again.
+        # A forward pass without backward leaves parameters gathered, and the next one would use the stale copy.
         for model in self._models.values():
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -212,7 +211,7 @@ class Ema(Callback):
 
 
 def _trainable(models: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
-    """The parameters that get gradients, by model and key; a tied one once, by its first key."""
+    """Return the parameters that get gradients, by model and key; a tied one once, by its first key."""
     found: dict[int, tuple[tuple[str, str], nn.Parameter]] = {}
     for name, model in models.items():
         for key, tensor in named_state_tensors(model):

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage, collected by all ranks after the same update instead of whenever one of them likes."""
+"""Collection of Python's cyclic garbage on all ranks after the same update."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Turns automatic collection off while training, and collects on all ranks at once.
+    """Disables automatic collection while training, and collects on all ranks at the same updates.
 
-    A collection stops a rank for a good part of a second, and the others wait for it in the next collective; on many
-    ranks somebody collects in every update. Reference counting goes on, so memory grows by cycles alone.
+    A collection can stop a rank for a large part of a second, while the others wait in the next collective; with many
+    ranks, automatic collection delays nearly every update. Reference counting continues, so only cycles accumulate.
 
     Args:
-        every: steps or epochs from one collection to the next.
+        every: steps or epochs between collections.
 
     Raises:
         ConfigError: `every` is wall time, which differs between ranks.
@@ -34,28 +34,28 @@ class GarbageCollection(Callback):
     def __init__(self, *, every: Duration | str | int = 1000) -> None:
         self._schedule = Schedule(Duration.parse(every))
         if self._schedule.every and self._schedule.every.unit == "seconds":
-            raise ConfigError(f"ranks collect after the same update: every is in steps or epochs, not {every}")
+            raise ConfigError(f"every must be in steps or epochs, got {every}: wall time differs between ranks")
         self._turned_off = False
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Collects what setting up has left, and turns automatic collection off."""
+        """Collect the garbage of setup, and disable automatic collection."""
         gc.collect()
         if gc.isenabled():
             self._turned_off = True
             gc.disable()
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Collects, if it is time."""
+        """Collect, if due."""
         if self._schedule.due(trainer.progress, ended="steps"):
             gc.collect()
 
     def on_epoch_end(self, trainer: Trainer[Any], metrics: object) -> None:
-        """Collects, if it is time."""
+        """Collect, if due."""
         if self._schedule.due(trainer.progress, ended="epochs"):
             gc.collect()
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        """Turns automatic collection on again, if it was on before."""
+        """Enable automatic collection again, if it was enabled before."""
         if self._turned_off:
             self._turned_off = False
             gc.enable()

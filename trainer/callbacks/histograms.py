@@ -1,4 +1,4 @@
-"""How parameters and gradients are spread, every so often, for the trackers."""
+"""Log histograms of parameters and gradients."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
 
 
 class Histograms(Callback):
-    """Gives histograms of parameters and gradients to the trackers that take them: TensorBoard and wandb.
+    """Logs histograms of parameters and gradients to the trackers that support them: TensorBoard and wandb.
 
-    Gradients are those of all ranks, before clipping; parameters are those after the update. Every element counts once,
-    under every strategy. At updates that are not its own it does nothing; at its own it waits for the device and for
-    the other ranks.
+    Gradients over all ranks, before clipping; parameters after the update. Every element counts once, with every
+    strategy. Updates at multiples of `every` wait for the device and the other ranks; others cost nothing.
 
     Args:
-        every: time between two, in steps.
-        patterns: shell patterns over whole names, such as "model.blocks.0.*": a parameter that one matches is taken.
-        parameters: whether to take parameters, as `parameters/<name>`.
-        gradients: whether to take gradients, as `gradients/<name>`. Where a step moves several optimizers one after the
-            other, those of the last time that a parameter had one.
-        bins: in one histogram.
+        every: interval, in steps.
+        patterns: shell patterns over full names, such as "model.blocks.0.*", that select parameters.
+        parameters: whether to log parameters, as `parameters/<name>`.
+        gradients: whether to log gradients, as `gradients/<name>`. If an update steps several optimizers, the last
+            gradient of each parameter.
+        bins: per histogram.
 
     Raises:
-        ConfigError: an argument makes no sense; or, before the first step, a pattern matches no parameter.
+        ConfigError: an argument is invalid; or, before the first step, a pattern matches no parameter.
 
     Example:
         >>> trainer = Digits(config, callbacks=[Histograms(every="500 steps", patterns=["model.head.*"])])
@@ -51,19 +50,19 @@ class Histograms(Callback):
     ) -> None:
         self._every = Duration.parse(every)
         if self._every.unit != "steps":
-            raise ConfigError(f'every counts steps, such as "500 steps", not {self._every}')
+            raise ConfigError(f'every must be in steps, such as "500 steps", got {self._every}')
         if isinstance(patterns, str) or not patterns:
-            raise ConfigError(f'patterns is a list of patterns, such as ["*.weight"], not {patterns!r}')
+            raise ConfigError(f'patterns must be a list of patterns, such as ["*.weight"], got {patterns!r}')
         if not isinstance(bins, int) or not 2 <= bins <= 512:
-            raise ConfigError(f"bins is a whole number from 2 to 512, not {bins!r}")
+            raise ConfigError(f"bins must be an integer from 2 to 512, got {bins!r}")
         if not (parameters or gradients):
-            raise ConfigError("Histograms of neither parameters nor gradients are none: take one of them")
+            raise ConfigError("Histograms has parameters=False and gradients=False: set one of them")
         self._patterns, self._of_parameters, self._of_gradients, self._bins = patterns, parameters, gradients, bins
         self._parameters: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, Histogram] = {}
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
-        """Looks for the parameters.
+        """Find the parameters that the patterns select.
 
         Raises:
             ConfigError: a pattern matches none.
@@ -77,7 +76,7 @@ class Histograms(Callback):
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
-                    f"Histograms: {pattern!r} matches no parameter; there is {', '.join(list(names)[:8])}"
+                    f"Histograms: {pattern!r} matches no parameter; the parameters are {', '.join(list(names)[:8])}"
                     f"{' and more' if len(names) > 8 else ''}"
                 )
         self._parameters = {
@@ -87,10 +86,10 @@ class Histograms(Callback):
         }
 
     def on_gradients_ready(self, trainer: Trainer[Any]) -> None:
-        """Counts the gradients of an update that it is due at."""
+        """Compute the histograms of gradients, if due."""
         if self._of_gradients and (trainer.global_step + 1) % int(self._every.amount) == 0:
             own = trainer.parameters_being_stepped
-            # The same names on every rank: FSDP leaves a gradient out on the ranks that have not used the parameter.
+            # Same names on every rank: with FSDP, ranks that have not used a parameter have no gradient of it.
             gradients = {
                 f"gradients/{name}": tensor.grad if tensor.grad is not None else torch.empty(0, device=trainer.device)
                 for name, tensor in self._parameters.items()
@@ -99,7 +98,7 @@ class Histograms(Callback):
             self._gradients |= histograms(gradients, trainer.world, bins=self._bins)
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Counts the parameters, and gives all of it to the trackers."""
+        """Compute the histograms of parameters, and log all."""
         if trainer.global_step % int(self._every.amount) == 0:
             found, self._gradients = self._gradients, {}
             if self._of_parameters:
@@ -108,5 +107,5 @@ class Histograms(Callback):
             trainer.log_histograms(found)
 
     def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
-        """Forgets the gradients of an update that was not."""
+        """Drop the histograms of the skipped update."""
         self._gradients = {}

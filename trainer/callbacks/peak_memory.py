@@ -1,4 +1,4 @@
-"""How much memory training takes at its peak, on every rank."""
+"""Log the peak memory of every rank."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 
 
 class PeakMemory(Callback):
-    """Adds `peak_memory_bytes` to every training record: of the rank that took most, since the record before.
+    """Adds `peak_memory_bytes` to every training record: the maximum over the ranks since the previous record.
 
-    On CUDA that is the peak of what tensors took, and `reserved_memory_bytes` is what PyTorch held of the device for
-    them; on a CPU it is what the process holds when the record is made. Several ranks cost one small collective per
-    record, and `peak_memory_rank` names the one that took most. When the memory is not enough, the error says what each
-    rank had taken.
+    On CUDA this is the peak of allocated memory, and `reserved_memory_bytes` the peak that PyTorch reserved; on a CPU
+    it is the resident memory of the process at the record. With several ranks this costs one small collective per
+    record and adds `peak_memory_rank`, the rank of the maximum. Out-of-memory errors get a note with each rank's peak.
 
     Args:
-        per_rank: adds `peak_memory_bytes/<rank>` for every rank.
+        per_rank: also add `peak_memory_bytes/<rank>` for every rank.
 
     Attributes:
-        latest_bytes: the last record's peaks, in the order of the ranks.
+        latest_bytes: peaks in the last record, in rank order.
 
     Example:
         >>> trainer = Digits(config, callbacks=[PeakMemory()])
@@ -39,15 +38,15 @@ class PeakMemory(Callback):
         self.latest_bytes: list[int] = []
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
-        """Joins the records."""
+        """Register as a metric source."""
         trainer.add_metric_source(partial(self._measure, trainer))
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Leaves out what the building of the models took."""
+        """Reset the peak, which includes setup."""
         reset_peak(trainer.device)
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        """Tells an out-of-memory error what each rank had taken, as of the last record: the others cannot be asked."""
+        """Add the last record's peaks to an out-of-memory error. No collectives: other ranks may be gone."""
         if error is not None and is_out_of_memory(error) and self.latest_bytes:
             taken = ", ".join(f"rank {rank}: {human_bytes(each)}" for rank, each in enumerate(self.latest_bytes))
             error.add_note(f"peak memory in the last record: {taken}")

@@ -1,4 +1,4 @@
-"""What the machine does in chosen updates: a trace of operators and kernels, to be looked at in a browser."""
+"""Trace operators and kernels of some updates with PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _MOST_ALLOCATIONS = 100_000
 class Profile(Callback):
     """Writes a trace of some updates to `<run_dir>/profile/steps-<first>-<last>-rank<rank>.json`.
 
-    Open it at https://ui.perfetto.dev or chrome://tracing: every update is an event `ProfilerStep#<step>`, which begins
-    where the update before ended, so with the wait for its data. The update before the first one warms the profiler up.
-    An update that is skipped has an event of its own, with the number that the next one has again.
-    An ending inside the chosen updates writes what there is; the last event then is what the ending took.
+    Open it at https://ui.perfetto.dev or chrome://tracing. Every update is an event `ProfilerStep#<step>` that starts
+    at the end of the previous update, so it includes the wait for data. The update before the first one warms up the
+    profiler. A skipped update has its own event, with the same number as the next one. A run that ends inside the
+    traced updates writes a partial trace, whose last event covers the end of the run.
 
     Args:
         steps: the first and the last update to trace, counted from 1 as in the log.
-        ranks: those that write a trace.
-        record_shapes: whether operators carry the shapes of their inputs.
-        with_stack: whether they carry the Python stack that called them; slows them down.
-        memory: on CUDA also writes a snapshot of all allocations, `...-memory.pickle`, for
+        ranks: that write a trace.
+        record_shapes: whether to record the input shapes of operators.
+        with_stack: whether to record Python stacks, which slows operators down.
+        memory: on CUDA also write a snapshot of all allocations, `...-memory.pickle`, for
             https://pytorch.org/memory_viz.
 
     Attributes:
-        steps: may be set while a run trains, on the ranks that are to trace, by a hook or another thread.
+        steps: may be set during training, on the ranks that trace, by a hook or another thread.
 
     Raises:
-        ConfigError: `steps` is no such pair; or, when the trainer is set up, it has no `run_dir` to write to.
+        ConfigError: `steps` is not a valid pair; or, at setup, the trainer has no `run_dir`.
 
     Example:
         >>> trainer = Digits(config, run_dir="runs/digits", callbacks=[Profile(steps=(10, 12))])
@@ -55,7 +55,7 @@ class Profile(Callback):
         memory: bool = False,
     ) -> None:
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
-            raise ConfigError(f"steps are the first and the last update to trace, such as (10, 12), not {steps!r}")
+            raise ConfigError(f"steps must be the first and the last update to trace, such as (10, 12), got {steps!r}")
         self.steps: tuple[int, int] = steps
         self._ranks = ranks
         self._record_shapes, self._with_stack, self._memory = record_shapes, with_stack, memory
@@ -63,19 +63,19 @@ class Profile(Callback):
         self._last = 0
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
-        """Refuses a trainer that writes nothing."""
+        """Check that the trainer has a run directory."""
         if trainer.run_dir is None:
             raise ConfigError("Profile writes its traces to the run's directory: give the trainer a run_dir")
 
     def on_step_start(self, trainer: Trainer[Any]) -> None:
-        """Begins with the update before the first one, or in its midst where a run goes on."""
+        """Start at the update before the first one, or later if the run resumes inside the traced updates."""
         if self._profiler is None and trainer.world.rank in self._ranks:
             first, last = self.steps
             if first - 1 <= trainer.global_step + 1 <= last:
                 self._begin(trainer, first, last)
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Counts, and writes after the last one."""
+        """Advance the profiler; write the trace after the last update."""
         if self._profiler is not None:
             if trainer.global_step >= self._last:
                 self._finish()
@@ -83,13 +83,13 @@ class Profile(Callback):
                 self._profiler.step()
 
     def on_step_skipped(self, trainer: Trainer[Any], reason: str) -> None:
-        """Ends the event of an update that was not applied: the next one has the same number."""
+        """End the event of the skipped update; the next one has the same number."""
         if self._profiler is not None:
             self._profiler.step_num -= 1
             self._profiler.step()
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        """Writes what there is."""
+        """Write a partial trace, if one was started."""
         self._finish()
 
     def _begin(self, trainer: Trainer[Any], first: int, last: int) -> None:
@@ -117,7 +117,7 @@ class Profile(Callback):
             with_stack=self._with_stack,
             profile_memory=self._memory,
         )
-        # The numbers of its events are those of the run; it cannot be told in another way.
+        # Number its events like the run's updates; there is no public way.
         self._profiler.step_num = begin - 1
         self._profiler.start()
         if upcoming == begin:
@@ -130,7 +130,7 @@ class Profile(Callback):
 
 
 def _write(path: str, export: Callable[[str], object]) -> None:
-    """Has a file made on this machine, and copies it to where it belongs if that is elsewhere."""
+    """Export to a local path, or to a temporary file that is then copied to a remote one."""
     path = path.removeprefix("file://")
     if "://" not in path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -139,8 +139,8 @@ def _write(path: str, export: Callable[[str], object]) -> None:
     from fsspec.core import url_to_fs
 
     with tempfile.TemporaryDirectory() as folder:
-        made = f"{folder}/{path.rsplit('/', 1)[1]}"
-        export(made)
-        fs, there = url_to_fs(path)
-        fs.makedirs(fs._parent(there), exist_ok=True)
-        fs.put_file(made, there)
+        file = f"{folder}/{path.rsplit('/', 1)[1]}"
+        export(file)
+        fs, target = url_to_fs(path)
+        fs.makedirs(fs._parent(target), exist_ok=True)
+        fs.put_file(file, target)

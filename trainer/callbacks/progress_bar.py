@@ -1,4 +1,4 @@
-"""How far a run is, for a person who looks on: a bar on a terminal, one line per record elsewhere."""
+"""Show progress: a bar on a terminal, one line per record elsewhere."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REDRAW_S = 0.1
 
 
 class ProgressBar(Callback):
-    """Shows the main rank's records, and on a terminal a bar that moves with every update.
+    """Shows rank 0's records, and on a terminal a bar that advances with every update.
 
-    Where the output is no terminal (a file, a pipe, a cluster's log) it is one line per record, without control
-    characters. The time left is that of training: without the first update of an attempt, and without evaluations.
+    If the output is no terminal (a file, a pipe, a cluster's log), it is one line per record, without control
+    characters. The time left is an estimate of training time, without evaluations.
 
     Args:
-        stream: where to write; standard output by default.
+        stream: of the output; standard output by default.
         live: whether to draw a bar; by default, if the stream is a terminal.
 
     Example:
@@ -44,14 +44,14 @@ class ProgressBar(Callback):
         self._drawn_s = -math.inf
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Moves the bar."""
+        """Advance the bar."""
         now_s = time.monotonic()
         if now_s - self._drawn_s >= _REDRAW_S and self._is_live and trainer.world.is_main:
             self._drawn_s = now_s
             self._draw_training(trainer)
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Shows a record."""
+        """Show a record."""
         if not trainer.world.is_main:
             return
         record = {"step": trainer.global_step, "epoch": trainer.current_epoch, "attempt": trainer.attempt, **metrics}
@@ -66,28 +66,28 @@ class ProgressBar(Callback):
             self._draw_training(trainer)
 
     def on_evaluation_start(self, trainer: Trainer[Any]) -> None:
-        """Remembers the bar."""
+        """Store the bar, to restore it after the evaluation."""
         self._interrupted = self._drawn
 
     def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Says that it evaluates, instead of the bar."""
+        """Show the progress of the evaluation instead of the bar."""
         now_s = time.monotonic()
         if now_s - self._drawn_s >= _REDRAW_S and self._is_live and trainer.world.is_main:
             self._drawn_s = now_s
             self._draw(f"evaluating · batch {batch_idx + 1:,}")
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Brings the bar back."""
+        """Restore the bar."""
         self._draw(self._interrupted)
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        """Takes the bar away; what it showed last stays as a line."""
+        """Remove the bar; its last state stays as a line."""
         last, self._drawn = self._drawn, ""
         if last:
             self._write(f"{_ERASE_LINE}{last}\n")
 
     def print(self, text: str) -> None:
-        """Writes a line above the bar."""
+        """Write a line above the bar."""
         drawn = self._drawn
         self._draw("")
         self._write(f"{text}\n")
@@ -121,7 +121,7 @@ class ProgressBar(Callback):
 
 
 class Pace:
-    """Seconds per update, smoothed over records, for whoever shows the time left.
+    """Seconds per update, smoothed over records, to estimate the time left.
 
     Example:
         >>> pace = Pace()
@@ -135,11 +135,11 @@ class Pace:
         self._step_s: float | None = None
 
     def left_s(self, record: Mapping[str, Any], total_steps: int | None) -> float | None:
-        """Takes in a training record of the log and returns the seconds of training left, or None while nobody knows.
+        """Add a training record and return the seconds of training left, or None while unknown.
 
         Args:
-            record: with "step" and "attempt", and with "step_s" unless it has but the first update of an attempt.
-            total_steps: updates of the whole run, if that is known.
+            record: with "step" and "attempt", and with "step_s" unless it covers only the first update of an attempt.
+            total_steps: updates of the whole run; None if unknown.
         """
         if record["attempt"] != self._attempt:
             self._attempt, self._step_s = record["attempt"], None
@@ -152,13 +152,13 @@ class Pace:
 
 
 def progress_line(record: Mapping[str, Any], *, total_steps: int | None = None, left_s: float | None = None) -> str:
-    """Writes a record of the log for people: `step 1,250/5,000 · epoch 2 · loss 1.234 · 45,120 tokens/s · 3m12s left`.
+    """Format a record: `step 1,250/5,000 · epoch 2 · loss 1.234 · 45,120 tokens/s · 3m12s left`.
 
     Args:
-        record: with "step" and "epoch", and whatever it has of "train/loss", "tokens_per_s" or "samples_per_s",
-            "data_wait" (the share of the time that was spent waiting for data) and metrics under "validation/".
-            As it is given to trackers, or as it is read from `metrics.jsonl`, where NaN is a string.
-        total_steps: updates of the whole run, if that is known.
+        record: with "step" and "epoch", and optionally "train/loss", "tokens_per_s" or "samples_per_s", "data_wait"
+            (the share of time spent waiting for data) and metrics under "validation/". As trackers get it, or as read
+            from `metrics.jsonl`, where NaN is a string.
+        total_steps: updates of the whole run; None if unknown.
         left_s: see `Pace`.
     """
     parts = [f"step {record['step']:,}" + (f"/{total_steps:,}" if total_steps else ""), f"epoch {record['epoch']}"]
@@ -186,7 +186,7 @@ def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
 
 
 def human_duration(seconds: float) -> str:
-    """Writes seconds for people: "42s", "3m12s", "2h05m", "3d04h"."""
+    """Format seconds: "42s", "3m12s", "2h05m", "3d04h"."""
     whole = round(seconds)
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if whole >= unit_s:

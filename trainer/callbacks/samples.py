@@ -1,4 +1,4 @@
-"""Lets a person see what the model makes, every so often: generated text or images, and never an end of the run."""
+"""Show samples of the model's output during training: generated text or images."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class Samples(Callback):
-    """Calls a function `(trainer)` every so often, and shows what it returns: one text, or texts and images by name.
+    """Calls a function `(trainer)` at intervals, and shows its result: a text, or texts and images by name.
 
-    Texts are printed and go to the trackers that take them (TensorBoard, wandb, MLflow); images, [channels, height,
-    width], go to the trackers. The models are as in an evaluation: in evaluation mode, without gradients, with the
-    averages of an `Ema` that is evaluated. Random numbers are drawn from a copy of the generators, so that the training
-    is the same with and without samples, and the time is left out of the throughput.
+    Texts are printed and logged to the trackers that support them (TensorBoard, wandb, MLflow); images, [channels,
+    height, width], are logged to the trackers. The models are in evaluation mode, without gradients, with the averages
+    of an `Ema` that is evaluated. The random generators are restored afterwards, so training is the same with and
+    without samples; the time does not count in the throughput.
 
-    Every rank calls the function, because a sharded model needs all of them; what the main rank's returns is shown. An
-    error in it costs one warning, and training goes on. A rank that fails in the middle of a forward pass while the
-    others go on leaves them waiting, though: let all ranks compute the same.
+    Every rank calls the function, because a sharded model needs all of them; rank 0's result is shown. An error causes
+    one warning, and training continues. If only some ranks fail, in the middle of a forward pass, the others wait for
+    them forever: let all ranks compute the same.
 
     Args:
-        function: returns a text, a dict of texts and images by name, or None for nothing to show.
-        every: time between two, in steps or epochs.
-        name: of a text that comes without one.
+        function: returns a text, a dict of texts and images by name, or None to show nothing.
+        every: interval, in steps or epochs.
+        name: of a text that is returned without one.
 
     Raises:
-        ConfigError: `every` is wall time, by which ranks would differ, or `function` cannot be called.
+        ConfigError: `every` is wall time, which differs between ranks, or `function` is not callable.
 
     Example:
         >>> def guess(trainer):
@@ -48,20 +48,20 @@ class Samples(Callback):
     ) -> None:
         duration = Duration.parse(every)
         if duration.unit == "seconds":
-            raise ConfigError(f"every counts steps or epochs, not {duration}: ranks would sample at other steps")
+            raise ConfigError(f"every must be in steps or epochs, got {duration}: wall time differs between ranks")
         if not callable(function):
-            raise ConfigError(f"function is called with the trainer and returns what to show; it is {function!r:.80}")
+            raise ConfigError(f"function must be callable with the trainer, got {function!r:.80}")
         self._function, self._name = function, name
         self._schedule = Schedule(duration)
         self._has_warned = False
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Samples, where steps are counted."""
+        """Sample, if due by steps."""
         if self._schedule.due(trainer.progress, ended="steps"):
             self._sample(trainer)
 
     def on_epoch_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Samples, where epochs are counted."""
+        """Sample, if due by epochs."""
         if trainer.progress.step_in_epoch == 0 and self._schedule.due(trainer.progress, ended="epochs"):
             self._sample(trainer)
 
@@ -83,9 +83,7 @@ class Samples(Callback):
         texts = {name: each for name, each in made.items() if isinstance(each, str)}
         images = {name: each for name, each in made.items() if isinstance(each, torch.Tensor)}
         if strange := [name for name in made if name not in texts and name not in images]:
-            raise TypeError(
-                f"{strange[0]!r} is {type(made[strange[0]]).__name__}, and neither a text nor an image tensor"
-            )
+            raise TypeError(f"{strange[0]!r} must be a text or an image tensor, got {type(made[strange[0]]).__name__}")
         for name, text in texts.items():
             trainer.print(f"{name} after step {trainer.global_step:,}: {text}")
         if texts:
@@ -98,6 +96,6 @@ class Samples(Callback):
             self._has_warned = True
             name = getattr(self._function, "__qualname__", repr(self._function))
             warnings.warn(
-                f"the samples of {name} failed, and training goes on without them: {type(error).__name__}: {error}",
+                f"the samples of {name} failed, and training continues without them: {type(error).__name__}: {error}",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""What is in a model: parameters, how many of them are trained, and the memory that they take."""
+"""Summarise models: parameters, trained parameters, and their memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Prints a table of every model once, when training begins.
+    """Prints a table of every model when training starts.
 
     Attributes:
-        text: what was printed.
+        text: the printed tables.
 
     Example:
         >>> trainer = Digits(config, callbacks=[ModelSummary()])
@@ -30,21 +30,21 @@ class ModelSummary(Callback):
     text: str = ""
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Prints."""
+        """Print the tables."""
         tables = [model_summary(model, name=name) for name, model in trainer.models.items()]
         self.text = "\n\n".join(tables)
         trainer.print(self.text)
 
 
 def model_summary(model: nn.Module, *, name: str = "model") -> str:
-    """Writes a table of a model's modules at the top: class, parameters, those that are trained, bytes with buffers.
+    """Return a table of a model's top-level modules: class, parameters, trained parameters, bytes with buffers.
 
-    The numbers are those of the whole model, on the meta device, sharded or not. A weight that several modules share
-    is counted in the first of them.
+    Numbers are those of the full model, also if it is sharded or on the meta device. A weight that several modules
+    share counts in the first of them.
 
     Args:
-        model: wrapped and compiled or not.
-        name: what the model is called.
+        model: may be wrapped and compiled.
+        name: title of the table.
 
     Example:
         >>> print(model_summary(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))))
@@ -80,7 +80,7 @@ class _Row(NamedTuple):
 
 
 def _row(name: str, module: nn.Module, tensors: Iterable[torch.Tensor], seen: set[int]) -> _Row:
-    """Counts what has not been seen; a sharded tensor counts as a whole."""
+    """Count the tensors that are not in `seen`, sharded ones at full size, and add them to it."""
     new = {id(each): each for each in tensors if id(each) not in seen}.values()
     seen.update(map(id, new))
     parameters = [each for each in new if isinstance(each, nn.Parameter)]
@@ -95,5 +95,5 @@ def _row(name: str, module: nn.Module, tensors: Iterable[torch.Tensor], seen: se
 
 def _kind(module: nn.Module) -> str:
     name = type(module).__name__
-    # FSDP2 makes a class of its own out of that of each module that it shards.
+    # FSDP2 replaces the class of each module that it shards by a subclass, FSDP<name>.
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

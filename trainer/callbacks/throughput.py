@@ -1,4 +1,4 @@
-"""How well the devices are used: the share of what they could compute that the model's arithmetic takes."""
+"""Model FLOPs utilisation: the share of the devices' peak that the model's arithmetic uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .base import Callback
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-# Dense, so half of what is advertised with sparsity, in FLOPs per second by what multiplies. The first name that a
-# device's name contains counts. From the makers' data sheets: https://www.nvidia.com/en-us/data-center/a100 (and h100,
+# Dense (half of the figure advertised with sparsity), in FLOPs per second, by format. The first key that a device's
+# name contains applies. From the makers' data sheets: https://www.nvidia.com/en-us/data-center/a100 (and h100,
 # h200, l4, l40, l40s, v100, tesla-t4); https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703;
 # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
 _PEAK_FLOPS: dict[str, dict[str, float]] = {
@@ -40,18 +40,18 @@ _PEAK_FLOPS: dict[str, dict[str, float]] = {
 class Throughput(Callback):
     """Adds `mfu` (model FLOPs utilisation, 0 to 1) to every training record that has a throughput.
 
-    The samples and tokens per second are in the records without it; `mfu` is what they cost in arithmetic, by the peak
-    of all devices. The cost is what the trainer's `flops_per_sample` or `flops_per_token` returns. Where neither does
-    and tokens are counted, it is the 6N rule: 6 FLOPs per token and trainable parameter (2 forward, 4 backward), 4 for
-    a frozen one, embeddings that are only looked up left out, attention scores not counted. What activation
-    checkpointing computes twice counts once. Nothing is logged where the cost or the peak is unknown, as on a CPU.
+    `mfu` is the FLOPs of the samples or tokens per second, divided by the peak of all devices. The trainer's
+    `flops_per_sample` or `flops_per_token` returns the cost. If both return None and tokens are counted, the 6N rule
+    applies: 6 FLOPs per token and trainable parameter (2 forward, 4 backward), 4 for a frozen one, without embeddings
+    that are only looked up and without attention scores. Recomputation by activation checkpointing does not count.
+    Nothing is logged if the cost or the peak is unknown, as on a CPU.
 
     Args:
-        peak_flops: of one device, per second, in the precision that is trained in; by default what is known of the GPU.
-            Matrices in float32 count as TF32 where `torch.set_float32_matmul_precision` allows it.
+        peak_flops: of one device, per second, in the training precision; by default that of a known GPU. float32 counts
+            as TF32 if `torch.set_float32_matmul_precision` allows it.
 
     Raises:
-        ConfigError: `peak_flops` is not above zero.
+        ConfigError: `peak_flops` is not positive.
 
     Source: PaLM (Chowdhery et al., arXiv:2204.02311, appendix B) for MFU; Kaplan et al. (arXiv:2001.08361, section 2.1)
     for 6N.
@@ -62,12 +62,12 @@ class Throughput(Callback):
 
     def __init__(self, *, peak_flops: float | None = None) -> None:
         if peak_flops is not None and not peak_flops > 0:
-            raise ConfigError(f"peak_flops is above zero, not {peak_flops}; leave it out to look the device up")
+            raise ConfigError(f"peak_flops must be > 0, got {peak_flops}; remove it to look up the device")
         self._peak_flops = peak_flops
         self._by_parameters = 0
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
-        """Joins the records, unless nobody knows what the devices could do."""
+        """Register as a metric source, if the peak is known."""
         peak = self._peak_flops or known_peak_flops(trainer.device, trainer.config.precision)
         if peak is not None:
             self._by_parameters = sum(flops_by_parameters(model) for model in trainer.models.values())
@@ -83,9 +83,9 @@ class Throughput(Callback):
 
 
 def flops_by_parameters(model: nn.Module) -> int:
-    """Returns the FLOPs of forward and backward per token by the 6N rule, as `Throughput` states it."""
+    """Return the FLOPs of forward and backward per token by the 6N rule, as in `Throughput`."""
     looked_up = {id(each.weight) for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))}
-    # One that is tied to a head is multiplied there, too.
+    # An embedding that is tied to a head is also multiplied there.
     multiplied = {
         id(parameter)
         for module in model.modules()
@@ -100,7 +100,7 @@ def flops_by_parameters(model: nn.Module) -> int:
 
 
 def known_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the dense peak of a GPU in FLOPs per second, or None where it is not known.
+    """Return the dense peak of a GPU in FLOPs per second, or None if unknown.
 
     Args:
         device: of this rank.
@@ -115,6 +115,6 @@ def known_peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_flops_of(name: str, kind: str) -> float | None:
-    """Returns the dense peak of the GPU of that name in "bf16", "fp16", "tf32" or "fp32", or None."""
+    """Return the dense peak of the GPU of that name in "bf16", "fp16", "tf32" or "fp32", or None if unknown."""
     known = next((peaks for part, peaks in _PEAK_FLOPS.items() if part in name), {})
     return known.get(kind)

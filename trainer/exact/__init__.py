@@ -1,1 +1,1 @@
-"""Exact mode: the same bits for every number of ranks."""
+"""Exact mode: bit-identical training on any number of ranks."""

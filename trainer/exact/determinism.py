@@ -1,4 +1,4 @@
-"""Computing one micro-batch to the same bits in every process on one kind of hardware."""
+"""Compute a micro-batch to the same bits in every process on one kind of hardware."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..data.tree import map_tensors
 
 
 def clone_batch(batch: Any) -> Any:
-    """Returns a batch in memory of its own: what a matrix product rounds may depend on where its rows begin."""
+    """Clone a batch: the rounding of a matrix product may depend on the memory alignment of its rows."""
     return map_tensors(torch.Tensor.clone, batch)
 
 
 @contextmanager
 def deterministic_mode(device: torch.device) -> Iterator[None]:
-    """Computes in the way that does not depend on the process: deterministic algorithms, and on a CPU one thread."""
+    """Use deterministic algorithms, and on a CPU one thread, inside the context."""
     threads, benchmarks = torch.get_num_threads(), torch.backends.cudnn.benchmark
     mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if device.type == "cuda":
-        # cuBLAS reads it once, and PyTorch refuses matrix products without it.
+        # PyTorch refuses matrix products without it; cuBLAS reads it only once.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         if device.type == "cpu":
-            # Threads cut sums and vectors elsewhere, and torchrun gives each of several ranks fewer of them.
+            # The number of threads changes how sums are split, and torchrun lowers it for several ranks.
             torch.set_num_threads(1)
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
@@ -43,7 +43,7 @@ def deterministic_mode(device: torch.device) -> Iterator[None]:
 
 
 def hardware_fingerprint(device: torch.device) -> dict[str, str]:
-    """Returns what the rounding of a micro-batch depends on besides the code: equal on all ranks, and on resume."""
+    """Return what rounding depends on besides the code; must be equal on all ranks and after a resume."""
     cpu = f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "computes on": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,

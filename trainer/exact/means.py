@@ -1,4 +1,4 @@
-"""Weighted means whose sums are exact, so that no order of the micro-batches or ranks shows in them."""
+"""Weighted means with exact sums, which do not depend on the order of micro-batches or ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..distributed.world import World
 from ..errors import StepError
-from ..metrics.means import MeanMetrics, not_a_number_error, to_float64
-from ..metrics.reductions import Reduce
+from ..metrics.means import MeanMetrics, not_a_number_error
+from ..metrics.reductions import Reduce, to_float64
 
 _SMALLEST = 1074
 """Every finite float64 is a multiple of 2**-1074."""
@@ -27,13 +27,13 @@ _STACK_AT = 1024
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums that are exact.
+    """Exact sums.
 
     Attributes:
         weighted: of weight * value, in units of 2**-2148.
         weight: of weight, in units of 2**-1074.
-        not_finite: of the products with a value that is not finite.
-        is_total: whether it is the sum that counts, and not the mean.
+        not_finite: of weight * value for values that are not finite.
+        is_total: whether `value` is the sum instead of the mean.
     """
 
     weighted: int = 0
@@ -62,17 +62,17 @@ class _Sums:
         if self.not_finite != 0.0:
             return self.not_finite
         try:
-            # Division of whole numbers is rounded once, to the nearest float.
+            # Python rounds the quotient of two integers once, to the nearest float.
             return self.weighted / ((_ONE if self.is_total else self.weight) * _ONE)
         except OverflowError:
             return math.inf if self.weighted > 0 else -math.inf
 
 
 class ExactMeans(MeanMetrics):
-    """`MeanMetrics` for exact mode: a mean is rounded once, in the end.
+    """`MeanMetrics` for exact mode: a mean is rounded once, at the end.
 
-    So it is that of the micro-batches, in the bits, however these were shared out. Costs a little more on the host, and
-    keeps every number that lies on a device until it is read.
+    So its bits depend only on the micro-batches, and not on which rank had which. Costs slightly more on the host, and
+    keeps every number of a device until it is read.
 
     Example:
         >>> means = ExactMeans()
@@ -89,7 +89,7 @@ class ExactMeans(MeanMetrics):
         self._stacks: list[tuple[list[str], Tensor]] = []
 
     def add(self, outputs: Mapping[str, Any], weight: Tensor | float = 1, prefix: str = "") -> None:
-        """Takes the numbers of one micro-batch of this rank, as `MeanMetrics.add` does."""
+        """Add the numbers of one micro-batch of this rank, as `MeanMetrics.add` does."""
         if isinstance(weight, Tensor) and weight.is_cpu:
             weight = weight.item()
         for key, value in outputs.items():
@@ -117,27 +117,27 @@ class ExactMeans(MeanMetrics):
                 self._exact.setdefault(name, _Sums()).add(float(value), float(weight))
 
     def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
-        """Takes one number, as `MeanMetrics.log` does; sums are exact, too.
+        """Add one number, as `MeanMetrics.log` does; sums are exact, too.
 
         Raises:
-            StepError: as there; or it is the last value that is to count.
+            StepError: as there; or `reduce` is "last".
         """
         if reduce == "last":
             raise StepError(
-                f"log({name!r}, reduce='last') is the value of the rank that happens to have one, and with exact=True "
-                "nothing depends on that: log a mean, a sum or an extreme"
+                f"log({name!r}, reduce='last') depends on which rank has a value, and with exact=True nothing may: log "
+                "a mean, a sum or an extreme"
             )
         if reduce != "sum":
             super().log(name, value, weight, reduce)
             return
         if isinstance(weight, Tensor) or weight != 1:
-            raise StepError(f"log({name!r}) has a weight and reduce={reduce!r}: only a mean is weighted")
+            raise StepError(f"log({name!r}) has a weight, which only reduce='mean' takes, not {reduce!r}")
         self.reduced.check_kind(name, reduce)
         self._exact.setdefault(name, _Sums(is_total=True))
         self.add({name: value})
 
     def read(self, world: World) -> dict[str, float]:
-        """Returns the means since the last read, equal on every rank and at every number of them. Every rank must."""
+        """Return the means since the last read, equal on any number of ranks. Every rank must call this."""
         per_rank = world.all_gather_object((self._drain_exact(), self.reduced.drain()))
         sums = _merge([sums for sums, _ in per_rank])
         for name, each in sums.items():
@@ -149,7 +149,7 @@ class ExactMeans(MeanMetrics):
         return dict(sorted((values | self.reduced.merge_ranks([reduced for _, reduced in per_rank], means)).items()))
 
     def merge(self, other: MeanMetrics) -> None:
-        """Adds all that another one has, which is of the same kind."""
+        """Add everything of another `ExactMeans`."""
         assert isinstance(other, ExactMeans)
         self._exact = _merge([self._exact, other._exact])
         self._kept += other._kept
@@ -157,13 +157,13 @@ class ExactMeans(MeanMetrics):
         self.reduced.merge(other.reduced)
 
     def reset(self) -> None:
-        """Begins anew without a read."""
+        """Drop everything since the last read."""
         self._exact = {}
         self._kept, self._stacks = [], []
         self.reduced.values.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank has added since the last read; "sums" is for a run that goes on without exact mode."""
+        """Return what this rank has added since the last read; "sums" is for resuming without exact mode."""
         self._exact = sums = self._drain_exact()
         return {
             "sums": {
@@ -179,10 +179,9 @@ class ExactMeans(MeanMetrics):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Goes on from what `state_dict` returned, or that of `MeanMetrics`."""
+        """Restore what `state_dict` or that of `MeanMetrics` returned, and drop everything else."""
         self.reset()
-        if "reduced" in state_dict:
-            self.reduced.load_state_dict(state_dict["reduced"])
+        self.reduced.load_state_dict(state_dict["reduced"])
         if "exact products" in state_dict:
             for name, (weighted, weight, not_finite, is_total) in state_dict["exact products"].items():
                 self._exact[name] = _Sums(int(weighted, 16), int(weight, 16), not_finite, is_total)
@@ -194,13 +193,13 @@ class ExactMeans(MeanMetrics):
                 self._exact[name] = _Sums(0, _units(weight), mean_times_weight)
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over what another rank, which is gone, had added since the last read."""
+        """Add what a rank that no longer exists had added since the last read."""
         gone = ExactMeans()
         gone.load_state_dict(state_dict)
         self.merge(gone)
 
     def _stack(self) -> None:
-        """Makes one tensor [N, 2] of the values and weights that are kept."""
+        """Stack the kept values and weights into one tensor, shape [N, 2]."""
         kept, self._kept = self._kept, []
         device = next(each.device for _, *pair in kept for each in pair if isinstance(each, Tensor) and not each.is_cpu)
         columns = [
@@ -210,7 +209,7 @@ class ExactMeans(MeanMetrics):
         self._stacks.append(([name for name, *_ in kept], torch.stack(columns, dim=1)))
 
     def _drain_exact(self) -> dict[str, _Sums]:
-        """Brings all that this rank has to the host, and forgets it."""
+        """Move everything of this rank to the host, and reset it."""
         if self._kept:
             self._stack()
         sums, self._exact = self._exact, {}
@@ -223,14 +222,14 @@ class ExactMeans(MeanMetrics):
 
 
 def _merge(each: list[dict[str, _Sums]]) -> dict[str, _Sums]:
-    joined: dict[str, _Sums] = {}
+    merged: dict[str, _Sums] = {}
     for sums in each:
         for name, more in sums.items():
-            joined.setdefault(name, _Sums()).merge(more)
-    return joined
+            merged.setdefault(name, _Sums()).merge(more)
+    return merged
 
 
 def _units(value: float) -> int:
-    """A finite float as a whole number of 2**-1074."""
+    """Return a finite float as an integer, in units of 2**-1074."""
     numerator, denominator = value.as_integer_ratio()
     return numerator << (_SMALLEST - denominator.bit_length() + 1)

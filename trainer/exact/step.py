@@ -1,9 +1,9 @@
-"""Exact mode: the bits of a training do not depend on the number of ranks.
+"""One optimizer step in exact mode, in which the bits of a training run do not depend on the number of ranks.
 
-Each global batch is cut into the same *parts* everywhere, whole logical shards or equal pieces of them, and a part is
-one micro-batch. Its random numbers are keyed by (seed, step, part), its gradient is computed alone, and the gradients
-of all parts are added up in the order of one tree (gradient_tree.py); sums of metrics are exact (exact_means.py). What
-remains is the arithmetic of one micro-batch, for which kernels are deterministic (determinism.py).
+On any number of ranks a global batch is split into the same *parts*, logical shards or equal fractions of them, and a
+part is one micro-batch. Its random numbers are keyed by (seed, step, part), its gradient is computed separately, and
+the gradients of all parts are summed in the order of one tree (gradient_tree.py); sums of metrics are exact (means.py).
+The arithmetic within a micro-batch is made deterministic (determinism.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class ExactStep(OptimizerStep):
-    """Makes one update whose result is the same, bit by bit, at every number of ranks.
+    """Makes one update whose result is bit-identical on any number of ranks.
 
     Args:
-        trainer: set up, with models that no wrapper synchronises.
-        metrics: exact ones.
-        logged: exact ones, for what a step logs by itself.
-        data: cut by logical shards.
+        trainer: after setup, with models that are not wrapped.
+        metrics: an `ExactMeans`.
+        logged: an `ExactMeans`, for `Trainer.log` inside a step.
+        data: split by logical shards.
     """
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, logged: MeanMetrics, data: SupportsShards) -> None:
@@ -47,7 +47,7 @@ class ExactStep(OptimizerStep):
         self._num_combined = 0
 
     def describe(self) -> str:
-        """Says what exact mode costs: what a rank sends in an update, where DDP would send twice the gradient."""
+        """Return a sentence on the communication of an update, compared to DDP, which sends the gradient twice."""
         world, shards = self._world, self._num_shards
         numbers = sum(p.numel() * max(p.element_size(), 4) for p in _trainable(self._optimizers))
         own = shards * (world.rank + 1) // world.size - shards * world.rank // world.size
@@ -57,18 +57,18 @@ class ExactStep(OptimizerStep):
         )
         share = (world.size - 1) / world.size
         return (
-            f"exact: {shards} logical shards in an update, each a gradient of its own; a rank sends up to "
+            f"exact: {shards} logical shards per update, each with a separate gradient; a rank sends up to "
             f"{(most + 1) * share * numbers / 1e6:.3g} MB per update (DDP: {2 * share * numbers / 1e6:.3g} MB)"
         )
 
     def measure(self, record: Mapping[str, float]) -> dict[str, float]:
-        """Returns how long the gradients took to meet, per update, on the slowest rank; a meter of the log."""
+        """Return the time of summing gradients over ranks, per update, on the slowest rank; a metric source."""
         longest_s = max(self._world.all_gather_object(self._combining_s / max(self._num_combined, 1)))
         self._combining_s, self._num_combined = 0.0, 0
         return {"exact_s": longest_s}
 
     def __call__(self, batch: GlobalBatch) -> str | None:
-        """Makes the update, and leaves all ranks with the same random numbers for what comes between two updates."""
+        """Make the update, and seed all ranks alike for random numbers that are drawn between two updates."""
         self._inside_part = False
         with deterministic_mode(self._trainer.device):
             rejection = super().__call__(batch)
@@ -76,19 +76,19 @@ class ExactStep(OptimizerStep):
         return rejection
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """Refuses: the gradients of other parts are not here yet.
+        """Not supported: an optimizer can only step when the gradients of all parts are summed.
 
         Raises:
             StepError: always.
         """
         raise StepError(
-            "training_step called self.step(optimizer), and with exact=True an optimizer can only step when the "
-            "gradients of all parts have been added up, after the last step: return the loss, or leave exact out"
+            "training_step called self.step(optimizer), and with exact=True an optimizer can only step after the "
+            "gradients of all parts have been summed: return the loss, or remove exact"
         )
 
     @property
     def should_log(self) -> bool:
-        """Whether what is logged now counts: inside a part on its rank, else on the main one, so once."""
+        """Whether to log a number now: inside a part on its rank, otherwise only on rank 0, so that it counts once."""
         return self._inside_part or self._world.is_main
 
     def _attempts(self) -> int:
@@ -142,21 +142,21 @@ class ExactStep(OptimizerStep):
             return [weight / batch.global_num_samples for weight in weights]
         rank_ranges = self._rank_ranges(batch)
         device, own = self._trainer.device, rank_ranges[self._world.rank]
-        # Weights may be fractions, so these are added up in one order too: to a zero no sum is rounded.
-        weight_P = torch.zeros(rank_ranges[-1].stop, dtype=torch.float64, device=device)
-        weight_P[own.start : own.stop] = torch.stack(
+        # Weights may be fractions, so they are summed in one order, too; adding zeros rounds nothing.
+        loss_weight_P = torch.zeros(rank_ranges[-1].stop, dtype=torch.float64, device=device)
+        loss_weight_P[own.start : own.stop] = torch.stack(
             [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for weight in weights]
         )
-        factor = (1 / self._world.all_reduce_sum(weight_P).sum().clamp(min=1e-12)).float()
+        factor = (1 / self._world.all_reduce_sum(loss_weight_P).sum().clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
 
     def _rank_ranges(self, batch: GlobalBatch) -> list[range]:
-        """The parts of each rank: as many of every logical shard."""
+        """Return the parts of each rank: the same number of every logical shard."""
         world = self._world
         return micro_batch_ranges(self._num_shards, world.size, num_own=len(batch.micro_batches), rank=world.rank)
 
     def _tensor_versions(self) -> list[tuple[int, int]]:
-        """Tells whether a parameter or buffer has been replaced, or changed in place."""
+        """Return the identity and version of each tensor, which change if it is replaced or modified in place."""
         models = self._models.values()
         return [
             (id(tensor), tensor._version)
@@ -166,10 +166,10 @@ class ExactStep(OptimizerStep):
         ]
 
     def _check_unchanged(self, before: list[tuple[int, int]]) -> None:
-        """Refuses a step that changes what another rank would not know of.
+        """Check that the step changed no parameter or buffer, which other ranks would not see.
 
         Raises:
-            StepError: with the names.
+            StepError: it did; with the names.
         """
         if (now := self._tensor_versions()) == before:
             return
@@ -180,9 +180,9 @@ class ExactStep(OptimizerStep):
         }
         changed = [names[of] for of, version in now if (of, version) not in before]
         raise StepError(
-            f"training_step changed {', '.join(changed[:8]) or 'the tensors of a model'}, and exact=True cannot keep "
-            "that: each rank would change its own copy, in the order of its own parts. Change it in on_step_end, from "
-            "what is equal on every rank, or leave exact out"
+            f"training_step changed {', '.join(changed[:8]) or 'the tensors of a model'}, which exact=True does not "
+            "support: each rank would change its own copy, in the order of its own parts. Change it in on_step_end, "
+            "from values that are equal on every rank, or remove exact"
         )
 
 

@@ -1,4 +1,4 @@
-"""How the values of tensors are spread, counted over all ranks: each element once, however it is sharded."""
+"""Histograms of tensors over all ranks, in which each element counts once, however it is sharded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..distributed.world import World
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The finite values of a tensor in bins of equal width, as a tracker takes them.
+    """The finite values of a tensor in bins of equal width.
 
     Attributes:
-        edges: of the bins, one more than there are bins, rising.
-        counts: values in each bin.
-        total: the sum of the values.
-        total_of_squares: the sum of their squares.
-        non_finite: values that are NaN or infinite, which are in no bin and no sum.
+        edges: of the bins, ascending, one more than there are bins.
+        counts: number of values in each bin.
+        total: sum of the values.
+        total_of_squares: sum of their squares.
+        non_finite: number of values that are NaN or infinite, which no bin or sum includes.
 
     Example:
         >>> histograms({"a": torch.tensor([0.0, 1.0, 1.0])}, World.single("cpu"), bins=2)["a"].counts
@@ -36,14 +36,14 @@ class Histogram:
 
 
 def histograms(tensors: Mapping[str, torch.Tensor], world: World, *, bins: int = 64) -> dict[str, Histogram]:
-    """Counts the values of some tensors, equal on every rank. Every rank must call this, with the same names.
+    """Compute histograms of some tensors, equal on every rank. Every rank must call this, with the same names.
 
-    Waits for the device. One without values (nothing in it, nothing finite and nothing else) is left out.
+    Waits for the device. Empty tensors are left out.
 
     Args:
         tensors: by name; sharded ones as `DTensor`, others equal on all ranks.
         world: the ranks.
-        bins: how many, of equal width, from the least finite value to the greatest.
+        bins: number of bins of equal width, from the minimum to the maximum finite value.
     """
     parts = {name: _counted_here(tensor.detach(), world) for name, tensor in tensors.items()}
     finite = {name: part[part.isfinite()] for name, part in parts.items()}
@@ -66,7 +66,7 @@ def histograms(tensors: Mapping[str, torch.Tensor], world: World, *, bins: int =
 
 
 def _counted_here(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """The values that this rank counts, flat, in float32 at least: no other rank counts them."""
+    """Return the values that only this rank counts, flat, at least in float32."""
     part = to_local(tensor)
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate() or ()
@@ -84,14 +84,14 @@ def _counted_here(tensor: torch.Tensor, world: World) -> torch.Tensor:
 def _edges(spans: list[tuple[float, float]], bins: int) -> tuple[float, ...]:
     least, greatest = min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=0.0)
     if least == greatest:
-        # Equal values need a bin with a width, which a large number would swallow.
+        # Bins need a width, relative to the value: a fixed one would vanish beside a large value.
         width = max(abs(least) * 1e-3, 1e-6)
         least, greatest = least - width, greatest + width
     return tuple(least + (greatest - least) * (number / bins) for number in range(bins + 1))
 
 
 def _count(values: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    # Not torch.histc, which refuses to be deterministic on CUDA.
+    # Not torch.histc, which has no deterministic CUDA kernel.
     bins = len(edges) - 1
     place = ((values - edges[0]) * (bins / (edges[-1] - edges[0]))).long().clamp_(0, bins - 1)
     return torch.bincount(place, minlength=bins)

@@ -1,4 +1,4 @@
-"""Weighted means that stay on the device, and meet the other ranks once, when they are read."""
+"""Weighted means that stay on the device and are reduced over the ranks once, when they are read."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from ..distributed.world import World
 from ..errors import StepError
-from .reductions import Reduce, Reductions
+from .reductions import Reduce, Reductions, to_float64
 
 _FOLD_AT = 1024
-"""So many values of one name are kept on a device before they become one sum: bounds the memory without waiting."""
+"""The most values of one name that are kept on a device before they are summed: bounds the memory without waiting."""
 
 
 class MeanMetrics:
-    """Means of what steps return, over micro-batches and ranks, each weighted by its samples or tokens.
+    """Means of step results over micro-batches and ranks, weighted by samples or tokens.
 
-    `add` never waits for a device: a tensor that lies on one is kept there. `read` is the one place that waits, for the
-    device and for the other ranks. A mean is `sum(weight * value) / sum(weight)`, summed in float64 (float32 on devices
-    that have no float64), and never outside of its values: that of a constant is the constant. A name may be missing on
-    some ranks or in some micro-batches: its mean is over the others.
+    `add` never waits for a device; only `read` waits, for the device and the other ranks. A mean is
+    `sum(weight * value) / sum(weight)`, summed in float64 (float32 on devices without float64) and clamped to the range
+    of its values, so that the mean of a constant is the constant. A name may be missing on some ranks or in some
+    micro-batches: its mean is over the others.
 
     Attributes:
-        reduced: what is logged and is no mean; `read` returns it besides.
-        weights: how much each mean of the last read counts, by name: the sum of its weights over all ranks.
+        reduced: logged sums, extremes and last values, which `read` also returns.
+        weights: the total weight of each mean of the last read, over all ranks.
 
     Example:
         >>> metrics = MeanMetrics()
@@ -41,7 +41,7 @@ class MeanMetrics:
     """
 
     def __init__(self) -> None:
-        # Of weight * value and of weight; the least and the greatest value.
+        # By name: the sum of weight * value, the sum of weight, the minimum and the maximum value.
         self._sums: defaultdict[str, list[float]] = defaultdict(_empty_sums)
         self._on_device: defaultdict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
         self._folded: list[tuple[str, Tensor]] = []
@@ -50,16 +50,15 @@ class MeanMetrics:
         self.weights: dict[str, float] = {}
 
     def add(self, outputs: Mapping[str, Any], weight: Tensor | float = 1, prefix: str = "") -> None:
-        """Takes the numbers of one micro-batch of this rank; nested names become "a/b".
+        """Add the numbers of one micro-batch of this rank; nested names become "a/b".
 
         Args:
-            outputs: numbers and tensors of one element, in nested mappings. Tensors are detached, and may lie anywhere.
-            weight: how much they count, from 0: samples, tokens, or a tensor of one element. What has weight 0 is
-                ignored, even if it is NaN.
-            prefix: goes before every name.
+            outputs: numbers and tensors of one element on any device, in nested mappings. Tensors are detached.
+            weight: >= 0: samples, tokens, or a tensor of one element. Values of weight 0 are ignored, even NaN.
+            prefix: of every name.
 
         Raises:
-            StepError: one of them is no single number.
+            StepError: a value is not a single number.
         """
         if isinstance(weight, Tensor) and weight.is_cpu:
             weight = weight.item()
@@ -76,7 +75,7 @@ class MeanMetrics:
                 if isinstance(value, Mapping):
                     self.add(value, weight, f"{name}/")
                     continue
-                if not isinstance(value, numbers.Real):  # NumPy's scalars are
+                if not isinstance(value, numbers.Real):  # NumPy scalars are
                     raise not_a_number_error(name, value)
             if isinstance(weight, Tensor):
                 self._keep(name, to_float64(float(value), weight.device), weight)
@@ -90,31 +89,31 @@ class MeanMetrics:
                     sums[3] = value
 
     def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
-        """Takes one number: for its mean, by weight, or for something else.
+        """Add one number, to be reduced as `reduce` says; the weight is for means.
 
         Raises:
-            StepError: it is no single number, there is no such `reduce`, or the name has another one.
+            StepError: the value is not a single number, or `reduce` is unknown or not that of earlier values.
         """
         if reduce == "mean":
             self.add({name: value}, weight)
             return
         if isinstance(weight, Tensor) or weight != 1:
-            raise StepError(f"log({name!r}) has a weight and reduce={reduce!r}: only a mean is weighted")
+            raise StepError(f"log({name!r}) has a weight, which only reduce='mean' takes, not {reduce!r}")
         self.reduced.add(name, value, reduce)
 
     def read(self, world: World) -> dict[str, float]:
-        """Returns the means since the last read, by sorted name, equal on every rank, and begins anew.
+        """Return the means since the last read, sorted by name and equal on every rank, and reset.
 
-        Every rank must call this; it waits for the device. A name whose weights sum to zero is left out.
+        Every rank must call this; it waits for the device. Names of total weight 0 are left out.
         """
         sums, reduced = self._drain(), self.reduced.drain()
         if world.size == 1:
             self._known_names = sorted(sums)
-            total, others = [sums[name] for name in self._known_names], len(reduced)
+            total, num_reduced = [sums[name] for name in self._known_names], len(reduced)
         else:
-            total, strangers, others = self._merge_ranks(sums, world, others=len(reduced))
-            if strangers:
-                # Names change rarely, mostly at the first read; all ranks see the same count, so all go this way.
+            total, num_unknown, num_reduced = self._merge_ranks(sums, world, num_reduced=len(reduced))
+            if num_unknown:
+                # Names change rarely, mostly at the first read. All ranks see the same count, so all take this branch.
                 self._known_names = sorted(
                     {name for names in world.all_gather_object([*self._known_names, *sums]) for name in names}
                 )
@@ -125,16 +124,13 @@ class MeanMetrics:
             for name, (weighted, weight, least, greatest) in zip(self._known_names, total, strict=True)
             if weight
         }
-        if not others and not self.reduced.kinds:
+        if not num_reduced and not self.reduced.kinds:
             return means
-        return dict(
-            sorted(
-                (means | self.reduced.merge_ranks(world.all_gather_object(reduced) if others else [], means)).items()
-            )
-        )
+        per_rank = world.all_gather_object(reduced) if num_reduced else []
+        return dict(sorted((means | self.reduced.merge_ranks(per_rank, means)).items()))
 
     def merge(self, other: MeanMetrics) -> None:
-        """Adds all that another one has; never waits for a device."""
+        """Add everything of another one; never waits for a device."""
         for name, sums in other._sums.items():
             self._sums[name] = _merge(self._sums[name], sums)
         for name, kept in other._on_device.items():
@@ -146,43 +142,41 @@ class MeanMetrics:
             self.reduced.merge(other.reduced)
 
     def reset(self) -> None:
-        """Begins anew without a read."""
+        """Drop everything since the last read."""
         self._sums.clear()
         self._on_device.clear()
         self._folded.clear()
         self.reduced.values.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank has added since the last read."""
+        """Return what this rank has added since the last read."""
         sums = self._drain()
-        # They stay, as one sum: reading them later adds what comes then.
         self._sums.update(sums)
         return {
-            # As exact mode and earlier versions have it, so that a run may go on from either.
+            # The same entry as in exact mode, so that a run may resume from either.
             "sums": {name: list(each[:2]) for name, each in sums.items()},
             "extremes": {name: list(each[2:]) for name, each in sums.items()},
             "reduced": self.reduced.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Goes on from what `state_dict` returned, and from nothing that has been added since."""
+        """Restore what `state_dict` returned, also in exact mode, and drop everything else."""
         self.reset()
-        extremes = state_dict.get("extremes", {})
+        extremes = state_dict.get("extremes", {})  # exact mode has none
         for name, sums in state_dict["sums"].items():
             self._sums[name] = [*sums, *extremes.get(name, (-math.inf, math.inf))]
-        if "reduced" in state_dict:
-            self.reduced.load_state_dict(state_dict["reduced"])
+        self.reduced.load_state_dict(state_dict["reduced"])
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over what another rank, which is gone, had added since the last read."""
-        together = MeanMetrics()
-        together.load_state_dict(state_dict)
-        # In this order: of what is logged as the last value, this rank's counts.
-        together.merge(self)
-        self.load_state_dict(together.state_dict())
+        """Add what a rank that no longer exists had added since the last read."""
+        merged = MeanMetrics()
+        merged.load_state_dict(state_dict)
+        # In this order, so that for "last" this rank's value wins.
+        merged.merge(self)
+        self.load_state_dict(merged.state_dict())
 
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
-        """Keeps a value on its device, as it is now: only a fresh result of the graph will not change in place."""
+        """Keep a value on its device, cloned unless it is a fresh result of the graph, which cannot change in place."""
         kept = self._on_device[name]
         fresh = value.grad_fn is not None and not value._is_view()
         kept.append((value.detach() if fresh else value.detach().clone(), weight))
@@ -190,7 +184,7 @@ class MeanMetrics:
             self._fold(name)
 
     def _fold(self, name: str) -> None:
-        """Replaces the kept values of a name by their sums and extremes."""
+        """Replace the kept values of a name by their sums and extremes."""
         kept = self._on_device.pop(name)
         device = kept[0][0].device
         value_N = torch.stack([to_float64(value, device) for value, _ in kept])
@@ -205,7 +199,7 @@ class MeanMetrics:
         self._folded.append((name, torch.stack([weighted_N.sum(), weight_N.sum(), least, greatest])))
 
     def _drain(self) -> dict[str, list[float]]:
-        """Brings all sums of this rank to the host, in one transfer, and forgets them."""
+        """Move all sums of this rank to the host, in one transfer, and reset them."""
         for name in list(self._on_device):
             self._fold(name)
         sums, self._sums = self._sums, defaultdict(self._sums.default_factory)
@@ -218,29 +212,21 @@ class MeanMetrics:
         return sums
 
     def _merge_ranks(
-        self, sums: Mapping[str, list[float]], world: World, *, others: int = 0
+        self, sums: Mapping[str, list[float]], world: World, *, num_reduced: int = 0
     ) -> tuple[list[list[float]], int, int]:
-        """Joins the agreed names over all ranks by one collective; counts names that are not agreed, and others."""
+        """Merge the known names over all ranks in one collective, and sum the counts of unknown and reduced names."""
         rows = [sums.get(name) or _empty_sums() for name in self._known_names]
-        strangers = len(sums.keys() - set(self._known_names))
+        num_unknown = len(sums.keys() - set(self._known_names))
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
-        packed = torch.tensor([*rows, [strangers, others, 0, 0]], dtype=dtype, device=world.device)
+        packed = torch.tensor([*rows, [num_unknown, num_reduced, 0, 0]], dtype=dtype, device=world.device)
         per_rank = world.all_gather(packed.flatten()).view(world.size, *packed.shape).tolist()
-        # In the order of the ranks, so that the result is equal on all of them.
+        # In rank order, so that the result is equal on every rank.
         *total, last = (functools.reduce(_merge, each) for each in zip(*per_rank, strict=True))
         return total, int(last[0]), int(last[1])
 
 
-def to_float64(value: Tensor | float, device: torch.device) -> Tensor:
-    """Returns a number, shape [], on a device in float64, or in float32 where the device has no more; never waits."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    if not isinstance(value, Tensor):
-        value = torch.tensor(value, dtype=dtype)
-    return value.reshape(()).to(device, dtype, non_blocking=True)
-
-
 def clamp(mean: float, least: float, greatest: float) -> float:
-    """Returns a mean, or the nearest of its values where rounding has carried it beyond all of them; NaN stays."""
+    """Return a mean clamped to the range of its values, which rounding may leave; NaN stays NaN."""
     return min(max(mean, least), greatest)
 
 
@@ -253,13 +239,13 @@ def _merge(one: list[float], other: list[float]) -> list[float]:
 
 
 def not_a_number_error(name: str, value: Any) -> StepError:
-    """The error about something in what a step returned that has no mean."""
+    """Return the error for a step result that is not a single number."""
     what = (
         f"a tensor of shape {list(value.shape)}"
         if isinstance(value, Tensor)
         else f"{type(value).__name__} {value!r:.60}"
     )
     return StepError(
-        f"the step returned {what} as {name!r}; needed is a number or a tensor of one element: "
-        "return its mean, or keep it for a callback as an attribute"
+        f"the step returned {what} as {name!r}, which must be a number or a tensor of one element: "
+        "return its mean, or store it as an attribute for a callback"
     )

@@ -1,4 +1,4 @@
-"""What a run says of itself while it trains: records at intervals, with throughput, to the trackers."""
+"""The training log: records at intervals, with throughput, for history and trackers."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 
 _SLOW_DATA = 0.3
-"""The share of the time that may go into waiting for data before somebody is told."""
+"""Warn if waiting for data takes more than this share of the time."""
 
 SLOW_DATA_AFTER_S = 10.0
-"""Shorter intervals say little: a run of a few seconds waits for its data to begin."""
+"""Ignore shorter intervals: a run of a few seconds mostly waits for its first batch."""
 
 _TOKENS = "tokens"
 
 MetricSource = Callable[[Mapping[str, float]], Mapping[str, float]]
-"""Gets a record that is due and returns what it adds to it; called on every rank, so it may use a collective."""
+"""Called with each record on every rank, returns entries to add to it; may use collectives."""
 
 
 class Recorder:
-    """Reads the metrics when they are due, and gives them to hooks, history and trackers.
+    """Writes records of the metrics to hooks, history and trackers.
 
-    The throughput is that of training: without evaluations and saves, and without the first update of an attempt, which
-    compiles, allocates and waits for data to begin. Samples and tokens that only keep ranks in step do not count.
+    The throughput excludes evaluations, saves, and the first update of an attempt, which compiles, allocates and waits
+    for the first batch. Samples and tokens that only keep ranks in step do not count.
 
     Args:
-        trainer: whose run it is.
-        metrics: what the updates have added since the last flush.
-        update: knows the learning rates that were used.
+        trainer: whose run is logged.
+        metrics: filled by the updates since the last flush.
+        update: has the learning rates and counters.
 
     Attributes:
-        waited_s: how long the loop has waited for data since the last flush; the loop adds to it.
-        metric_sources: asked at every flush, in their order, for what they add to the record.
-        in_update: whether an update is being made; the loop says so.
-        samples: samples of the interval of the last record.
+        waited_s: time that the loop has waited for data since the last flush; set by the loop.
+        metric_sources: called at every flush, in order, for further entries.
+        in_update: whether an update is in progress; set by the loop.
+        samples: samples in the interval of the last record.
     """
 
     def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: OptimizerStep) -> None:
@@ -66,15 +66,15 @@ class Recorder:
         self._new_interval()
 
     def set_trackers(self, trackers: Sequence[Tracker]) -> None:
-        """Records to these trackers; the main rank's only."""
+        """Set the trackers; empty except on rank 0."""
         self.trackers = TrackerList(trackers)
 
     def start(self, *, resumed: bool, began_s: float) -> None:
-        """Begins the trackers, when a checkpoint has been restored or none is there.
+        """Start the trackers, after a checkpoint was restored if there is one.
 
         Args:
-            resumed: whether one has been.
-            began_s: when `fit` was called, by `time.perf_counter`.
+            resumed: whether a checkpoint was restored.
+            began_s: `time.perf_counter()` at the call of `fit`.
         """
         trainer = self._trainer
         self._began_s = began_s - trainer.progress.elapsed_s
@@ -90,17 +90,17 @@ class Recorder:
         self._new_interval()
 
     def elapsed_s(self) -> float:
-        """Seconds inside `fit`, over all attempts."""
+        """Return the seconds inside `fit`, over all attempts."""
         return time.perf_counter() - self._began_s
 
     def count(self, batch: GlobalBatch) -> None:
-        """Takes note of an update, for the throughput and the tokens of the run."""
+        """Count an update, for throughput and tokens."""
         tokens: int | torch.Tensor = 0
         if self._overrides_num_tokens:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
                 if num_samples:
                     tokens = tokens + self._trainer.num_tokens(micro_batch)
-            # Among what a resumed run takes over: it goes on inside the interval.
+            # In the metrics, whose state a run that resumes inside an interval restores.
             self._metrics.reduced.add(_TOKENS, tokens, "sum")
         if self._is_warm:
             self._steps += 1
@@ -113,7 +113,7 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves what happens inside out of the throughput."""
+        """Exclude the time inside from the throughput."""
         began_s = time.perf_counter()
         self._trainer.progress.elapsed_s = self.elapsed_s()  # a checkpoint is written in here
         try:
@@ -123,7 +123,7 @@ class Recorder:
             self._trainer.progress.elapsed_s = self.elapsed_s()
 
     def flush(self) -> dict[str, float]:
-        """Makes the record of the interval since the last flush, if there was an update. Every rank must call this."""
+        """Write the record of the interval since the last flush, if there was an update. Every rank must call this."""
         trainer, progress = self._trainer, self._trainer.progress
         if progress.samples == self._flushed_samples:
             return {}
@@ -131,18 +131,18 @@ class Recorder:
         if _TOKENS in record:
             progress.tokens += int(record[_TOKENS])
             record[_TOKENS] = float(progress.tokens)
-        # After the read, which waits for the device: what it has yet to compute is not done.
+        # After the read, which waits for the device.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
         times_s = (seconds, self._paused_s, self.elapsed_s())
         per_rank = trainer.world.all_gather_object((*times_s, float(self._tokens), self.waited_s / seconds))
-        # The slowest rank's, so that records are equal on every rank.
+        # Of the slowest rank, so that records are equal on every rank.
         seconds, paused_s, elapsed_s = (max(each[i] for each in per_rank) for i in range(3))
         samples = progress.samples - self._samples
         record |= self._optimizer_step.last_learning_rates() | self._optimizer_step.counters()
         if self._steps:
             record["samples_per_s"] = samples / seconds
             record["step_s"] = seconds / self._steps
-            # Of the rank that waits longest: the others wait for it in the next collective.
+            # Of the rank that waits longest: the others then wait for it in the next collective.
             waits = [wait for *_, wait in per_rank]
             record["data_wait"] = max(waits)
             slowest = waits.index(max(waits))
@@ -155,10 +155,10 @@ class Recorder:
         if paused_s:
             record["paused_s"] = paused_s
         for source in self.metric_sources:
-            # Of NumPy or torch, they could not be written as JSON.
+            # JSON has no NumPy or torch scalars.
             record |= {name: float(value) for name, value in source(record).items()}
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
-        # The means cover what an interrupted attempt has added before, the throughput does not.
+        # Unlike the throughput, the means include what an interrupted attempt had added.
         self.samples = progress.samples - self._flushed_samples
         trainer.history.add(
             record, samples=self.samples, kinds=self._metrics.reduced.kinds, weights=self._metrics.weights
@@ -174,34 +174,34 @@ class Recorder:
         self._has_warned_of_slow_data = True
         warnings.warn(
             f"rank {rank} has spent {100 * share:.0f} % of the last {self._steps} updates waiting for data: give its "
-            "loader more workers or a higher prefetch_factor, prepare the data beforehand, or look at its storage",
+            "loader more workers or a higher prefetch_factor, preprocess the data, or check its storage",
             stacklevel=2,
         )
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Logs the result of an evaluation."""
+        """Log the result of an evaluation."""
         self._trainer.history.add_evaluation(metrics)
         self._log(metrics)
 
     def log_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Logs the means over an epoch: `read_history` finds them. They have a hook of their own."""
+        """Log the means over an epoch to the trackers, for `read_history`; hooks get them in `on_epoch_end`."""
         means = {f"{PER_EPOCH}{name}": value for name, value in metrics.items() if name not in ("epoch", "step")}
         self.trackers.log(means, step=self._trainer.progress.step, epoch=self._trainer.progress.epoch)
 
     def log_event(self, record: Mapping[str, float]) -> None:
-        """Logs what happened to the run at this step, and is no mean over an interval."""
+        """Log an event of the run at this step."""
         self._log(record)
 
     @property
     def step(self) -> int:
-        """The update that images and the like belong to: inside one, that one, as for the numbers that it logs.
+        """The update that logged images, texts and histograms belong to: inside an update, that update.
 
-        So a run that resumes, and makes it again, has them once.
+        So that a resumed run, which repeats the update, has them once.
         """
         return self._trainer.progress.step + self.in_update
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run must know: the trackers' state, and where the interval in progress began."""
+        """Return the trackers' state, and the start of the interval in progress."""
         return {
             "trackers": self.trackers.state_dict(),
             "flushed_samples": self._flushed_samples,
@@ -209,13 +209,13 @@ class Recorder:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it over."""
+        """Restore it."""
         self.trackers.load_state_dict(state_dict["trackers"])
         self._flushed_samples = state_dict["flushed_samples"]
         self._optimizer_step.learning_rates = list(state_dict["learning_rates"])
 
     def finish(self, status: str) -> None:
-        """Ends the trackers."""
+        """Finish the trackers."""
         self.trackers.finish(status)
 
     def _log(self, record: Mapping[str, float]) -> None:
@@ -232,7 +232,7 @@ class Recorder:
 
 
 def as_plain(config: Any) -> Any:
-    """Turns a config into dicts, lists, numbers and text, as it would be written to a file."""
+    """Convert a config to dicts, lists, numbers and strings, as for JSON or YAML."""
     if isinstance(config, Duration):
         return str(config)
     if dataclasses.is_dataclass(config) and not isinstance(config, type):

@@ -31,7 +31,7 @@ def test_patience_of_two_stops_right_after_the_fourth_evaluation() -> None:
     result = _fit([1.0, 0.9, 0.9, 0.95, 0.8], stopping)
     assert (result.status, result.steps) == ("stopped", 8)
     assert result.reason == (
-        "early stopping: validation/loss has not gained for 2 evaluations; the best was 0.9 at step 4"
+        "early stopping: validation/loss has not improved for 2 evaluations; the best was 0.9 at step 4"
     )
     assert (stopping.best.value, stopping.best.step) == (0.9, 4)
     assert (result.best_metric, result.best_step) == (0.9, 4)
@@ -43,16 +43,16 @@ GOING_ON = [0.0] * 20
 @pytest.mark.parametrize(
     ("options", "values", "steps", "reason"),
     [
-        ({"patience": 2, "min_delta": 0.1}, [1.0, 0.95, 0.91], 6, "not gained for 2 evaluations; the best was 1 at"),
+        ({"patience": 2, "min_delta": 0.1}, [1.0, 0.95, 0.91], 6, "not improved for 2 evaluations; the best was 1 at"),
         ({"patience": 2, "min_delta": 0.1}, [1.0, 0.95, 0.89, 0.8, 0.8], 10, "the best was 0.89 at step 6"),
-        ({"patience": 1, "mode": "max"}, [-5.0, -6.0], 4, "not gained for 1 evaluation; the best was -5 at step 2"),
+        ({"patience": 1, "mode": "max"}, [-5.0, -6.0], 4, "not improved for 1 evaluation; the best was -5 at step 2"),
         ({"patience": 2, "mode": "max"}, [NAN, 0.1, 0.2, 0.2, 0.1], 10, "the best was 0.2 at step 6"),
         ({"patience": 2}, [1.0, NAN, NAN], 6, "the best was 1 at step 2"),
-        ({"patience": 3}, [NAN, INF, -INF], 6, "not gained for 3 evaluations; there was no finite value"),
+        ({"patience": 3}, [NAN, INF, -INF], 6, "not improved for 3 evaluations; there was no finite value"),
         ({"patience": 2, "warmup": 3}, [9.0, 0.1, 9.0, 5.0, 6.0, 7.0], 12, "the best was 5 at step 8"),
-        ({"patience": None, "target": 0.5}, [1.0, NAN, -INF, 0.6, 0.5], 10, "is 0.5, and the target was 0.5"),
-        ({"target": 0.9, "mode": "max"}, [0.1, 0.2, 0.95], 6, "is 0.95, and the target was 0.9"),
-        ({"divergence": 5.0}, [1.0, 5.0, 5.1], 6, "diverged: it is 5.1, and the limit was 5"),
+        ({"patience": None, "target": 0.5}, [1.0, NAN, -INF, 0.6, 0.5], 10, "is 0.5; the target was 0.5"),
+        ({"target": 0.9, "mode": "max"}, [0.1, 0.2, 0.95], 6, "is 0.95; the target was 0.9"),
+        ({"divergence": 5.0}, [1.0, 5.0, 5.1], 6, "diverged: it is 5.1; the limit was 5"),
         ({"divergence": 5.0}, [1.0, NAN], 4, "diverged: it is nan"),
         ({"divergence": 0.0, "mode": "max"}, [1.0, -0.5], 4, "diverged: it is -0.5"),
     ],
@@ -104,8 +104,8 @@ def test_what_training_gives_is_judged_at_every_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "message"),
     [
-        ("validation/accuracy", r"watches 'validation/accuracy', which is not logged; there is validation/loss"),
-        ("loss", r"which is not logged; there is .*train/loss"),
+        ("validation/accuracy", r"monitors 'validation/accuracy', which is not logged; logged are validation/loss"),
+        ("loss", r"which is not logged; logged are .*train/loss"),
     ],
 )
 def test_a_metric_that_is_not_there_is_an_error_at_once_that_lists_what_is(monitor: str, message: str) -> None:
@@ -118,12 +118,12 @@ def test_a_metric_that_is_not_there_is_an_error_at_once_that_lists_what_is(monit
     ("options", "message"),
     [
         ({"mode": "auto"}, 'mode is "min" where lower is better or "max"'),
-        ({"patience": 0}, "patience is a whole number of evaluations from 1"),
+        ({"patience": 0}, "patience must be an integer >= 1"),
         ({"patience": None}, "never stops: give one of them"),
         ({"min_delta": -1.0}, "min_delta is a number from 0"),
-        ({"target": NAN}, "target is a finite number"),
-        ({"warmup": 1.5}, "warmup is a whole number"),
-        ({"target": 2.0, "divergence": 1.0}, "target 2.0 is not better than divergence 1.0"),
+        ({"target": NAN}, "target must be a finite number"),
+        ({"warmup": 1.5}, "warmup must be an integer >= 0"),
+        ({"target": 2.0, "divergence": 1.0}, "target must be better than divergence in mode 'min', got 2.0 and 1.0"),
     ],
 )
 def test_arguments_are_checked(options: Any, message: str) -> None:

@@ -224,7 +224,7 @@ def test_an_average_of_other_parameters_is_refused(tmp_path: Path) -> None:
 
     TinyTrainer(_config(), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
     with (
-        pytest.raises(CheckpointError, match=r"not those of the parameters .* differ: model\.last\.bias"),
+        pytest.raises(CheckpointError, match=r"do not match the parameters .* differ: model\.last\.bias"),
         pytest.warns(CheckpointWarning, match="the code of"),
     ):
         Frozen(_config(max_steps=9), world=ALONE, callbacks=[Ema()], run_dir=tmp_path).fit()
@@ -238,9 +238,9 @@ def test_only_one_average_can_be_evaluated() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 1.0}, "decay is a number from 0 to below 1"),
-        ({"update_every": 0}, "update_every is a whole number from 1"),
-        ({"start_step": -1}, "start_step is a whole number from 0"),
+        ({"decay": 1.0}, "decay must be >= 0 and < 1"),
+        ({"update_every": 0}, "update_every must be an integer >= 1"),
+        ({"start_step": -1}, "start_step must be an integer >= 0"),
     ],
 )
 def test_arguments_are_checked(options: Any, message: str) -> None:

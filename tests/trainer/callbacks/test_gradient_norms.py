@@ -86,7 +86,7 @@ def test_they_are_those_of_the_whole_gradient_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"every": "1m"}, "counts steps"), ({"every": 1, "top": 0}, "top is")]
+    ("options", "message"), [({"every": "1m"}, "must be in steps"), ({"every": 1, "top": 0}, "top must be")]
 )
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -82,7 +82,7 @@ def test_of_one_kind_only(parameters: bool, gradients: bool) -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused_before_the_first_step() -> None:
     trainer = TinyTrainer(_config(), world=ALONE, callbacks=[Histograms(every=1, patterns=["head.*"])])
-    with pytest.raises(ConfigError, match=r"'head\.\*' matches no parameter; there is model\.first\.weight"):
+    with pytest.raises(ConfigError, match=r"'head\.\*' matches no parameter; the parameters are model\.first\.weight"):
         trainer.fit()
     assert trainer.global_step == 0
 
@@ -90,10 +90,10 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_first_step() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": "2 epochs"}, "every counts steps"),
-        ({"every": 1, "patterns": "model.*"}, "patterns is a list"),
-        ({"every": 1, "bins": 1}, "bins is a whole number"),
-        ({"every": 1, "parameters": False, "gradients": False}, "take one of them"),
+        ({"every": "2 epochs"}, "every must be in steps"),
+        ({"every": 1, "patterns": "model.*"}, "patterns must be a list"),
+        ({"every": 1, "bins": 1}, "bins must be an integer"),
+        ({"every": 1, "parameters": False, "gradients": False}, "set one of them"),
     ],
 )
 def test_arguments_are_checked(options: Any, message: str) -> None:

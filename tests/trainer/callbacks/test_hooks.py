@@ -203,7 +203,11 @@ def test_error_while_loading_a_state_names_callback_and_state() -> None:
 
 @pytest.mark.parametrize(
     ("candidate", "message"),
-    [(Recorder, r"is a class; .*: Recorder\(\.\.\.\)"), (3, "neither a Callback nor"), (lambda trainer: None, "takes")],
+    [
+        (Recorder, r"is a class: write Recorder\(\.\.\.\)"),
+        (3, "takes Callback objects"),
+        (lambda trainer: None, "must accept"),
+    ],
 )
 def test_what_is_no_callback_is_refused(candidate: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -93,7 +93,7 @@ def test_a_failure_is_one_warning_and_training_goes_on(made: Any) -> None:
         return made
 
     trainer = TinyTrainer(_config(), world=ALONE, callbacks=[Samples(fails, every=1)])
-    with pytest.warns(UserWarning, match="samples of .*fails failed, and training goes on") as warned:
+    with pytest.warns(UserWarning, match="samples of .*fails failed, and training continues") as warned:
         result = trainer.fit()
     assert len(warned) == 1
     assert result.status == "completed"
@@ -118,7 +118,7 @@ def test_epochs_are_counted_when_they_are_whole() -> None:
 
 @pytest.mark.parametrize(
     ("function", "every", "message"),
-    [(lambda trainer: "", "5m", "every counts steps or epochs"), ("text", 5, "function is called with the trainer")],
+    [(lambda trainer: "", "5m", "every must be in steps or epochs"), ("text", 5, "function must be callable")],
 )
 def test_arguments_are_checked(function: Any, every: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -15,7 +15,8 @@ import torch
 
 from headway.trainer.distributed.world import World
 from headway.trainer.errors import StepError
-from headway.trainer.metrics.means import MeanMetrics, to_float64
+from headway.trainer.metrics.means import MeanMetrics
+from headway.trainer.metrics.reductions import to_float64
 from tests.distributed import run_on_ranks
 
 ALONE = World.single("cpu")
@@ -112,9 +113,9 @@ def test_the_mean_of_a_constant_is_that_constant(constant: float) -> None:
         assert sums[0] / sums[1] != constant  # which is what it is about
 
 
-def test_sums_that_an_earlier_version_saved_are_read() -> None:
+def test_sums_of_exact_mode_which_have_no_extremes_are_restored() -> None:
     metrics = MeanMetrics()
-    metrics.load_state_dict({"sums": {"loss": [3.0, 4.0]}})
+    metrics.load_state_dict({"sums": {"loss": [3.0, 4.0]}, "reduced": metrics.reduced.state_dict()})
     metrics.add({"loss": 2.0}, 1)
     assert metrics.read(ALONE) == {"loss": 1.0}
 

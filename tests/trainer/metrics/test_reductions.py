@@ -198,9 +198,9 @@ def test_one_name_has_one_kind_for_the_whole_run() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     metrics = MeanMetrics()
-    with pytest.raises(StepError, match="takes reduce=mean, sum, max, min, last, not 'median'"):
+    with pytest.raises(StepError, match="reduce must be mean, sum, max, min, last, got 'median'"):
         metrics.log("x", 1.0, 1.0, "median")  # type: ignore[arg-type]
-    with pytest.raises(StepError, match="only a mean is weighted"):
+    with pytest.raises(StepError, match="has a weight, which only reduce='mean' takes, not 'sum'"):
         metrics.log("x", 1.0, 2.0, "sum")
     with pytest.raises(StepError, match="a number or a tensor of one element"):
         metrics.log("x", torch.zeros(3), 1.0, "sum")

@@ -1,4 +1,4 @@
-"""docs/coming-from.md: every name of four other trainers has its row, and every name of ours in it exists."""
+"""docs/coming-from.md: every name of four other trainers has a row, and every Headway name in it exists."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ THEIRS = {
 }
 """Section 1 of the inventory of the four, by the heading of their section. An underscore may stand for a space."""
 
-COMPARISON = "What they decided differently"
+COMPARISON = "Design differences"
 
 OURS = {
     "self": Trainer,

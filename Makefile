@@ -7,12 +7,17 @@ DATA := data/stdlib
 RUN ?= gpt
 SCHEDULES ?= 200
 
-.PHONY: help train test chaos check format types docs bench clean
+# On two cores, since much of what the tests do is to wait.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20
+
+.PHONY: help train test test-all chaos check format types docs bench clean
 
 help:
 	@echo "make train    learn a GPT from Python's standard library, on two Ray workers of this machine"
-	@echo "make test     the whole test suite"
-	@echo "make chaos    two hundred schedules of kills, full disks and damaged files; a dozen are in make test"
+	@echo "make test     the tests that guard the promises, in less than ten minutes"
+	@echo "make test-all the rest: more chaos, examples, every snippet of the documentation, reports in a browser, the wheel"
+	@echo "make chaos    two hundred schedules of kills, full disks and damaged files; a dozen are in the tests"
 	@echo "make check    format, lint, types, documentation"
 	@echo "make docs     the documentation, in build/site"
 	@echo "make bench    speed and memory, side by side with the alternatives"
@@ -30,7 +35,11 @@ train: $(VENV)/installed $(DATA)/vocabulary.json
 	$(BIN)/headway fit examples/gpt.py name=$(RUN)
 
 test: $(VENV)/installed types
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not extended"
+
+# What make test leaves out; `.venv/bin/python -m pytest` runs both, one after the other.
+test-all: $(VENV)/installed types
+	$(PYTEST) -m extended
 
 # SCHEDULES=50 runs fewer; `python -m tests.chaos --seed 17` repeats one.
 chaos: $(VENV)/installed types

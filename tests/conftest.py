@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -25,10 +26,45 @@ os.environ.update(
     RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
     # Or the watchers of one Ray ask the dashboard of another one on this machine, and end its runs.
     RAY_API_SERVER_ADDRESS="http://127.0.0.1:9",
+    # A machine that is busy with other tests takes longer than Ray's minute to start one.
+    RAY_raylet_start_wait_time_s="240",
 )
 
 # The models of the tests are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
+
+
+@functools.cache
+def group(file: str) -> str:
+    """What a file's tests run together with, one after another, in one worker of pytest-xdist.
+
+    Two Rays at most run at a time: the one that tests share, and one that a test has started itself.
+    """
+    text = (Path(__file__).parents[1] / file).read_text()
+    return "shared Ray" if "ray_session" in text else "Rays of their own" if "pytest.mark.ray" in text else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts first what takes long: the tests on Ray, then kills and damage, then what else users rely on."""
+    first = ("shared Ray", "Rays of their own", "tests/chaos/", "tests/promises/")
+
+    def place(item: pytest.Item) -> int:
+        found = group(item.nodeid.partition("::")[0])
+        return next((number for number, name in enumerate(first) if found.startswith(name)), len(first))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives the groups to the workers. Since pytest 9.2 the marks of pytest-xdist 3.8 do nothing."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid.partition("::")[0])
+
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -88,12 +89,19 @@ def start_of(pid: int) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at the moment."""
+    """Ports that nobody listens on at the moment.
+
+    Below those that Linux gives to connections, and above those of Ray's workers: other tests take such at any time.
+    """
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        found: list[int] = []
+        for port in random.SystemRandom().sample(range(20000, 32000), 1000):
+            if len(found) < count:
+                with contextlib.suppress(OSError):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                    found.append(port)
+        assert len(found) == count, "no ports are free between 20000 and 32000"
+        return found
 
 
 def wait_for_answer(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

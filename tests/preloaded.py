@@ -14,7 +14,6 @@ import torch._dynamo  # noqa: F401 - DDP and FSDP import it when they wrap a mod
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.profiler._cupti_monitor  # noqa: F401 - an optimizer's first step imports it
-import torchmetrics  # noqa: F401
 
 import headway.datasets.stream  # noqa: F401
 import headway.trainer

@@ -130,7 +130,7 @@ def run_page(text: str, page: str, folder: Path, *, timeout_s: float = 280) -> s
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 def test_every_snippet_of_a_page_runs(page: Path, tmp_path: Path) -> None:

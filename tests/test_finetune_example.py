@@ -66,7 +66,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_what_two_ranks_have_trained_from_pretrained_loads_with_equal_logits(rows: str, tmp_path: Path) -> None:
     alone = _train(World.single("cpu"), str(tmp_path / "alone"), parquet=rows)
     assert _logits(f"{tmp_path}/alone/pretrained") == alone[1]
@@ -89,7 +89,7 @@ def _train_on_ranks(world: World, folder: str, rows: str, pretrained: str | None
     return _train(world, folder, parquet=rows, pretrained=pretrained, parallel=ParallelConfig(strategy="fsdp"))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_example_as_a_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False

@@ -54,7 +54,7 @@ def _last_evaluation(run_dir: Path) -> dict[str, Any]:
     return [record for record in records if any(name.startswith("validation/") for name in record)][-1]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "experiment", "stop", "metric", "low", "high"),
     [
@@ -90,7 +90,7 @@ def test_an_interrupted_example_goes_on_and_learns(
         assert (run_dir / "checkpoints" / "step-00000100").exists(), "kept for good"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_an_interrupted_example_without_a_class_goes_on_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ def test_the_command_finds_and_plans_an_example(target: str) -> None:
     assert "parameters" in str(plan(resolve(str(PORTS / target))))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.ray
 def test_the_command_trains_an_example(tmp_path: Path) -> None:
     overrides = ["config.max_steps=40", "config.model.hidden_size=32", "scaling.cpus_per_worker=0.5"]

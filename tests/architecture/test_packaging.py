@@ -94,7 +94,7 @@ def site_packages() -> str:
     return os.pathsep.join(dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_wheel_imports_and_trains_by_itself(wheel: Path, tmp_path: Path) -> None:
     target, empty = tmp_path / "target", tmp_path / "empty"
     empty.mkdir()
@@ -120,7 +120,7 @@ def hugging_face_path() -> str:
     return str(distribution("datasets").locate_file("datasets/__init__.py"))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_datasets_is_hugging_face_s_from_the_root_of_the_repository(hugging_face_path: str) -> None:
     assert run(sys.executable, "-c", HUGGING_FACE, cwd=ROOT).strip() == hugging_face_path
 
@@ -142,7 +142,7 @@ print(ray.get(where.remote()))
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.extended
 def test_datasets_is_hugging_face_s_in_a_ray_worker_in_a_copy_of_the_repository(
     hugging_face_path: str, tmp_path: Path
 ) -> None:

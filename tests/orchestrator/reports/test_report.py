@@ -314,6 +314,7 @@ def look(page: Path, folder: Path, *, width: int = 1280, height: int = 3000) -> 
     return Shown(done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE:" in line], colors)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not BROWSER, reason="there is no chromium here: apt-get install chromium")
 @pytest.mark.parametrize(("name", "lines"), [("one", 10), ("many", 7)])
 def test_a_browser_draws_the_page_without_a_complaint(storage: Path, name: str, lines: int, tmp_path: Path) -> None:
@@ -334,6 +335,7 @@ def test_a_browser_draws_the_page_without_a_complaint(storage: Path, name: str, 
         assert max(map(float, figures)) <= width, "a figure is wider than the window"
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not BROWSER, reason="there is no chromium here: apt-get install chromium")
 def test_the_browser_of_these_tests_tells_what_is_wrong(tmp_path: Path) -> None:
     page = tmp_path / "bad.html"

@@ -619,7 +619,9 @@ def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero(data: Any, mess
     assert "validation/loss" not in trainer.history.latest
 
 
-@pytest.mark.parametrize("data", [None, 5, "data/train", b"", Path("data"), {"train": []}, Rows(8)], ids=repr)
+@pytest.mark.parametrize(
+    "data", [None, 5, "data/train", b"", Path("data"), {"train": []}, Rows(8)], ids=lambda data: type(data).__name__
+)
 def test_what_is_no_data_is_refused(data: Any) -> None:
     with pytest.raises(ConfigError, match=f"cannot read batches from a {type(data).__name__}: give a torch DataLoader"):
         Brings(data, _config(max_epochs=1)).fit()

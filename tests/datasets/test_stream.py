@@ -252,7 +252,7 @@ def test_evaluation_never_shuffles_and_can_be_repeated(folder: Path) -> None:
     )
 
 
-def test_micro_batches_cut_a_rank_s_rows_A4(folder: Path) -> None:
+def test_micro_batches_cut_a_rank_s_rows(folder: Path) -> None:
     stream = opened(folder, context={"micro_batch_size": 3})
     batch = next(iter(stream.epoch(0)))
     assert batch.num_samples == (2, 3, 3)
@@ -458,7 +458,7 @@ def test_the_fingerprint_names_the_data_and_the_order(folder: Path) -> None:
         ({}, {"world_size": 9}, "9 ranks cannot share 8 logical shards"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_row_is_read_E5(
+def test_what_does_not_fit_is_refused_before_a_row_is_read(
     folder: Path, options: dict[str, Any], context: dict[str, Any], message: str
 ) -> None:
     stream = ParquetStream(folder, engine="threads", **options)

@@ -76,7 +76,15 @@ def ray_session() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+            for attempt in range(3):
+                try:
+                    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+                    break
+                except Exception as error:
+                    # Ray waits for its raylet for half a minute, and a machine may be too busy for that.
+                    if attempt == 2 or "timed out during startup" not in str(error):
+                        raise
+                    ray.shutdown()
         yield
         ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""Optimizers with the settings that most models want: matrices alone decay, kernels are fused where they can be."""
+"""Optimizers with good defaults: only matrices decay, and kernels are fused if supported."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from torch.optim import AdamW, Optimizer
 
 from .errors import ConfigError
 
-# Those whose weight may have two dimensions; that of the other norms has one, which is enough to tell.
+# Norms whose weight may have two dimensions; weights of other norms have one, so they never decay.
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _FUSED = ("cpu", "cuda")
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, decay_embeddings: bool = True) -> list[dict[str, Any]]:
-    """Splits the trainable parameters of a model into those that decay and those that do not, for any optimizer.
+    """Split a model's trainable parameters into groups with and without weight decay, for any optimizer.
 
-    Norms, biases and everything else with less than two dimensions do not decay. Each parameter is in one group, once,
-    also a tied weight: it decays only if it would in each of its places. Shapes are those of the whole parameters, so
-    sharded models are split like any other.
+    Norms, biases and other parameters with fewer than two dimensions do not decay. A tied weight is in one group, once,
+    and decays only if it would in each of its modules. Sharded models are split by the full shapes.
 
     Args:
-        model: as in `configure_optimizers`: sharded, wrapped and compiled or not. Frozen parameters are left out.
+        model: as in `configure_optimizers`; may be sharded, wrapped and compiled. Frozen parameters are left out.
         weight_decay: of the group "decay".
         decay_embeddings: whether the weights of embeddings decay.
 
     Returns:
-        Groups named "decay" and "no_decay", so that the log has `lr/optimizer/decay`; an empty one is left out.
+        Groups named "decay" and "no_decay", so that the log has `lr/optimizer/decay`; an empty group is left out.
 
     Raises:
-        ConfigError: nothing in the model can be trained.
+        ConfigError: the model has no trainable parameter.
 
     Example:
         >>> groups = optimizers.decay_groups(torch.nn.Linear(4, 4), weight_decay=0.1)
@@ -44,15 +43,13 @@ def decay_groups(model: nn.Module, weight_decay: float, *, decay_embeddings: boo
     """
     decays: dict[nn.Parameter, bool] = {}
     for module in model.modules():
-        spared = isinstance(module, _NORMS) or (not decay_embeddings and isinstance(module, _EMBEDDINGS))
+        excluded = isinstance(module, _NORMS) or (not decay_embeddings and isinstance(module, _EMBEDDINGS))
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad:
-                here = not spared and parameter.dim() >= 2 and "bias" not in name.split("_")
+                here = not excluded and parameter.dim() >= 2 and "bias" not in name.split("_")
                 decays[parameter] = decays.get(parameter, True) and here
     if not decays:
-        raise ConfigError(
-            f"{type(model).__name__} has no parameter that can be trained: requires_grad is False for all"
-        )
+        raise ConfigError(f"{type(model).__name__} has no trainable parameter: requires_grad is False for all of them")
     groups = [
         {"params": [p for p, decay in decays.items() if decay], "weight_decay": weight_decay, "name": "decay"},
         {"params": [p for p, decay in decays.items() if not decay], "weight_decay": 0.0, "name": "no_decay"},
@@ -69,21 +66,21 @@ def adamw(
     eps: float = 1e-8,
     decay_embeddings: bool = True,
 ) -> AdamW:
-    """Makes an AdamW over `decay_groups`, by one fused kernel per group where there is one.
+    """Return an AdamW over `decay_groups`, with fused kernels if supported.
 
-    The fused kernels (CPU and CUDA) differ from PyTorch's others by rounding alone, and a run is as repeatable with
-    them. On other devices, and for what is not floating point, PyTorch's own choice holds: foreach where it pays.
+    The fused kernels (CPU and CUDA) differ from PyTorch's others only by rounding, and are equally reproducible. For
+    other devices and parameters that are not floating point, PyTorch chooses.
 
     Args:
         model: as in `configure_optimizers`.
         learning_rate: the peak, if there is a schedule.
         weight_decay: of matrices, per update and unit of learning rate.
-        betas: how slowly the first and the second moment change.
-        eps: keeps the update of a parameter whose gradient is near zero from growing without bound.
+        betas: decay rates of the first and second moment.
+        eps: added to the denominator, which bounds updates of parameters with gradients near zero.
         decay_embeddings: whether the weights of embeddings decay.
 
     Raises:
-        ConfigError: nothing in the model can be trained.
+        ConfigError: the model has no trainable parameter.
 
     Example:
         >>> optimizer = optimizers.adamw(torch.nn.Linear(4, 4), learning_rate=3e-4, weight_decay=0.1)
@@ -91,38 +88,38 @@ def adamw(
     groups = decay_groups(model, weight_decay, decay_embeddings=decay_embeddings)
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(each.device.type in _FUSED and torch.is_floating_point(each) for each in parameters)
-    # None, and not False, which would forbid foreach as well.
+    # Not False, which would also disable foreach.
     return AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True if fused else None)
 
 
 def named(name: str, model: nn.Module, *, decay_embeddings: bool = True, **settings: Any) -> Optimizer:
-    """Makes the optimizer of a name over a model's trainable parameters: for a config that chooses among several.
+    """Return an optimizer by name over a model's trainable parameters, for configs that choose among several.
 
-    Where weights decay, by `settings` or by the optimizer's own default, they do so in `decay_groups`.
+    With weight decay, from `settings` or the optimizer's default, the parameters are split by `decay_groups`.
 
     Args:
-        name: of a class of `torch.optim`, such as "SGD"; or one of another package, "package.module.Class".
+        name: a class of `torch.optim`, such as "SGD"; or of another package, "package.module.Class".
         model: as in `configure_optimizers`.
         decay_embeddings: whether the weights of embeddings decay.
-        settings: what the class takes besides the parameters: `lr`, `weight_decay`, ...
+        settings: further arguments of the class: `lr`, `weight_decay`, ...
 
     Raises:
-        ConfigError: there is no such optimizer, it cannot step by itself, or it does not take these settings.
+        ConfigError: there is no such optimizer, it needs a closure, or it does not take these settings.
 
     Example:
         >>> optimizer = optimizers.named("SGD", torch.nn.Linear(4, 4), lr=0.1, momentum=0.9)
     """
-    made_by = _class_of(name)
-    takes = inspect.signature(made_by).parameters
-    default = takes["weight_decay"].default if "weight_decay" in takes else 0.0
+    optimizer_class = _class_of(name)
+    arguments = inspect.signature(optimizer_class).parameters
+    default = arguments["weight_decay"].default if "weight_decay" in arguments else 0.0
     parameters: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weight_decay := settings.get("weight_decay", default):
         parameters = decay_groups(model, weight_decay, decay_embeddings=decay_embeddings)
     try:
-        optimizer: Optimizer = made_by(parameters, **settings)
+        optimizer: Optimizer = optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer {name!r} cannot be made with {settings}: {error}. It takes {', '.join(list(takes)[1:])}"
+            f"optimizer {name!r} cannot be created with {settings}: {error}. It takes {', '.join(list(arguments)[1:])}"
         ) from error
     return optimizer
 
@@ -130,21 +127,19 @@ def named(name: str, model: nn.Module, *, decay_embeddings: bool = True, **setti
 def _class_of(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:
-        there = vars(importlib.import_module(module or "torch.optim"))
+        members = vars(importlib.import_module(module or "torch.optim"))
     except ImportError as error:
-        raise ConfigError(
-            f"optimizer {name!r} is to be found in {module}, which cannot be imported: {error}"
-        ) from error
-    known = [key for key, each in there.items() if inspect.isclass(each) and issubclass(each, Optimizer)]
-    if attribute not in known or there[attribute] is Optimizer:
+        raise ConfigError(f"optimizer {name!r}: {module} cannot be imported: {error}") from error
+    known = [key for key, each in members.items() if inspect.isclass(each) and issubclass(each, Optimizer)]
+    if attribute not in known or members[attribute] is Optimizer:
         nearest = difflib.get_close_matches(attribute, set(known) - {"Optimizer"}, n=1, cutoff=0.0)
         raise ConfigError(
             f"there is no optimizer {attribute!r} in {module or 'torch.optim'}"
             + (f"; did you mean {nearest[0]!r}?" if nearest else "")
         )
-    closure = inspect.signature(there[attribute].step).parameters.get("closure")
+    closure = inspect.signature(members[attribute].step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer {name!r} computes the loss several times in a step, by a function that nobody gives it"
+            f"optimizer {name!r} needs a closure that recomputes the loss in each step, which is not supported"
         )
-    return there[attribute]
+    return members[attribute]

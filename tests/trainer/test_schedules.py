@@ -77,14 +77,14 @@ def test_state_is_saved_and_restored() -> None:
     [
         (schedules.cosine, {"total_steps": None}, "set max_steps"),
         (schedules.constant, {"total_steps": None, "warmup_fraction": 0.1}, "set max_steps"),
-        (schedules.linear, {"total_steps": 10, "warmup_steps": 10}, "leaves nothing"),
-        (schedules.linear, {"total_steps": 10, "warmup_steps": 0.1}, "warmup_fraction takes a share"),
+        (schedules.linear, {"total_steps": 10, "warmup_steps": 10}, "must be shorter than total_steps=10"),
+        (schedules.linear, {"total_steps": 10, "warmup_steps": 0.1}, "for a fraction use warmup_fraction"),
         (schedules.linear, {"total_steps": 10, "warmup_steps": 1, "warmup_fraction": 0.1}, "not both"),
-        (schedules.linear, {"total_steps": 10, "warmup_fraction": 1.5}, "from 0 to below 1"),
-        (schedules.linear, {"total_steps": 0}, "from 1"),
-        (schedules.linear, {"total_steps": 10, "minimum": 1e-5 - 1}, "share of the peak"),
+        (schedules.linear, {"total_steps": 10, "warmup_fraction": 1.5}, "must be >= 0 and < 1"),
+        (schedules.linear, {"total_steps": 0}, "integer >= 1"),
+        (schedules.linear, {"total_steps": 10, "minimum": 1e-5 - 1}, "fraction of the peak"),
         (schedules.wsd, {"total_steps": 10, "warmup_steps": 5, "decay_fraction": 0.6}, "do not fit"),
-        (schedules.wsd, {"total_steps": 10, "decay_fraction": 0.0}, "above 0"),
+        (schedules.wsd, {"total_steps": 10, "decay_fraction": 0.0}, "must be > 0"),
     ],
 )
 def test_nonsense_is_refused(make: Callable[..., LambdaLR], options: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray.util import placement_group_table
 
 from headway.trainer.callbacks.progress_bar import human_duration
-from headway.trainer.errors import ConfigError
+from headway.trainer.errors import ConfigError, HeadwayError
 
 from ..config.experiment import Scaling
 from ..train.elastic import slots_capped, target_workers
@@ -173,16 +173,29 @@ def ray_connection(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
         return
     with temporary_env(_OWN):
         try:
-            ray.init(
-                address="local",
-                num_cpus=max(usable_cpus(), math.ceil(scaling.total_resources["CPU"])) + 2,
-                include_dashboard=False,
-                log_to_driver=verbose,
-                logging_level=_level(verbose),
-            )
+            _start_ray(scaling, verbose=verbose)
             yield True
         finally:
             ray.shutdown()
+
+
+def _start_ray(scaling: Scaling, *, verbose: bool) -> None:
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(usable_cpus(), math.ceil(scaling.total_resources["CPU"])) + 2,
+            include_dashboard=False,
+            log_to_driver=verbose,
+            logging_level=_level(verbose),
+        )
+    except Exception as error:
+        # A plain Exception, which Ray raises where its own processes have not come up within 30 s.
+        if "timed out during startup" not in str(error):
+            raise
+        raise HeadwayError(
+            "Ray has not started on this machine within 30 s, most likely because other processes take its CPUs: stop "
+            "some of them and start the run again, or start Ray first (`ray start --head`) and set RAY_ADDRESS=auto"
+        ) from error
 
 
 def _level(verbose: bool) -> int:

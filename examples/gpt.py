@@ -8,6 +8,7 @@ headway fit examples/gpt.py config.parallel.strategy=fsdp scaling.workers=3
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,16 +122,17 @@ class GptTrainer(Trainer[GptConfig]):
         tokens = [vocabulary.index(word) for word in prompt]
         for _ in range(length):
             context_1T = torch.tensor([tokens[-self.config.context :]], device=self.device)
-            probabilities_V = (self.model(context_1T)[0, -1].float() / temperature).softmax(0)
-            tokens.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
-        return "".join(vocabulary[token] for token in tokens)
+            logits_V = self.model(context_1T)[0, -1].float()
+            logits_V[0] = -math.inf  # words outside of the vocabulary
+            tokens.append(int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator)))
+        return "\n" + "".join(vocabulary[token] for token in tokens).strip()
 
 
 experiment = Experiment(
     name="gpt",
     trainer=GptTrainer,
     config=GptConfig(
-        max_steps=600,
+        max_steps=700,
         global_batch_size=16,
         micro_batch_size=8,
         max_grad_norm=1.0,

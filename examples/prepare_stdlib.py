@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import string
 import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from headway.datasets.prepare import prepare_text, split_files
@@ -21,36 +19,24 @@ CONTEXT = 128
 VOCABULARY = 2048
 # Two thirds of the library are tests and tables of characters, from which a model learns little about style.
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "pydoc_data"}
-# Line breaks with the indentation after them, a word or signs with the space before them, and any other character.
-PIECE = re.compile(r"\n+(?: {4})*| +(?= )| ?[A-Za-z]+|_+| ?[^\sA-Za-z0-9_]+|.", re.DOTALL)
+# Line breaks with the indentation after them, names in snake case part by part, signs; each with the space before it.
+WORD = re.compile(r"\n+(?: {4})*| +(?= )| ?_*[A-Za-z]+_*| ?[^\sA-Za-z0-9_]+|.", re.DOTALL)
 
 
 class WordTokenizer:
-    """Splits source code into the longest words of a vocabulary; unknown characters become its first entry."""
+    """Splits source code into words. Those outside of the vocabulary become its first entry."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
-        self._ids = {word: number for number, word in enumerate(vocabulary)}
-        self._split = cache(self._split_piece)
+        self._numbers = {word: number for number, word in enumerate(vocabulary)}
 
     def __call__(self, text: str) -> list[int]:
-        return [token for piece in PIECE.findall(text) for token in self._split(piece)]
-
-    def _split_piece(self, piece: str) -> list[int]:
-        tokens = []
-        while piece:
-            length = next((n for n in range(len(piece), 0, -1) if piece[:n] in self._ids), 1)
-            tokens.append(self._ids.get(piece[:length], 0))
-            piece = piece[length:]
-        return tokens
+        return [self._numbers.get(word, 0) for word in WORD.findall(text)]
 
 
 def make_vocabulary(sources: Sequence[Path]) -> list[str]:
-    """Returns the ASCII characters and the most frequent pieces of the sources."""
-    counts: Counter[str] = Counter()
-    for path in sources:
-        counts.update(piece for piece in PIECE.findall(path.read_text(errors="replace")) if len(piece) > 1)
-    characters = ["\ufffd", *string.printable]
-    return characters + [piece for piece, _ in counts.most_common(VOCABULARY - len(characters))]
+    """Returns the most frequent words of the sources, after the one that stands for all others."""
+    counts = Counter(word for path in sources for word in WORD.findall(path.read_text(errors="replace")))
+    return ["\ufffd", *(word for word, _ in counts.most_common(VOCABULARY - 1))]
 
 
 def main(output: str) -> None:

@@ -7,11 +7,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from headway.trainer.callbacks.progress_bar import Pace, progress_line
 
 from ..storage.events import Event
+
+_BAR_WIDTH = 16
+# With the spaces between the columns.
+_PERCENT_WIDTH = 6
 
 
 class RunConsole:
@@ -50,7 +55,11 @@ class RunConsole:
             self.line(text)
             return
         self._has_trained = True
-        self._update_bar(text, step=int(record["step"]), total=self._total)
+        self._update_bar(
+            _shorten(text, self._console.width - _BAR_WIDTH - _PERCENT_WIDTH),
+            step=int(record["step"]),
+            total=self._total,
+        )
 
     def starting(self, text: str) -> None:
         """Show on a terminal that the run is not training yet, in a bar that moves back and forth."""
@@ -106,7 +115,10 @@ class RunConsole:
     def _update_bar(self, text: str, *, step: int | None = None, total: int | None = None) -> None:
         if self._bar is None:
             self._bar = Progress(
-                BarColumn(bar_width=16), TaskProgressColumn(), TextColumn("{task.description}"), console=self._console
+                BarColumn(_BAR_WIDTH, table_column=Column(min_width=_BAR_WIDTH)),
+                TaskProgressColumn(),
+                TextColumn("{task.description}"),
+                console=self._console,
             )
             self._task = self._bar.add_task(text, total=total)
             self._bar.start()
@@ -120,6 +132,14 @@ class RunConsole:
             self._bar.update(self._task, visible=self._has_trained)
             self._bar.stop()
             self._bar = None
+
+
+def _shorten(line: str, width: int) -> str:
+    """Leave out the least important parts of a progress line that does not fit."""
+    for least in ("data ", "epoch "):
+        if len(line) > width:
+            line = " · ".join(part for part in line.split(" · ") if not part.startswith(least))
+    return line
 
 
 def _numbers(metrics: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.runs.open import open_run
@@ -80,6 +81,17 @@ def test_a_terminal_shows_that_a_run_is_starting_and_takes_it_away_where_it_neve
     text = file.getvalue()
     assert text.count("starting 2 workers") > 1  # the bar moves
     assert "starting 2 workers" not in text.splitlines()[-1]
+
+
+def test_a_narrow_terminal_shows_the_bar_the_speed_and_the_time_left() -> None:
+    file = io.StringIO()
+    display = RunConsole(Console(file=file, force_terminal=True, width=80, highlight=False))
+    display.event(EVENTS[1])
+    display.record({**RUN_RECORD, "step": 50, "data_wait": 0.0, "train/loss": 2.1241, "tokens_per_s": 12195.0})
+    display.close()
+    last = Text.from_ansi(file.getvalue().rpartition("\r")[2]).plain.splitlines()[0]
+    assert last.endswith("  50% step 50/100 · loss 2.124 · 12,195 tokens/s · 5s left")
+    assert last.startswith("━" * 8)
 
 
 def test_a_file_is_not_told_that_a_run_is_starting() -> None:

@@ -209,24 +209,16 @@ class CallbackList(Callback):
             own = getattr(trainer, hook, None)
             if own is not None and getattr(own, "__func__", None) is not _do_nothing:
                 callees.append((type(trainer).__qualname__, _without_trainer(own)))
-            for callback in self._callbacks:
-                method = getattr(callback, hook)
-                if getattr(method, "__func__", None) is not getattr(Callback, hook):
-                    callees.append((_name(callback), method))
+            callees += [(_name(each), getattr(each, hook)) for each in self._callbacks if _overrides(each, hook)]
             if callees:
                 self.overridden.add(hook)
                 # Shadows the method, so that the loop calls only the overriding callbacks.
                 setattr(self, hook, (_call_at_end if hook == "on_fit_end" else _call_each)(hook, callees))
-
-        self._contexts = {
-            key: (_name(callback), callback.evaluation_context)
-            for key, callback in self._by_key.items()
-            if getattr(callback.evaluation_context, "__func__", None) is not Callback.evaluation_context
-        }
+        self._contexts = self.with_evaluation_context()
 
     def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
         """Return the nested contexts of all callbacks; errors on entry or exit get a note that names the callback."""
-        return _nested(list(self._contexts.values()), trainer) if self._contexts else nullcontext()
+        return _nested(self._contexts.values(), trainer) if self._contexts else nullcontext()
 
     @contextmanager
     def without_evaluation_context(self, keys: Collection[str]) -> Iterator[None]:
@@ -240,11 +232,7 @@ class CallbackList(Callback):
 
     def with_evaluation_context(self) -> dict[str, Callback]:
         """Return the callbacks that override `evaluation_context`, by state key."""
-        return {
-            key: callback
-            for key, callback in self._by_key.items()
-            if type(callback).evaluation_context is not Callback.evaluation_context
-        }
+        return {key: each for key, each in self._by_key.items() if _overrides(each, "evaluation_context")}
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -310,6 +298,10 @@ def _name(callback: Callback) -> str:
     return type(callback).__qualname__
 
 
+def _overrides(callback: Callback, name: str) -> bool:
+    return getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
+
+
 def _without_trainer(method: Callable[..., object]) -> Callable[..., object]:
     return lambda _trainer, *args: method(*args)
 
@@ -327,21 +319,19 @@ def _call_each(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) 
 
 
 @contextmanager
-def _nested(
-    contexts: Sequence[tuple[str, Callable[..., AbstractContextManager[object]]]], trainer: Any
-) -> Iterator[None]:
+def _nested(callbacks: Collection[Callback], trainer: Trainer[Any]) -> Iterator[None]:
     with ExitStack() as stack:
-        for owner, make in contexts:
-            stack.enter_context(_named(owner, make, trainer))
+        for callback in callbacks:
+            stack.enter_context(_named(callback, trainer))
         yield
 
 
 @contextmanager
-def _named(owner: str, make: Callable[..., AbstractContextManager[object]], trainer: Any) -> Iterator[None]:
+def _named(callback: Callback, trainer: Trainer[Any]) -> Iterator[None]:
     """Enter one callback's context; add a note to errors of the context itself, not to those from inside it."""
     inside: BaseException | None = None
     try:
-        with make(trainer):
+        with callback.evaluation_context(trainer):
             try:
                 yield
             except BaseException as error:
@@ -349,7 +339,7 @@ def _named(owner: str, make: Callable[..., AbstractContextManager[object]], trai
                 raise
     except BaseException as error:
         if error is not inside:
-            error.add_note(f"raised by {owner}.evaluation_context")
+            error.add_note(f"raised by {_name(callback)}.evaluation_context")
         raise
 
 

@@ -32,7 +32,7 @@ from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
 
 
 class LoaderStream:
-    """Reads a map-style DataLoader in an order of its own, in which any position of an epoch can be found again.
+    """Reads a map-style DataLoader in a seeded order, in which any position of an epoch can be found again.
 
     The loader's dataset, collate function, worker processes, batch size, `drop_last` and whether it shuffles are kept.
     Its sampler is replaced, and the rows are divided among the ranks. With worker processes, everything a row draws
@@ -172,7 +172,7 @@ class LoaderStream:
 
     def _reader_for(self, epoch: int) -> DataLoader[Any]:
         """Return the loader that reads; workers that start now are seeded by run, epoch and rank."""
-        # Without a generator of its own, every epoch's start draws from the global one, and a resume once more.
+        # Without one, every start of an epoch draws from the global generator, so a resume would draw once more.
         generator = _generator(self._shard.seed, epoch, self._shard.rank)
         if self._reader is None:
             loader = self._loader
@@ -273,7 +273,7 @@ def shut_down_workers(batches: Iterator[Any] | None) -> None:
 
 
 def unsupported_part(loader: DataLoader[Any]) -> str | None:
-    """Name the part of a loader that `LoaderStream` cannot replace: one that reads in a way of its own.
+    """Name the part of a loader that `LoaderStream` cannot replace: custom iteration, batching or sampling.
 
     Returns:
         None if the loader draws each row of a map-style dataset once.
@@ -288,7 +288,7 @@ def unsupported_part(loader: DataLoader[Any]) -> str | None:
         return f"its batch_sampler, a {type(loader.batch_sampler).__name__}"
     sampler: Any = loader.sampler
     dataset: Any = loader.dataset
-    # Not isinstance: a derived class may have an order of its own.
+    # Not isinstance: a subclass may define another order.
     if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):
         return f"its sampler, a {type(sampler).__name__}"
     source: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler.data_source

@@ -19,7 +19,7 @@ class Stateful(Protocol):
     """Anything whose state goes into a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state: tensors, and what pickles."""
+        """Return the state: tensors and picklable objects."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:

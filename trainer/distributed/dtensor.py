@@ -51,7 +51,7 @@ def strip_wrappers(module: nn.Module) -> nn.Module:
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module that the user wrote: without the wrappers of `strip_wrappers`, `AveragedModel` and FSDP1.
 
-    Checkpoints keep `AveragedModel`, which has state of its own, so they use `strip_wrappers`.
+    Checkpoints keep `AveragedModel`, which has its own state, so they use `strip_wrappers`.
     """
     while (inner := strip_wrappers(module)) is not module or isinstance(
         inner, (AveragedModel, FullyShardedDataParallel)

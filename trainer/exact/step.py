@@ -181,7 +181,7 @@ class ExactStep(OptimizerStep):
         changed = [names[of] for of, version in now if (of, version) not in before]
         raise StepError(
             f"training_step changed {', '.join(changed[:8]) or 'the tensors of a model'}, which exact=True does not "
-            "support: each rank would change its own copy, in the order of its own parts. Change it in on_step_end, "
+            "support: each rank would change only its copy, in the order of its parts. Change it in on_step_end, "
             "from values that are equal on every rank, or remove exact"
         )
 

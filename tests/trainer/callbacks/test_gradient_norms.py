@@ -119,7 +119,7 @@ class TwoSided(TinyTrainer):
         self.own |= {f"{name}.{key}": float(p.grad.norm()) for key, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_gradient_that_another_loss_has_left_is_nobodys() -> None:
+def test_a_gradient_that_another_loss_has_left_is_not_measured() -> None:
     norms, kept = GradientNorms(every=1), Kept()
     config = TinyConfig(max_steps=1, global_batch_size=8, evaluate_every=None)
     callbacks = [norms, Histograms(every=1, parameters=False)]

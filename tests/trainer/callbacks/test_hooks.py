@@ -214,7 +214,7 @@ def test_what_is_no_callback_is_refused(candidate: Any, message: str) -> None:
         CallbackList([candidate])
 
 
-def test_hook_that_nobody_overrides_costs_next_to_nothing() -> None:
+def test_a_hook_without_overrides_costs_next_to_nothing() -> None:
     callbacks = CallbackList([Recorder(), Recorder()])
     trainer: Any = None
     seconds = min(timeit.repeat(lambda: callbacks.on_gradients_ready(trainer), number=10_000, repeat=5)) / 10_000

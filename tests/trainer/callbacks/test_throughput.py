@@ -144,7 +144,7 @@ def test_mfu_is_the_share_of_the_peak_that_the_model_takes() -> None:
             assert record["mfu"] == pytest.approx(flops * record[f"{unit}_per_s"] / 1e9)
 
 
-def test_mfu_is_left_out_where_nobody_knows_the_peak_or_the_cost() -> None:
+def test_mfu_is_left_out_if_the_peak_or_the_cost_is_unknown() -> None:
     assert not any("mfu" in record for record in records_of(Padded, config_of(), Throughput()).values())
     records = records_of(TinyTrainer, config_of(), Throughput(peak_flops=1e9))
     assert not any("mfu" in record for record in records.values())

@@ -260,7 +260,7 @@ def test_a_loader_that_is_read_as_it_comes_says_why(options: dict[str, Any], why
     for training, told in ((True, "training loader, so each row is trained on"), (False, "so each row counts")):
         with pytest.warns(UserWarning, match=f"each of the 2 ranks reads all .*{told} 2 times: .*because of {why}"):
             _set_up(loader(), 0, 2, training=training)
-    # Warnings are errors here: told once, and nobody whose rows are shared out, or who has no rows to share.
+    # Warnings are errors: only rank 0 warns, and not if the rows are divided or there are none to divide.
     _set_up(loader(), 1, 2)
     _set_up(Counted(Numbers(8)), 0, 2, global_batch_size=4)
     _set_up(DataLoader(Short()), 0, 2)
@@ -590,7 +590,7 @@ def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of(tmp_path: 
     (told,) = [str(each.message) for each in warned]
     assert '(evaluate_every="1 epochs" and checkpoint.every="1 epochs") may never come' in told
     assert told.endswith("or set steps_per_epoch, by which each epoch begins the data again")
-    # Warnings are errors here: nobody is told who has said it, or whose data has an end.
+    # Warnings are errors: there is none if the config sets an end, or the data has one.
     fit(data(), "cut", steps_per_epoch=2)
     fit(data(), "steps", evaluate_every="2 steps", checkpoint=CheckpointConfig(every="2 steps"))  # type: ignore[arg-type]
     fit(_batches(2), "list")

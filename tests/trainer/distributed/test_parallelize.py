@@ -106,7 +106,7 @@ def _with(module: Any) -> Any:
     return lambda: nn.Sequential(nn.Linear(6, 3), module())
 
 
-def test_what_nobody_fills_is_named() -> None:
+def test_tensors_without_values_are_named() -> None:
     with pytest.raises(
         ConfigError, match=r"^model\.1\.weight, model\.1\.mean, model\.1\.count got no value: models are"
     ):

@@ -296,6 +296,6 @@ def test_exact_mode_refuses_it() -> None:
     class Plain(TinyTrainer):
         pass
 
-    with pytest.raises(ConfigError, match="leave halve_on_out_of_memory out"):
+    with pytest.raises(ConfigError, match="remove halve_on_out_of_memory"):
         Plain(config(exact=True), world=ALONE).fit()
     assert TrainerConfig(max_steps=1).halve_on_out_of_memory is False

@@ -114,7 +114,7 @@ class GptTrainer(Trainer[GptConfig]):
     def num_tokens(self, batch):
         return batch["tokens"][:, 1:].numel()
 
-    def sample(self, prompt=("\n\n", "def"), length=120, temperature=0.6):
+    def sample(self, prompt=("\n\n    ", "def", " __init__", "(", "self"), length=120, temperature=0.6):
         """Returns a continuation of a prompt. Every rank must call this, because each may hold a part of the model."""
         vocabulary = json.loads(Path(self.config.data, "vocabulary.json").read_text())
         # The same on every rank, and in every sample of a run.
@@ -125,14 +125,14 @@ class GptTrainer(Trainer[GptConfig]):
             logits_V = self.model(context_1T)[0, -1].float()
             logits_V[0] = -math.inf  # words outside of the vocabulary
             tokens.append(int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator)))
-        return "\n" + "".join(vocabulary[token] for token in tokens).strip()
+        return "".join(vocabulary[token] for token in tokens)
 
 
 experiment = Experiment(
     name="gpt",
     trainer=GptTrainer,
     config=GptConfig(
-        max_steps=700,
+        max_steps=600,
         global_batch_size=16,
         micro_batch_size=8,
         max_grad_norm=1.0,

@@ -1,104 +1,141 @@
-"""The commands `headway checkpoints ...`: what lies in a run's store, by name. Needs no Ray, no GPU and no quiet run.
+"""The commands `headway checkpoints ...`. They need neither Ray nor a GPU, and work while the run trains.
 
-They work beside a run that is going on: what its retention deletes in the meantime is left out, not called damaged.
+What the run's retention deletes in the meantime is left out, not called damaged.
 """
 
 from __future__ import annotations
 
 import contextlib
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
+from .options import Json, RunName, Storage, print_json, storage_of, wants_json
+
 checkpoints_app = typer.Typer(
-    help="Shows and keeps the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None
+    help="List, verify, keep, delete and export checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
 
-_Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 _Which = Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Step, name, newest or best.")]
 _Some = Annotated[list[str] | None, typer.Argument(metavar="[CHECKPOINT]...", help="Step, name, newest or best.")]
-_Place = Annotated[str, typer.Option(help="Folder or URI that holds the runs.")]
+
+
+@checkpoints_app.callback()
+def checkpoints(storage: Storage = None) -> None:
+    """Take the options that stand before the command."""
 
 
 @checkpoints_app.command("ls")
-def ls(run: _Name, storage: _Place = "runs") -> None:
-    """Lists the checkpoints in the order of their commits, and what keeps each of them."""
-    from rich.console import Console
-    from rich.table import Table
+def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: Json = False) -> None:
+    """List checkpoints, and why each is kept.
 
-    from headway.trainer.step.oom import human_bytes
+    In the order in which they were saved.
+    """
+    from headway.trainer.callbacks.progress_bar import human_bytes
 
     from ..runs.checkpoints import RunCheckpoints
+    from .tables import format_table, local_time
 
-    there = RunCheckpoints.of(run, storage)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("CHECKPOINT", "EPOCH", "SAVED", "SIZE", there.rules.monitor or "METRIC", "KEPT FOR"):
-        table.add_column(heading, justify="right" if heading in ("EPOCH", "SIZE") else "left", no_wrap=True)
-    reasons = there.reasons()
+    there = RunCheckpoints.of(run, storage_of(context))
+    reasons, monitor = there.reasons(), there.rules.monitor
+    if as_json:
+        print_json("checkpoints", run=run, monitor=monitor, checkpoints=[
+            {
+                "name": entry.name, "path": there.storage.path_of(entry.name), "damage": entry.problem,
+                "size_bytes": sum(each.size_bytes for each in entry.files.values()),
+                "kept_for": reasons.get(entry.name, []),
+                **({
+                    "step": checkpoint.step, "epoch": checkpoint.epoch, "metrics": checkpoint.metrics,
+                    "saved": datetime.fromtimestamp(checkpoint.time_s, UTC).isoformat(timespec="seconds"),
+                    "world_size": checkpoint.world_size,
+                } if (checkpoint := entry.checkpoint) else {}),
+            }
+            for entry in there.entries
+        ])  # fmt: skip
+        return
+    rows = [("CHECKPOINT", "EPOCH", "SAVED", "SIZE", monitor or "METRIC", "KEPT FOR")]
     for entry in there.entries:
         if (checkpoint := entry.checkpoint) is None:
-            table.add_row(entry.name, "", "", "", "", "damaged: verify says how")
+            rows.append((entry.name, "", "", "", "", "damaged: verify says how"))
             continue
-        value = checkpoint.metrics.get(there.rules.monitor or "")
-        saved = datetime.fromtimestamp(checkpoint.time_s).strftime("%Y-%m-%d %H:%M:%S")
+        value = checkpoint.metrics.get(monitor or "")
         size = human_bytes(sum(each.size_bytes for each in entry.files.values()))
-        table.add_row(
-            entry.name, str(checkpoint.epoch), saved, size, "" if value is None else f"{value:.4g}",
-            ", ".join(reasons[entry.name]) or "nothing",
-        )  # fmt: skip
-    # Wider than any row: what is piped into another program must not be cut.
-    Console(highlight=False, width=240).print(table)
+        rows.append((
+            entry.name, str(checkpoint.epoch), local_time(checkpoint.time_s), size,
+            "" if value is None else f"{value:.4g}", ", ".join(reasons[entry.name]) or "nothing",
+        ))  # fmt: skip
+    print(format_table(rows, right=("EPOCH", "SIZE")))
 
 
 @checkpoints_app.command("verify")
-def verify(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
-    """Reads all of the checkpoints and compares checksums; exits with 1 if any is damaged."""
+def verify(
+    context: typer.Context, run: RunName, which: _Some = None, storage: Storage = None, as_json: Json = False
+) -> None:
+    """Verify checksums; exit with 1 if a checkpoint is damaged.
+
+    Reads all files of the checkpoints.
+    """
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage)
-    damaged = 0
+    there = RunCheckpoints.of(run, storage_of(context))
+    found = []
     for entry in there.chosen(which) if which else there.entries:
         problems = there.problems(entry)
-        if problems and not there.storage.committed(entry.name):
-            print(f"{entry.name}  deleted in the meantime")
-            continue
-        damaged += bool(problems)
-        print(f"{entry.name}  {'damaged: ' + '; '.join(problems) if problems else 'whole'}", flush=True)
-    raise typer.Exit(1 if damaged else 0)
+        is_deleted = bool(problems) and not there.storage.committed(entry.name)
+        state = "deleted" if is_deleted else "damaged" if problems else "whole"
+        found.append({"name": entry.name, "state": state, "problems": [] if is_deleted else problems})
+        if not as_json:
+            text = {"deleted": "deleted in the meantime", "damaged": f"damaged: {'; '.join(problems)}"}
+            print(f"{entry.name}  {text.get(state, state)}", flush=True)
+    if as_json:
+        print_json("verification", run=run, checkpoints=found)
+    raise typer.Exit(1 if any(each["state"] == "damaged" for each in found) else 0)
 
 
 @checkpoints_app.command("digest")
-def digest(run: _Name, which: _Some = None, storage: _Place = "runs") -> None:
-    """Prints a digest of the weights, without a name the newest good checkpoint's; equal ones mean equal bits."""
+def digest(
+    context: typer.Context, run: RunName, which: _Some = None, storage: Storage = None, as_json: Json = False
+) -> None:
+    """Print a digest of the weights; equal digests, equal bits.
+
+    By default of the newest good checkpoint.
+    """
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage)
-    for entry in there.chosen(which or ["newest"]):
-        print(f"{entry.name}  {there.digest(entry)}")
+    there = RunCheckpoints.of(run, storage_of(context))
+    found = {entry.name: there.digest(entry) for entry in there.chosen(which or ["newest"])}
+    if as_json:
+        print_json("digests", run=run, digests=found)
+        return
+    for name, weights in found.items():
+        print(f"{name}  {weights}")
 
 
 @checkpoints_app.command("pin")
-def pin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
-    """Keeps checkpoints for good, also from the retention of a run that is going on."""
+def pin(context: typer.Context, run: RunName, which: _Which, storage: Storage = None) -> None:
+    """Keep checkpoints until they are unpinned.
+
+    The retention of the run does not delete them, nor does prune.
+    """
     from headway.trainer.checkpoints.retention import mark_kept
 
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage)
+    there = RunCheckpoints.of(run, storage_of(context))
     for entry in there.chosen(which):
         mark_kept(there.storage, entry.name)
         print(f"{entry.name} is pinned")
 
 
 @checkpoints_app.command("unpin")
-def unpin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
-    """Gives checkpoints back to the retention of the run."""
+def unpin(context: typer.Context, run: RunName, which: _Which, storage: Storage = None) -> None:
+    """Return pinned checkpoints to the run's retention."""
     from headway.trainer.checkpoints.retention import unmark_kept
 
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage)
+    there = RunCheckpoints.of(run, storage_of(context))
     for entry in there.chosen(which):
         unmark_kept(there.storage, entry.name)
         print(f"{entry.name} is not pinned")
@@ -106,28 +143,29 @@ def unpin(run: _Name, which: _Which, storage: _Place = "runs") -> None:
 
 @checkpoints_app.command("prune")
 def prune(
-    run: _Name,
+    context: typer.Context,
+    run: RunName,
     which: _Some = None,
-    storage: _Place = "runs",
-    keep_last: Annotated[int | None, typer.Option(help="In place of the run's own.")] = None,
-    keep_best: Annotated[int | None, typer.Option(help="In place of the run's own.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and end.")] = False,
+    storage: Storage = None,
+    keep_last: Annotated[int | None, typer.Option(help="Number of last checkpoints to keep (default: the run's).")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Number of best checkpoints to keep (default: the run's).")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, without deleting.")] = False,
 ) -> None:
-    """Deletes the checkpoints that are named, or those that the rules of the run do not keep.
+    """Delete named checkpoints, or those that no rule keeps.
 
-    Never the newest good one, nor a pinned one.
+    Never deletes the newest good checkpoint or a pinned one.
     """
     from headway.trainer.errors import ConfigError
 
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage, keep_last=keep_last, keep_best=keep_best)
+    there = RunCheckpoints.of(run, storage_of(context), keep_last=keep_last, keep_best=keep_best)
     newest = there.newest_good()
     if which:
         doomed = there.chosen(which)
         for entry in doomed:
             if newest is not None and entry.name == newest.name:
-                raise ConfigError(f"{entry.name} is the newest good checkpoint of {run}: a run goes on from it")
+                raise ConfigError(f"{entry.name} is the newest good checkpoint of {run}, from which the run resumes")
             if there.is_pinned(entry):
                 raise ConfigError(f"{entry.name} is pinned: unpin it first")
     else:
@@ -135,33 +173,38 @@ def prune(
         doomed = [each for each in there.entries if each.checkpoint and not reasons[each.name] and each != newest]
     for entry in doomed:
         if not dry_run:
-            with contextlib.suppress(FileNotFoundError):  # the run has, in the meantime
+            # The run may have deleted it in the meantime.
+            with contextlib.suppress(FileNotFoundError):
                 there.storage.remove(entry.name)
         print(f"{entry.name} {'would be' if dry_run else 'is'} deleted")
 
 
 @checkpoints_app.command("export")
 def export(
-    run: _Name,
-    file: Annotated[str, typer.Argument(help="safetensors file to write: a path or a URI.")],
+    context: typer.Context,
+    run: RunName,
+    file: Annotated[str | None, typer.Argument(help="File to write: a path or a URI; as --output.")] = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="File to write: a path or a URI.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Step, name, newest or best.")] = "newest",
-    model: Annotated[str | None, typer.Option(help="Which one, of several: the name of the attribute.")] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="The averages in place of the weights.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="Of the floating-point weights, such as bfloat16.")] = None,
-    storage: _Place = "runs",
+    model: Annotated[str | None, typer.Option(help="Attribute name of the model, if there are several.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Export the averaged weights.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. to bfloat16.")] = None,
+    storage: Storage = None,
 ) -> None:
-    """Writes the weights of a checkpoint to a safetensors file."""
+    """Export the weights of a checkpoint to safetensors."""
+    if (file is None) == (output is None):
+        raise typer.BadParameter("give the file to write once, as in -o weights.safetensors", param_hint="--output")
     import torch
 
     from headway.trainer.checkpoints.export import export_safetensors
     from headway.trainer.errors import ConfigError
 
     if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"--dtype is the name of one of torch's, such as bfloat16, not {dtype!r}")
+        raise ConfigError(f"--dtype must be the name of a torch dtype such as bfloat16, got {dtype!r}")
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage)
+    there = RunCheckpoints.of(run, storage_of(context))
     (entry,) = there.chosen([checkpoint])
-    path = there.storage.path_of(entry.name)
-    export_safetensors(path, file, model=model, ema=ema, dtype=getattr(torch, dtype) if dtype else None)
-    print(f"the weights of {path} are in {file}")
+    path, to = there.storage.path_of(entry.name), str(output or file)
+    export_safetensors(path, to, model=model, ema=ema, dtype=getattr(torch, dtype) if dtype else None)
+    print(f"the weights of {path} are in {to}")

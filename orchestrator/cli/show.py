@@ -1,21 +1,21 @@
-"""Runs as pages for the terminal. Reads the files of the runs, and nothing else."""
+"""Runs and sweeps as text and as JSON documents. Reads their files, and imports neither torch nor Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
-
-from rich.console import Console
+from typing import Any
 
 from headway.trainer.callbacks.progress_bar import human_duration
 
-from ..runs.compare import compare_runs
 from ..runs.goodput import GoodputReport, goodput_report_of
 from ..runs.run import SWEEP_RECORD, Record, Run, find_run
 from ..storage.events import Event, describe, read_events
 from ..storage.folder import Folder, absolute, join
-from ..sweeps.result import SweepResult
-from .tables import format_table, local_time, took
+from ..sweeps.record import Sweep
+from ..sweeps.result import SweepResult, TrialResult
+from .tables import format_elapsed, format_table, local_time
 
 _SHOWN_EVENTS = {
     "attempt_started",
@@ -32,11 +32,63 @@ _SHOWN_EVENTS = {
 }
 
 
-def print_run(name: str, storage: str, console: Console | None = None) -> None:
-    """Prints all that is known of one run, or the trials of a sweep."""
-    console = console or Console(highlight=False, soft_wrap=True)
-    if Folder(join(absolute(storage), name)).exists(SWEEP_RECORD):
-        _print_sweep(SweepResult.read(join(absolute(storage), name)), console)
+def run_summary(run: Run) -> dict[str, Any]:
+    """Return what `runs ls --json` says of a run."""
+    record = run.record
+    names = (
+        "name", "id", "trainer", "workers", "attempts", "steps", "epochs", "samples", "tokens", "metrics", "error",
+        "created", "started", "ended", "last_checkpoint", "best_checkpoint", "best_metric", "best_step",
+    )  # fmt: skip
+    return {**{name: getattr(record, name) for name in names}, **_state(run)}
+
+
+def sweep_summary(sweep: Sweep) -> dict[str, Any]:
+    """Return what `runs ls --json` says of a sweep."""
+    record, search = sweep.record, sweep.record.search
+    return {
+        "name": record.name, "id": record.id, "status": sweep.status, "reason": record.reason,
+        "metric": search["metric"], "mode": search["mode"], "trials": record.trials,
+        "ended_trials": sum(trial.has_ended for trial in sweep.trials()), "created": record.created,
+        "started": record.started, "ended": record.ended, "sweep_dir": sweep.sweep_dir,
+    }  # fmt: skip
+
+
+def run_document(name: str, storage: str) -> tuple[str, dict[str, Any]]:
+    """Return the kind and the content of `runs show --json`.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    if (result := _sweep_result(name, storage)) is not None:
+        best = result.best
+        return "sweep", {
+            "sweep": {
+                "name": name, "status": result.status, "reason": result.reason, "metric": result.metric,
+                "mode": result.mode, "best": best.name if best else None, "sweep_dir": result.sweep_dir,
+                "trials": [_trial(each) for each in result.trials],
+            }
+        }  # fmt: skip
+    # Late, for it imports pydantic.
+    from ..config.coerce import parse_yaml
+
+    run = find_run(name, storage)
+    goodput = goodput_report_of(run)
+    return "run", {
+        "run": {**run.record.to_plain(), **_state(run)},
+        "time": {**asdict(goodput), "goodput": goodput.goodput},
+        "config": _typed(parse_yaml(run.folder.read("config.yaml") or "") or {}),
+        "events": read_events(run.folder),
+    }
+
+
+def print_run(name: str, storage: str) -> None:
+    """Print all that is known of a run, or the trials of a sweep.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    if (result := _sweep_result(name, storage)) is not None:
+        _print_sweep(result)
         return
     run = find_run(name, storage)
     record = run.record
@@ -47,7 +99,7 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
         "error": record.error,
         "steps": f"{record.steps:,} in {record.epochs:,} epochs and {_count(record.attempts, 'attempt')}",
         "metrics": "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items()),
-        "started": f"{local_time(record.started)}, took {took(run)}",
+        "started": f"{local_time(record.started)}, took {format_elapsed(run)}",
         **dict(_processes(run, events)),
         "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}{_of(record)}",
         "files": run.run_dir,
@@ -60,56 +112,78 @@ def print_run(name: str, storage: str, console: Console | None = None) -> None:
     }
     for label, fact in facts.items():
         if fact:
-            console.print(f"{label:<11}{fact}", markup=False)
-    _print_ledger(goodput_report_of(run), console)
-    console.print("\nconfig", markup=False)
-    console.print(
-        "".join(f"  {line}\n" for line in (run.folder.read("config.yaml") or "").splitlines()), markup=False, end=""
-    )
-    console.print("\nevents", markup=False)
+            print(f"{label:<11}{fact}")
+    _print_goodput(goodput_report_of(run))
+    print("\nconfig")
+    for line in (run.folder.read("config.yaml") or "").splitlines():
+        print(f"  {line}")
+    print("\nevents")
     for event in events:
         if event["event"] in _SHOWN_EVENTS:
             at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-            console.print(f"  {at}  {event['event'].replace('_', ' ')}: {describe(event)}", markup=False)
+            print(f"  {at}  {event['event'].replace('_', ' ')}: {describe(event)}")
 
 
-def _print_sweep(result: SweepResult, console: Console) -> None:
-    console.print(
-        f"{result.sweep_dir}: {result.status}" + (f" ({result.reason})" if result.reason else ""), markup=False
-    )
+def print_comparison(first: str, second: str, differences: Sequence[Sequence[str]]) -> None:
+    """Print the differences between two runs, as `compare_runs` returns them."""
+    if not differences:
+        print(f"{first} and {second} differ in nothing that is recorded")
+        return
+    rows = [("OF", "FIELD", first, second), *(tuple(" ".join(cell.split()) for cell in row) for row in differences)]
+    print(format_table(rows))
+
+
+def _sweep_result(name: str, storage: str) -> SweepResult | None:
+    place = join(absolute(storage), name)
+    return SweepResult.read(place) if Folder(place).exists(SWEEP_RECORD) else None
+
+
+def _print_sweep(result: SweepResult) -> None:
+    print(f"{result.sweep_dir}: {result.status}" + (f" ({result.reason})" if result.reason else ""))
     if (best := result.best) is not None:
-        console.print(f"best: {best.name}  {result.metric} {best.metric:.4g}  {best.checkpoint}", markup=False)
-    console.print(f"\n{result.table.text()}" if result.trials else "no trials yet", markup=False)
+        print(f"best: {best.name}  {result.metric} {best.metric:.4g}  {best.checkpoint}")
+    print(f"\n{result.table.text()}" if result.trials else "no trials yet")
 
 
-def print_comparison(first: str, second: str, storage: str, console: Console | None = None) -> None:
-    """Prints what two runs differ in."""
-    console = console or Console(highlight=False)
-    found = compare_runs(first, second, storage)
-    if not found:
-        console.print(f"{first} and {second} differ in nothing that is recorded", markup=False)
+def _print_goodput(report: GoodputReport) -> None:
+    if report.wall_s <= 0:
         return
-    # As wide as it must be: what is piped into another program must not be cut.
-    rows = [("OF", "FIELD", first, second), *(tuple(" ".join(cell.split()) for cell in row) for row in found)]
-    console.print(format_table(rows), markup=False, soft_wrap=True)
-
-
-def _print_ledger(account: GoodputReport, console: Console) -> None:
-    if account.wall_s <= 0:
-        return
-    starts = f"{_count(account.starts, 'start')} and {_count(account.attempts, 'attempt')}"
-    console.print(f"\ntime: {human_duration(account.wall_s)} in {starts}", markup=False)
-    for name, seconds in sorted(account.seconds.items(), key=lambda each: -each[1]):
+    starts = f"{_count(report.starts, 'start')} and {_count(report.attempts, 'attempt')}"
+    print(f"\ntime: {human_duration(report.wall_s)} in {starts}")
+    for name, seconds in sorted(report.seconds.items(), key=lambda each: -each[1]):
         if seconds >= 0.05:
-            console.print(f"  {name:<22}{100 * account.share(name):5.1f} %{seconds:12,.1f} s", markup=False)
-    if account.not_running_s >= 0.05:
-        console.print(f"  {'not running':<22}{'':7}{account.not_running_s:12,.1f} s, besides", markup=False)
-    console.print(f"goodput    {100 * account.goodput:.1f} % of the time went into updates that counted", markup=False)
-    console.print(f"fix first  {account.advice()}", markup=False)
+            print(f"  {name:<22}{100 * report.share(name):5.1f} %{seconds:12,.1f} s")
+    if report.not_running_s >= 0.05:
+        print(f"  {'not running':<22}{'':7}{report.not_running_s:12,.1f} s, besides")
+    print(f"goodput    {100 * report.goodput:.1f} % of the time went into updates that counted")
+    print(f"fix first  {report.advice()}")
+
+
+def _state(run: Run) -> dict[str, Any]:
+    # The record of a run whose driver died still says "running".
+    return {"status": run.status, "reason": run.reason, "run_dir": run.run_dir}
+
+
+def _trial(result: TrialResult) -> dict[str, Any]:
+    trial = result.trial
+    names = (
+        "name", "index", "status", "reason", "error", "values", "metric", "steps", "metrics", "run_dir",
+        "best_checkpoint", "last_checkpoint",
+    )  # fmt: skip
+    return {name: getattr(trial, name) for name in names}
+
+
+def _typed(value: Any) -> Any:
+    """Return YAML as read by `parse_yaml` with its unquoted words as numbers, booleans and None."""
+    if isinstance(value, Mapping):
+        return {name: _typed(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_typed(each) for each in value]
+    return value.value() if hasattr(value, "value") else value
 
 
 def _processes(run: Run, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    """The processes of a run that is going on."""
+    """Yield the processes of a run that is being trained."""
     if run.status == "running":
         yield "driver", f"process {run.record.driver.pid} on {run.record.driver.host}"
         for worker in next((each["workers"] for each in reversed(events) if each["event"] == "attempt_started"), ()):
@@ -121,5 +195,5 @@ def _of(record: Record) -> str:
     return f", of {record.min_workers} to {record.max_workers} workers" if is_elastic else ""
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

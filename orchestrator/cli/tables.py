@@ -1,21 +1,33 @@
-"""The runs of a storage as a table. Needs neither torch nor Ray, for which nobody wants to wait who looks around."""
+"""Text tables, and the list of the runs of a storage. Imports neither torch nor Ray, so it is fast."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from headway.trainer.callbacks.progress_bar import human_duration
 
-from ..runs.run import Run, list_runs
-from ..storage.folder import absolute
-from ..sweeps.record import list_sweeps
+if TYPE_CHECKING:
+    from ..runs.run import Run
+    from ..sweeps.record import Sweep
+
+
+def runs_and_sweeps(storage: str) -> tuple[list[Run], list[Sweep]]:
+    """Return the runs and the sweeps of a storage, each last started first."""
+    from ..runs.run import list_runs
+    from ..sweeps.record import list_sweeps
+
+    runs = list_runs(storage)
+    return runs, list_sweeps(storage, but={run.folder.name for run in runs})
 
 
 def print_runs(storage: str) -> None:
-    """Prints the runs of a storage, and a line for each of its sweeps."""
-    runs, sweeps = list_runs(storage), list_sweeps(storage)
+    """Print the runs of a storage, and a line for each of its sweeps."""
+    from ..storage.folder import absolute
+
+    runs, sweeps = runs_and_sweeps(storage)
     for sweep in sweeps:
         ended = sum(trial.has_ended for trial in sweep.trials())
         name = sweep.record.name
@@ -28,11 +40,11 @@ def print_runs(storage: str) -> None:
 
 
 def format_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> str:
-    """Returns a table, as wide as it must be: names are there to be copied.
+    """Return rows as aligned text, never cut: names are there to be copied, and output to be piped.
 
     Args:
         rows: the first one has the headings.
-        right: headings of the columns whose cells end where the column does.
+        right: headings of the columns that are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [f"{{:{'>' if heading in right else '<'}{width}}}" for heading, width in zip(rows[0], widths, strict=True)]
@@ -40,8 +52,8 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) 
     return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
-def took(run: Run) -> str:
-    """Returns how long the last start of a run took, or has taken so far, for people."""
+def format_elapsed(run: Run) -> str:
+    """Return how long the last start of a run took, or has taken so far."""
     started = datetime.fromisoformat(run.record.started).timestamp()
     if run.record.ended:
         return human_duration(datetime.fromisoformat(run.record.ended).timestamp() - started)
@@ -49,9 +61,10 @@ def took(run: Run) -> str:
     return human_duration(until - started)
 
 
-def local_time(iso: str) -> str:
-    """Returns a time of a record as clocks here show it."""
-    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+def local_time(moment: str | float) -> str:
+    """Return a time (ISO 8601, or seconds since 1970) in the local time zone."""
+    at = datetime.fromisoformat(moment).astimezone() if isinstance(moment, str) else datetime.fromtimestamp(moment)
+    return at.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _row(run: Run) -> tuple[str, ...]:
@@ -59,5 +72,5 @@ def _row(run: Run) -> tuple[str, ...]:
     loss = record.metrics.get("validation/loss", record.metrics.get("train/loss"))
     return (
         record.name, run.status, f"{record.steps:,}", "" if loss is None else f"{loss:.4g}", str(record.attempts),
-        local_time(record.started), took(run),
+        local_time(record.started), format_elapsed(run),
     )  # fmt: skip

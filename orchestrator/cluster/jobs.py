@@ -7,7 +7,6 @@ what `headway fit` does; what it leaves behind are the files of the run.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import shlex
@@ -17,9 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import AuthenticationError
 
@@ -28,8 +27,8 @@ import headway.trainer
 from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError, HeadwayError
 
-from ..cli.tables import format_table
-from ..config.coerce import parse_yaml
+from ..cli.tables import format_table, local_time
+from ..config.coerce import quote
 from ..config.experiment import Experiment
 from ..errors import StorageError
 from ..runs.run import Run
@@ -260,8 +259,18 @@ class _News:
             self._show(fresh)
 
 
+def job_summary(job: JobDetails) -> dict[str, Any]:
+    """Return what `jobs ls --json` says of a job; times are UTC, in ISO 8601."""
+    times = {name: getattr(job, f"{name}_time") for name in ("start", "end")}
+    started, ended = (datetime.fromtimestamp(each / 1000, UTC).isoformat() if each else None for each in times.values())
+    return {
+        "name": job.submission_id, "run": (job.metadata or {}).get(_RUN), "status": job.status.value.lower(),
+        "exit_code": job.driver_exit_code, "started": started, "ended": ended,
+    }  # fmt: skip
+
+
 def jobs_table(jobs: Sequence[JobDetails]) -> str:
-    """Returns a table of jobs."""
+    """Return a table of jobs."""
     rows = [("JOB", "RUN", "STATUS", "EXIT CODE", "STARTED", "TOOK")]
     for job in jobs:
         began_s = (job.start_time or 0) / 1000
@@ -269,7 +278,7 @@ def jobs_table(jobs: Sequence[JobDetails]) -> str:
         rows.append((
             str(job.submission_id), (job.metadata or {}).get(_RUN, ""), job.status.value.lower(),
             "" if job.driver_exit_code is None else str(job.driver_exit_code),
-            datetime.fromtimestamp(began_s).strftime("%Y-%m-%d %H:%M:%S") if began_s else "",
+            local_time(began_s) if began_s else "",
             human_duration(ended_s - began_s) if began_s else "",
         ))  # fmt: skip
     return format_table(rows)
@@ -291,7 +300,7 @@ def fit_arguments(
     """
     _check_storage(experiment, overrides)
     others = [each for each in overrides if not each.startswith("storage=")]
-    return ["fit", *options, _from_here(target), *others, f"storage={_quoted(experiment.storage)}"]
+    return ["fit", *options, _from_here(target), *others, f"storage={quote(experiment.storage)}"]
 
 
 def env_from_options(named: Sequence[str]) -> dict[str, str]:
@@ -307,15 +316,6 @@ def env_from_options(named: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--env {name}: there is no such variable here; give it a value, as --env {name}=...")
         chosen[name] = value if equals else os.environ[name]
     return chosen
-
-
-def _quoted(text: str) -> str:
-    """A text as the value of an override, which is YAML: "/shared/proj #2" would be one with a comment."""
-    try:
-        comes_back = parse_yaml(text) == text
-    except ConfigError:
-        comes_back = False
-    return text if comes_back else json.dumps(text, ensure_ascii=False)
 
 
 def _from_here(target: str) -> str:

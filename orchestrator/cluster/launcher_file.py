@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.table import Table
-
 from headway.trainer.errors import ConfigError
 
+from ..cli.tables import format_table
 from ..config.experiment import Experiment, Scaling
 
 SHARED = "shared_folders"
@@ -264,23 +262,30 @@ def _storage_faults(cluster: Cluster, storage: str) -> Iterator[str]:
     )
 
 
-def print_cluster(cluster: Cluster, experiment: Experiment | None, console: Console) -> None:
-    """Prints what a cluster has, and what it can hold of an experiment."""
-    table = Table(box=None, pad_edge=False)
+def cluster_page(cluster: Cluster, experiment: Experiment | None) -> str:
+    """Return what a cluster has, and what it can hold of an experiment, as text."""
     workers = () if experiment is None else ("WORKERS ON ONE",)
-    for heading in ("GROUP", "ONE NODE HAS", *workers, "NODES", "SPOT", "PRIORITY"):
-        table.add_column(heading, no_wrap=True)
+    rows: list[tuple[str, ...]] = [("GROUP", "ONE NODE HAS", *workers, "NODES", "SPOT", "PRIORITY")]
     for group in cluster.groups:
         has = ", ".join(f"{amount:g} {name}" for name, amount in group.resources.items())
         held = () if experiment is None else ("?" if cluster.is_own else str(group.workers_on_one(experiment.scaling)),)
         nodes = "the head" if group.is_head else f"{group.min_nodes} to {group.max_nodes}"
         spot = {True: "spot", False: "no", None: "?"}[group.is_spot]
-        table.add_row(group.name, has or "not said", *held, nodes, spot, str(group.priority))
-    console.print(f"{cluster.name}: at most {cluster.max_nodes} nodes beside the head", markup=False)
-    console.print(table)
-    if experiment is not None:
-        for line in _notes(cluster, experiment.scaling):
-            console.print(line, markup=False)
+        rows.append((group.name, has or "not said", *held, nodes, spot, str(group.priority)))
+    notes = [] if experiment is None else _notes(cluster, experiment.scaling)
+    return "\n".join([
+        f"{cluster.name}: at most {cluster.max_nodes} nodes beside the head", format_table(rows), *notes
+    ])  # fmt: skip
+
+
+def cluster_document(cluster: Cluster, experiment: Experiment | None) -> dict[str, Any]:
+    """Return what `cluster check --json` says, but for the problems. `max_workers` is None where it cannot be known."""
+    known = experiment is not None and not cluster.is_own
+    return {
+        **asdict(cluster),
+        "max_workers": cluster.most_workers(experiment.scaling) if experiment is not None and known else None,
+        "notes": [] if experiment is None else [*_notes(cluster, experiment.scaling)],
+    }
 
 
 def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
@@ -76,6 +77,15 @@ def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 _Loader.add_constructor("tag:yaml.org,2002:str", _word)
 _Dumper.add_representer(str, _quoted)
+
+
+def quote(text: str) -> str:
+    """Return text as the value of an override, which is YAML: "/shared/proj #2" alone would end at the comment."""
+    try:
+        is_plain = parse_yaml(text) == text
+    except ConfigError:
+        is_plain = False
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def parse_yaml(text: str, path: str = "") -> Any:

@@ -66,26 +66,14 @@ def open_run(
         StorageError: the storage cannot be written.
     """
     folder = Folder(experiment.run_dir)
+    found = preview_run(experiment, accept_changes=accept_changes, take_over=take_over)
     text = to_yaml(experiment)
-    if folder.exists(SWEEP_RECORD):
-        raise RunConflictError(f"{experiment.name} is a sweep in {experiment.storage}: give the run another name")
-    if folder.read(RUN_RECORD) is None:
+    if found is None:
         folder.prepare()
         return OpenedRun(_begin(folder, experiment, text, origin or provenance_of(experiment)), "new")
-    run = Run(experiment.run_dir)
-    if run.status == "running" and not run.record.driver.is_this and not take_over:
-        driver = run.record.driver
-        raise RunConflictError(
-            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}"
-            f"{driver.retry_hint}; "
-            f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
-        )
-    changes = tuple(differences(_comparable(run.folder.read("config.yaml") or ""), _comparable(text)))
-    refused = [change for change in changes if not may_change(change.path)]
-    if refused and not accept_changes:
-        raise RunConflictError(_conflict(experiment, refused))
-    if run.is_finished and not any(_extends(change) for change in changes):
-        return OpenedRun(run, "finished", changes)
+    if found.state == "finished":
+        return found
+    run, changes = found.run, found.changes
     folder.prepare()
     folder.write("config.yaml", text)
     # Before the run can be seen to live: what is asked from then on is asked of this life of it.
@@ -97,6 +85,40 @@ def open_run(
         changes=[*run.record.changes, *(f"{each.path}: {each.before} -> {each.after}" for each in changes)],
         defaults=non_default_fields(experiment), **(origin or provenance_of(experiment)),
     )  # fmt: skip
+    return OpenedRun(run, "goes on", changes)
+
+
+def preview_run(experiment: Experiment, *, accept_changes: bool = False, take_over: bool = False) -> OpenedRun | None:
+    """Return what `open_run` would find, without writing; None if the run would be new.
+
+    Args:
+        experiment: what is asked for.
+        accept_changes: allow changes of what is trained.
+        take_over: allow a run that another process trains.
+
+    Raises:
+        RunConflictError: as `open_run` does.
+        StorageError: the storage cannot be read.
+    """
+    folder = Folder(experiment.run_dir)
+    if folder.exists(SWEEP_RECORD):
+        raise RunConflictError(f"{experiment.name} is a sweep in {experiment.storage}: give the run another name")
+    if folder.read(RUN_RECORD) is None:
+        return None
+    run = Run(experiment.run_dir)
+    if run.status == "running" and not run.record.driver.is_this and not take_over:
+        driver = run.record.driver
+        raise RunConflictError(
+            f"{experiment.name} is being trained right now, by process {driver.pid} on {driver.host}"
+            f"{driver.retry_hint}; "
+            f"wait for it, stop it with `headway runs stop {experiment.name}`, or choose another name"
+        )
+    changes = tuple(differences(_comparable(run.folder.read("config.yaml") or ""), _comparable(to_yaml(experiment))))
+    refused = [change for change in changes if not may_change(change.path)]
+    if refused and not accept_changes:
+        raise RunConflictError(_conflict(experiment, refused))
+    if run.is_finished and not any(_extends(change) for change in changes):
+        return OpenedRun(run, "finished", changes)
     return OpenedRun(run, "goes on", changes)
 
 

@@ -113,6 +113,11 @@ class Folder:
         """Whether it lies on a disk (this machine's, or one that is mounted)."""
         return isinstance(self._fs, LocalFileSystem)
 
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.place.rstrip("/").rpartition("/")[2]
+
     def path(self, name: str) -> str:
         """Where a file of the folder lies, for people and for other programs."""
         return join(self.place, name)

@@ -9,7 +9,7 @@ In `<storage>/<name>/` lie
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -268,10 +268,15 @@ class Sweep:
         return trial
 
 
-def list_sweeps(storage: str) -> list[Sweep]:
-    """Returns the sweeps of a storage, the last started first; other folders are passed over."""
+def list_sweeps(storage: str, *, but: Collection[str] = ()) -> list[Sweep]:
+    """Return the sweeps of a storage, last started first; other folders are skipped.
+
+    Args:
+        storage: folder or URI.
+        but: names of folders not to look into, such as those of runs.
+    """
     folder = Folder(absolute(storage))
-    found = folder.map(_sweep_in, map(folder.child, folder.folders()))
+    found = folder.map(_sweep_in, [folder.child(name) for name in folder.folders() if name not in but])
     return sorted((each for each in found if each is not None), key=lambda each: each.record.started, reverse=True)
 
 

@@ -1,0 +1,114 @@
+"""Options and arguments that several commands share, and what they come to: the storage, overrides, JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..config.experiment import Experiment
+
+SCHEMA = 1
+"""The version of the JSON of `--json` (docs/command-line.md). A field that changes or goes away raises it; a new one does not."""
+
+STORAGE_VARIABLE = "HEADWAY_STORAGE"
+OVERRIDES_VARIABLE = "HEADWAY_OVERRIDES"
+
+
+def complete_run(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the runs that start with `incomplete`, for the shell."""
+    from ..errors import StorageError
+    from ..storage.folder import Folder, absolute
+
+    try:
+        return [name for name in Folder(absolute(storage_of(context))).folders() if name.startswith(incomplete)]
+    except StorageError:
+        return []
+
+
+Storage = Annotated[
+    str | None, typer.Option("--storage", help=f"Folder or URI of the runs (default: runs) [env: {STORAGE_VARIABLE}].")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of the run; SWEEP/TRIAL for a trial.", autocompletion=complete_run)
+]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="file.py, file.py:name or module:name of an Experiment or Trainer.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, e.g. config.learning_rate=3e-4.")
+]
+Resume = Annotated[
+    str, typer.Option(metavar="CHECKPOINT", help="auto (newest), never (start over) or a checkpoint path.")
+]
+Restore = Annotated[
+    str | None, typer.Option(metavar="PART,...", help="Parts to restore, e.g. models,optimizers (default: all).")
+]
+AcceptChanges = Annotated[bool, typer.Option("--accept-changes", help="Resume although the config has changed.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the output of Ray and of the workers.")]
+
+
+def storage_of(context: typer.Context) -> str:
+    """Return the storage of a command: its own --storage, that of a command before it, HEADWAY_STORAGE, or "runs"."""
+    return _given_storage(context) or os.environ.get(STORAGE_VARIABLE) or "runs"
+
+
+def wants_json(context: typer.Context) -> bool:
+    """Return whether --json was given, to the command or to the group before it."""
+    return any(each.params.get("as_json") for each in _chain(context))
+
+
+def overrides_of(context: typer.Context, overrides: Sequence[str] | None) -> list[str]:
+    """Return all overrides of a command, the later ones win: of the environment, of --storage, of the command line."""
+    from ..config.coerce import quote
+
+    environment = os.environ.get(STORAGE_VARIABLE), _given_storage(context)
+    first, last = ([f"storage={quote(each)}"] if each else [] for each in environment)
+    return [*first, *shlex.split(os.environ.get(OVERRIDES_VARIABLE, "")), *last, *(overrides or [])]
+
+
+def resolve_experiment(context: typer.Context, target: str, overrides: Sequence[str] | None) -> Experiment:
+    """Return the experiment of a target with all its overrides.
+
+    Raises:
+        ConfigError: the target or an override is wrong.
+    """
+    from ..config.loader import resolve
+
+    return resolve(target, overrides_of(context, overrides))
+
+
+def print_json(kind: str, **content: Any) -> None:
+    """Print one JSON document, with its schema version and its kind."""
+    print(json.dumps({"schema": SCHEMA, "kind": kind, **_plain(content)}, indent=2, default=str, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without the floats that JSON lacks: these become "NaN", "Infinity" and "-Infinity"."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _given_storage(context: typer.Context) -> str | None:
+    return next((each.params["storage"] for each in _chain(context) if each.params.get("storage")), None)
+
+
+def _chain(context: Any) -> list[Any]:
+    """Return a command's context and those before it, innermost first."""
+    chain = []
+    while context is not None:
+        chain.append(context)
+        context = context.parent
+    return chain

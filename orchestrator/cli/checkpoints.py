@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, RunName, Storage, print_json, storage_of, wants_json
+from .options import Json, RunName, Storage, print_json, storage_of
 
 checkpoints_app = typer.Typer(
     help="List, verify, keep, delete and export checkpoints.", no_args_is_help=True, rich_markup_mode=None
@@ -147,8 +147,8 @@ def prune(
     run: RunName,
     which: _Some = None,
     storage: Storage = None,
-    keep_last: Annotated[int | None, typer.Option(help="Number of last checkpoints to keep (default: the run's).")] = None,
-    keep_best: Annotated[int | None, typer.Option(help="Number of best checkpoints to keep (default: the run's).")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the last (default: as the run).")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Keep so many of the best (default: as the run).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, without deleting.")] = False,
 ) -> None:
     """Delete named checkpoints, or those that no rule keeps.

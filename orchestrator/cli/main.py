@@ -78,9 +78,7 @@ def fit(
     resume: Resume = "auto",
     restore: Restore = None,
     accept_changes: AcceptChanges = False,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved config and exit.")
-    ] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved config and exit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, without running it.")] = False,
     storage: Storage = None,
     verbose: Verbose = False,
@@ -115,12 +113,8 @@ def run_again(
     context: typer.Context,
     name: RunName,
     overrides: Overrides = None,
-    target: Annotated[
-        str | None, typer.Option(help="Where the trainer is now: file.py:name or module:name.")
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse changed code and package versions, too.")
-    ] = False,
+    target: Annotated[str | None, typer.Option(help="Where the trainer is now: file.py:name or module:name.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse changed code and package versions, too.")] = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Train although the data has changed.")
     ] = False,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..config.experiment import Experiment
 
 SCHEMA = 1
-"""The version of the JSON of `--json` (docs/command-line.md). A field that changes or goes away raises it; a new one does not."""
+"""The version of the output of `--json`, raised when a field changes or goes away (docs/command-line.md)."""
 
 STORAGE_VARIABLE = "HEADWAY_STORAGE"
 OVERRIDES_VARIABLE = "HEADWAY_OVERRIDES"
@@ -33,7 +33,7 @@ def complete_run(context: typer.Context, incomplete: str) -> list[str]:
 
 
 Storage = Annotated[
-    str | None, typer.Option("--storage", help=f"Folder or URI of the runs (default: runs) [env: {STORAGE_VARIABLE}].")
+    str | None, typer.Option("--storage", help=f"Folder or URI of the runs (or set {STORAGE_VARIABLE}).")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 RunName = Annotated[

@@ -72,9 +72,7 @@ def stop_run(
     name: RunName,
     storage: Storage = None,
     now: Annotated[bool, typer.Option("--now", help="Stop without a checkpoint.")] = False,
-    within: Annotated[
-        str | None, typer.Option(help="Grace period (e.g. 2m); then stop without a checkpoint.")
-    ] = None,
+    within: Annotated[str | None, typer.Option(help="Grace period (e.g. 2m); then stop without a checkpoint.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the run has ended.")] = False,
 ) -> None:
     """Stop a run or sweep after it has saved checkpoints.

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
+
 from headway.trainer.errors import ConfigError
 
 from ..cli.tables import format_table

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from headway.trainer.callbacks.progress_bar import human_bytes
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
+from headway.trainer.loop.run_state import COMPONENTS
 from headway.trainer.setup.dry_run import DataSize, Estimate
 
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
+from ..runs.open import preview_run
+from ..runs.resume import ResumeOptions
 from ..storage.folder import Folder
 from .fit import rank0_world
 
@@ -24,12 +27,14 @@ class Plan:
     Attributes:
         experiment: the run.
         estimate: sizes and counts of what it trains.
-        goes_on: whether a run of this name is there already, which `fit` would go on with or refuse.
+        goes_on: whether a run of this name exists, which `fit` would resume.
+        is_finished: whether that run is finished, so that `fit` would train nothing.
     """
 
     experiment: Experiment
     estimate: Estimate
     goes_on: bool
+    is_finished: bool = False
 
     @property
     def epochs(self) -> float | None:
@@ -85,25 +90,39 @@ class Plan:
         return total // steps + int(at_end and total % steps > 0)
 
     def __str__(self) -> str:
-        state = "goes on, if nothing that is trained has changed" if self.goes_on else "new"
+        state = "is finished: nothing to train" if self.is_finished else "resumes" if self.goes_on else "new"
         lines = [f"{self.experiment.name}: {state}; its files: {self.experiment.run_dir}"]
         lines += [f"  {label:<13}{fact}" for label, fact in _facts(self)]
         return "\n".join(lines)
 
 
-def plan(experiment: Experiment) -> Plan:
-    """Finds out what `fit` would do: no Ray, no process group, no weights, nothing written.
+def plan(
+    experiment: Experiment,
+    *,
+    resume: str = "auto",
+    restore: Collection[str] = COMPONENTS,
+    accept_changes: bool = False,
+) -> Plan:
+    """Return what `fit` would do. Starts no Ray and no process group, allocates no weights, and writes nothing.
+
+    Args:
+        experiment: what to train.
+        resume: as that of `fit`.
+        restore: as that of `fit`.
+        accept_changes: as that of `fit`.
 
     Raises:
-        ConfigError: what was asked for makes no sense, or this machine has not the resources; the same as from `fit`.
+        ConfigError: as `fit` does: the config, the data, the checkpoint, or the resources of this machine.
+        RunConflictError: as `fit` does: the run has another config, or is being trained.
         StorageError: the storage cannot be written.
     """
     quiet_environment()
     from ..cluster.connect import check_resources
 
+    ResumeOptions.asked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
-    folder = Folder(experiment.run_dir)
-    folder.check_writable()
+    Folder(experiment.run_dir).check_writable()
+    found = preview_run(experiment, accept_changes=accept_changes)
     try:
         most, fewest = experiment.scaling.max_workers, experiment.scaling.min_workers
         if most > fewest:
@@ -116,7 +135,12 @@ def plan(experiment: Experiment) -> Plan:
         if type(error).__module__.startswith("headway."):
             raise ConfigError(str(error)) from error
         raise
-    return Plan(experiment=experiment, estimate=estimate, goes_on=folder.exists("run.json"))
+    return Plan(
+        experiment=experiment,
+        estimate=estimate,
+        goes_on=found is not None,
+        is_finished=found is not None and found.state == "finished",
+    )
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

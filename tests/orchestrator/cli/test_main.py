@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from headway.orchestrator import Choice, Experiment, RunResult, Search
-from headway.orchestrator.cli.main import _exit_code, main
+from headway.orchestrator.cli.main import _exit_code, app, main
 from headway.orchestrator.runs.open import open_run, open_sweep
+from headway.orchestrator.runs.run import Driver
 from headway.orchestrator.watchdog.worker import heartbeat_file, watch_folder
+from headway.trainer.checkpoints.file_checksums import FileChecksum
+from headway.trainer.checkpoints.manifest import Checkpoint, write_manifest
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -161,25 +167,162 @@ def test_exit_codes(status: Any, signal: int | None, code: int) -> None:
     assert _exit_code(RunResult(status=status, reason="", run_dir="x", signal=signal)) == code
 
 
-def test_who_asks_for_help_or_for_the_runs_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
-    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
-    open_run(experiment).run.update(status="completed")
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A storage with a run "one" that has a checkpoint, and a sweep "many"."""
+    folder = tmp_path_factory.mktemp("runs")
+    experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(folder))
+    opened = open_run(experiment).run
+    opened.update(status="completed", steps=8, metrics={"validation/loss": 0.25, "train/loss": math.nan})
+    checkpoint = folder / "one/checkpoints/step-00000008"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_text("weights")
+    description = Checkpoint(
+        path=str(checkpoint), step=8, epoch=1, metrics={"validation/loss": 0.25}, meta={}, world_size=1, sequence=1,
+        time_s=time.time(),
+    )  # fmt: skip
+    files = {"weights": FileChecksum.of(checkpoint / "weights")}
+    (checkpoint / "manifest.json").write_bytes(write_manifest(description, files))
     open_sweep(replace(experiment, name="many"), Search(space={"config.width": Choice([4, 8])}, metric="train/loss"))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--help"], "Train a run, or resume it."),
+        (["--version"], "headway "),
+        (["runs", "ls"], "many: a sweep, "),
+        (["runs", "show", "one"], "completed"),
+        (["runs", "show", "many"], "no trials yet"),
+        (["checkpoints", "ls", "one"], "step-00000008"),
+        (["checkpoints", "pin", "one", "8"], "step-00000008 is pinned"),
+        (["checkpoints", "verify", "one"], "step-00000008  whole"),
+    ],
+)
+def test_a_command_that_reads_files_imports_nothing_heavy(storage: str, arguments: list[str], shown: str) -> None:
     program = (
         "import sys, headway.orchestrator.cli.main as cli\n"
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'ray', 'pyarrow', 'yaml') if name in sys.modules])"
+        "heavy = ('torch', 'ray', 'numpy', 'pandas', 'pyarrow', 'yaml', 'rich', 'plotly')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True,
+        env={**os.environ, "HEADWAY_STORAGE": storage},
+    )  # fmt: skip
+    assert shown in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
 
-    def printed(*arguments: str) -> list[str]:
-        command = [sys.executable, "-c", program, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
-    assert printed("--help")[-1] == "[]"
-    sweep, _, run, imported = printed("runs", "--storage", str(tmp_path))
-    assert sweep.startswith("many: a sweep, ")
-    assert run.startswith("one")
-    assert imported == "[]"
+def test_the_storage_is_understood_in_every_place_and_the_innermost_counts(
+    capsys: pytest.CaptureFixture[str], storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        ["--storage", storage, "runs"],
+        ["--storage", storage, "runs", "ls"],
+        ["runs", "--storage", storage],
+        ["runs", "--storage", storage, "ls"],
+        ["runs", "ls", "--storage", storage],
+        ["--storage", "/no/such", "runs", "ls", "--storage", storage],
+    ]
+    for variable in ("", "/no/such"):
+        monkeypatch.setenv("HEADWAY_STORAGE", variable)
+        for line in lines:
+            code, out, _ = run(capsys, *line)
+            assert (code, "one   completed" in out) == (0, True), line
+    monkeypatch.setenv("HEADWAY_STORAGE", storage)
+    assert "one   completed" in run(capsys, "runs")[1]
+    assert "step-00000008" in run(capsys, "checkpoints", "--storage", storage, "ls", "one")[1]
+    for line, expected in (
+        (["fit", "tests.tiny:TinyTrainer"], storage),
+        (["fit", "tests.tiny:TinyTrainer", "--storage", "/a b"], "/a b"),
+        (["--storage", "/a #b", "fit", "tests.tiny:TinyTrainer"], "/a #b"),
+        (["fit", "tests.tiny:TinyTrainer", "--storage", "/a", "storage=/c"], "/c"),
+    ):
+        assert f"storage: {expected}\n" in run(capsys, *line, "--print-config")[1].replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "names"),
+    [
+        (["runs", "ls"], "runs", {"runs", "sweeps"}),
+        (["runs"], "runs", {"runs", "sweeps"}),
+        (["runs", "show", "one"], "run", {"run", "time", "config", "events"}),
+        (["runs", "show", "many"], "sweep", {"sweep"}),
+        (["runs", "compare", "one", "one"], "comparison", {"first", "second", "differences"}),
+        (["checkpoints", "ls", "one"], "checkpoints", {"run", "monitor", "checkpoints"}),
+        (["checkpoints", "verify", "one"], "verification", {"run", "checkpoints"}),
+        (["cluster", "check", "cluster.yaml"], "cluster", {"name", "groups", "max_nodes", "problems"}),
+    ],
+)
+def test_what_reads_prints_json(
+    capsys: pytest.CaptureFixture[str], storage: str, line: list[str], kind: str, names: set[str]
+) -> None:
+    code, out, err = run(capsys, "--storage", storage, *line, "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert (document["schema"], document["kind"]) == (1, kind)
+    assert names <= document.keys()
+    page = (Path(__file__).parents[3] / "docs/command-line.md").read_text()
+    assert f"`{kind}`" in page
+    assert all(f"`{name}`" in page for name in document.keys() - {"schema", "kind"})
+    if kind == "runs":
+        assert document["runs"][0]["metrics"] == {"validation/loss": 0.25, "train/loss": "NaN"}
+        assert document["sweeps"][0]["trials"] == 10
+    if document.get("config"):
+        assert document["config"]["config"]["width"] == 9
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    experiment = Experiment(name="tiny", trainer=TinyTrainer, config=TinyConfig(max_steps=4), storage=str(tmp_path))
+    opened = open_run(experiment).run
+    fit = ["fit", "tests.tiny:TinyTrainer", "name=tiny", "config.max_steps=4", "--storage", str(tmp_path)]
+    opened.update(status="failed", driver=Driver(host="elsewhere", pid=1, heartbeat=0.0))
+    before = sorted(tmp_path.rglob("*"))
+    for more, message in (
+        (["config.width=3"], "was begun with another config"),
+        (["--resume", "/no/such"], "there is nothing to resume from"),
+        (["--restore", "weights"], "restore takes some of"),
+        (["name=many"], "is a sweep"),
+    ):
+        if "name=many" in more:
+            (tmp_path / "many").mkdir()
+            (tmp_path / "many/sweep.json").write_text("{}")
+            before = sorted(tmp_path.rglob("*"))
+        refused = run(capsys, *fit, *more)
+        assert refused == run(capsys, *fit, *more, "--dry-run")
+        assert refused[0] == 2
+        assert message in refused[2]
+    code, out, _ = run(capsys, *fit, "--dry-run")
+    assert (code, "tiny: resumes; " in out) == (0, True)
+    opened.update(status="completed")
+    assert "tiny: is finished: nothing to train; " in run(capsys, *fit, "--dry-run")[1]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from _commands(each, (*path, name))
+
+
+def test_help_is_whole_sentences_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for path, command in _commands(typer.main.get_command(app)):
+        code, out, _ = run(capsys, *path, "--help")
+        assert code == 0
+        assert not [line for line in out.splitlines() if len(line) > 80 or line.rstrip().endswith("...")], path
+        for parameter in command.params:
+            text = getattr(parameter, "help", None) or ""
+            assert len(text) <= 60 or "completion" in parameter.name, (path, parameter.name, text)
 
 
 def test_data_is_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -195,8 +338,8 @@ def test_data_is_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_path
     assert code == 0
     assert out.startswith("tokens: [")
     code, _, err = run(capsys, "data", "show", output, "--columns", "tokens,words")
-    assert code == 1
+    assert code == 2
     assert "no column 'words'" in err
     code, _, err = run(capsys, "data", "show", str(tmp_path / "nothing"))
-    assert code == 1
+    assert code == 2
     assert "nothing" in err

@@ -122,7 +122,7 @@ def test_the_fewest_must_have_a_place_the_most_need_not(monkeypatch: pytest.Monk
 # ---- How it is told ------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_and_a_record_have_both_ends(tmp_path: Path) -> None:
+def test_a_plan_and_a_record_have_both_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = str(plan(experiment(tmp_path, parallel=ParallelConfig(strategy="fsdp")))).splitlines()
     for line in (
         "  workers      2 to 8, each with 0.1 CPU",
@@ -135,9 +135,8 @@ def test_a_plan_and_a_record_have_both_ends(tmp_path: Path) -> None:
     run.update(workers=3)
     record = Run(run.run_dir).record
     assert (record.workers, record.min_workers, record.max_workers) == (3, 2, 8)
-    screen = io.StringIO()
-    print_run("tiny", str(tmp_path), Console(file=screen, highlight=False, soft_wrap=True))
-    assert "with 3 workers, of 2 to 8 workers" in screen.getvalue()
+    print_run("tiny", str(tmp_path))
+    assert "with 3 workers, of 2 to 8 workers" in capsys.readouterr().out
 
 
 def test_a_group_of_another_size_says_so_once() -> None:

@@ -40,7 +40,7 @@ RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of the run; SWEEP/TRIAL for a trial.", autocompletion=complete_run)
 ]
 Target = Annotated[
-    str, typer.Argument(metavar="TARGET", help="file.py, file.py:name or module:name of an Experiment or Trainer.")
+    str, typer.Argument(metavar="TARGET", help="file.py[:name] or module:name of an Experiment or Trainer.")
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, e.g. config.learning_rate=3e-4.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 from .checkpoints.retention import Mode, Retention
@@ -334,6 +335,19 @@ class TrainerConfig:
                 "accumulation follows from global_batch_size and micro_batch_size; leave out "
                 f"gradient_accumulation_steps (there is {self.gradient_accumulation_steps})"
             )
+
+
+def as_plain(config: Any) -> Any:
+    """Returns a config as dicts, lists, numbers and text, as it is written to files."""
+    if isinstance(config, Duration):
+        return str(config)
+    if is_dataclass(config) and not isinstance(config, type):
+        return {each.name: as_plain(getattr(config, each.name)) for each in fields(config)}
+    if isinstance(config, Mapping):
+        return {str(key): as_plain(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [as_plain(value) for value in config]
+    return config if config is None or isinstance(config, (bool, int, float, str)) else str(config)
 
 
 def _positive(name: str, value: Any, *, optional: bool = True) -> None:

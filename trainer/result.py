@@ -166,13 +166,10 @@ class History:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes it over."""
         self.epochs, self.latest = list(state["epochs"]), dict(state["latest"])
-        # An earlier version saved the two sums alone.
-        self._sums = {
-            name: list(sums) if len(sums) == 4 else [*sums, -math.inf, math.inf] for name, sums in state["sums"].items()
-        }
+        self._sums = {name: list(sums) for name, sums in state["sums"].items()}
         self._evaluation = dict(state["evaluation"])
-        self._reduced = dict(state.get("reduced", {}))
-        self.dropped_samples = state.get("dropped_samples", 0)
+        self._reduced = dict(state["reduced"])
+        self.dropped_samples = state["dropped_samples"]
 
 
 class Table(list[dict[str, Any]]):

@@ -25,7 +25,7 @@ from .checkpoints.export import (
 )
 from .checkpoints.rng import seed_everything
 from .checkpoints.store import Checkpoint
-from .config import TrainerConfig
+from .config import TrainerConfig, as_plain
 from .data.protocols import BatchStream, LoadedBatch, check_data
 from .data.tree import batch_size
 from .distributed import dtensor, parallelize
@@ -43,7 +43,7 @@ from .loop.signals import stop_on_signals
 from .loop.timing import Activity, SetupTimes
 from .metrics.histogram import Histogram
 from .metrics.reductions import Reduce
-from .metrics.train_log import MetricSource, as_plain
+from .metrics.train_log import MetricSource
 from .result import FitResult, History, Status
 from .setup import build, weight_init
 from .setup.dry_run import Estimate, estimate_of

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from headway.trainer.checkpoints.resume_check import code_of
+from headway.trainer.checkpoints.code_fingerprint import learning_code
 
 from ..config.target import file_digest, import_folder_of
 
@@ -46,7 +46,7 @@ def code(trainer: type) -> dict[str, Any]:
     of_file = (
         {"sha256": file_digest(file), "folder": import_folder_of(trainer)} if file and os.path.isfile(file) else {}
     )
-    return {**of_file, "methods": code_of(trainer)}
+    return {**of_file, "methods": learning_code(trainer)}
 
 
 def process_start_time() -> float | None:

@@ -17,12 +17,10 @@ from torch.utils.data import DataLoader
 
 from headway.datasets.stream import ParquetStream
 from headway.trainer import CheckpointConfig, DataError, ParallelConfig, ResumeError, World
-from headway.trainer.checkpoints import dcp_writer, manifest
 from headway.trainer.checkpoints.file_checksums import FileChecksum
 from headway.trainer.checkpoints.manifest import MANIFEST, parse_manifest, write_manifest
 from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
 from headway.trainer.checkpoints.store import CheckpointWarning, read_checkpoint
-from headway.trainer.checkpoints.tensor_checksums import TensorChecksum, shard_checksum
 from headway.trainer.data.dataloader_stream import LoaderStream
 from headway.trainer.loop.progress import Progress
 from tests.distributed import run_on_ranks
@@ -101,39 +99,6 @@ def test_what_was_not_tampered_with_goes_on(tmp_path: Path) -> None:
     assert certificate["next_rows"]["first"] == first
 
 
-def test_a_checkpoint_without_a_certificate_goes_on(tmp_path: Path) -> None:
-    checkpoint = _interrupted(tmp_path)
-    said, files = parse_manifest(str(checkpoint), (checkpoint / MANIFEST).read_bytes())
-    del said.meta["certificate"], files["tensors.json"]
-    (checkpoint / MANIFEST).write_bytes(write_manifest(said, files))
-    (checkpoint / "tensors.json").unlink()
-    assert _trainer(tmp_path).fit().steps == 12
-
-
-def test_a_checkpoint_with_the_sums_of_an_earlier_version_proves_itself_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to format 2 of the manifest, the elements of tensors were summed, and not the lanes of their bytes."""
-
-    def earlier(part: torch.Tensor, *, also: Any = None, **place: Any) -> TensorChecksum:
-        if also is not None:
-            also(part.contiguous().view(-1).view(torch.uint8).numpy())
-        return shard_checksum(part, of="elements", **place)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(dcp_writer, "shard_checksum", earlier)
-        patched.setattr(manifest, "FORMAT", 2)
-        checkpoint = _interrupted(tmp_path)
-    assert '"format": 2,' in (checkpoint / MANIFEST).read_text()
-    assert "lanes" not in (checkpoint / "tensors.json").read_text()
-    with monkeypatch.context() as patched:
-        patched.setattr(ModelState, "load_state_dict", _with_one_bit_flipped)
-        _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 [0-9a-f]{32} -> float32 [0-9a-f]{32}\n")
-    result = _trainer(tmp_path).fit()
-    assert result.steps == 12
-    assert "lanes" in (Path(result.last_checkpoint or "") / "tensors.json").read_text()
-
-
 @pytest.mark.parametrize(
     ("field", "by", "message"),
     [
@@ -162,7 +127,7 @@ def test_another_seed(tmp_path: Path) -> None:
     _interrupted(tmp_path)
     _refused(
         tmp_path,
-        r"config.seed: 0 -> 1\nTo go on: take the change back, or accept it .*fit\(accept_changes=True\)",
+        r"config.seed: 0 -> 1\nTo resume: revert the change, or accept it .*fit\(accept_changes=True\)",
         seed=1,
     )
     assert _trainer(tmp_path, seed=1).fit(accept_changes=True).steps == 12
@@ -204,7 +169,7 @@ def test_random_numbers_of_an_earlier_step(tmp_path: Path) -> None:
     mine, earlier = (checkpoint.with_name(f"step-0000000{step}") / "rank-00000.pt" for step in (8, 6))
     torch.save({**torch.load(mine), "rng": torch.load(earlier)["rng"]}, mine)
     _reseal(checkpoint)
-    _refused(tmp_path, r'rng.torch of rank 0: \w+ -> \w+\nTo go on: leave "rng" out of restore=')
+    _refused(tmp_path, r'rng.torch of rank 0: \w+ -> \w+\nTo resume: leave "rng" out of restore=')
     kept = ("models", "optimizers", "schedulers", "progress", "data", "callbacks")
     assert _trainer(tmp_path).fit(restore=kept).steps == 12
 
@@ -242,7 +207,7 @@ def test_moments_of_another_parameter(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_weights_that_are_not_those_that_were_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path)
     monkeypatch.setattr(ModelState, "load_state_dict", _with_one_bit_flipped)
-    _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 lanes:\w+ -> float32 lanes:\w+\nTo go on")
+    _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 lanes:\w+ -> float32 lanes:\w+\nTo resume")
 
 
 class Unscheduled(TinyTrainer):
@@ -252,7 +217,7 @@ class Unscheduled(TinyTrainer):
 
 def test_a_scheduler_that_was_left_out(tmp_path: Path) -> None:
     _interrupted(tmp_path)
-    _refused(tmp_path, r"schedulers: scheduler -> none\nTo go on: set self.scheduler in configure_", of=Unscheduled)
+    _refused(tmp_path, r"schedulers: scheduler -> none\nTo resume: set self.scheduler in configure_", of=Unscheduled)
     kept = ("models", "optimizers", "progress", "data", "callbacks", "rng")
     with pytest.warns(CheckpointWarning, match=r"the code of configure_optimizers\(\) is not"):
         assert _trainer(tmp_path, of=Unscheduled).fit(restore=kept).steps == 12

@@ -1,1 +1,1 @@
-"""Writing, finding, verifying, keeping and exporting checkpoints."""
+"""Writing, finding, verifying, pruning and exporting checkpoints."""

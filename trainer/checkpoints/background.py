@@ -1,4 +1,4 @@
-"""A save that goes on in threads of its own, while the training does."""
+"""Saves in background threads, while training continues."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .worker_thread import WorkerThread
 
 
 class BackgroundSave:
-    """One checkpoint on its way to the disk. Every rank has one; their threads meet each other, not the training.
+    """One checkpoint that is being written. Each rank has one; their save threads communicate only with each other.
 
     Args:
-        written: what comes of it.
-        wait_for_snapshot: waits until what is being saved may change.
+        written: the checkpoint, or the error.
+        wait_for_snapshot: waits until the tensors that are being saved may change.
     """
 
     def __init__(self, written: Future[Checkpoint], wait_for_snapshot: Callable[[], None]) -> None:
@@ -25,28 +25,28 @@ class BackgroundSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended on this rank, well or not."""
+        """Whether the save has ended on this rank, with or without an error."""
         return self._written.done()
 
     def result(self) -> Checkpoint:
-        """Waits for the end, and returns the checkpoint.
+        """Wait for the end and return the checkpoint.
 
         Raises:
-            CheckpointError: it could not be written, on whichever rank; what was saved before is untouched.
+            CheckpointError: the save failed on some rank; earlier checkpoints are untouched.
         """
         return self._written.result()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Waits for the end, whatever it is, but no longer than that."""
+        """Wait for the end, successful or not, or until the timeout."""
         concurrent.futures.wait([self._written], timeout_s)
 
 
 class BackgroundSaver:
-    """The threads of one rank that save: one copies, as training does, and one writes, behind training.
+    """The save threads of one rank: one copies tensors at normal priority, one writes files at low priority.
 
-    They stay from save to save: to start a thread is to wait for a core, and where training has them all that takes
-    longer than the rest of what a save begins with. A process of its own for the writing was tried: for 200 MB it took
-    0.46 s of CPU above the training's where a thread took 0.31 s, and 200 MB of memory for its interpreter and torch.
+    They live from save to save, because starting a thread is slow when training keeps all cores busy. A separate
+    process for the writing was tried: for 200 MB it used 0.46 s of CPU beyond training's where a thread used 0.31 s,
+    and 200 MB of memory for its interpreter and torch.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,14 @@ class BackgroundSaver:
         wait_for_snapshot: Callable[[], None],
         waits_at_exit: bool,
     ) -> BackgroundSave:
-        """Begins a save; the one before must have ended.
+        """Start a save; the one before must have ended.
 
         Args:
-            copy: takes what is being saved out of the training's way.
-            write: writes it and commits.
-            wait_for_snapshot: waits until what is being saved may change.
-            waits_at_exit: whether Python ends only after the save has; where other ranks are gone, it might never end.
+            copy: copies the tensors that are being saved.
+            write: writes and commits the copies.
+            wait_for_snapshot: waits until the tensors that are being saved may change.
+            waits_at_exit: whether Python exits only after the save. Only with one rank: after other ranks have gone,
+                the save might never end.
         """
         written: Future[Checkpoint] = Future()
 

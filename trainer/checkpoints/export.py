@@ -1,4 +1,4 @@
-"""Weights out of a run: of any checkpoint in one plain process, or of a trainer: safetensors or Hugging Face folder."""
+"""Exports weights from a checkpoint or a trainer, as safetensors or as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .store import CheckpointStore
 def load_weights(
     checkpoint_path: str | os.PathLike[str], *, model: str | None = None, ema: bool | str = False
 ) -> dict[str, torch.Tensor]:
-    """Reads the weights and buffers of a checkpoint: for a script without trainer, cluster or GPU.
+    """Read the weights and buffers of a checkpoint, in a script without trainer, cluster or GPU.
 
-    However many ranks saved it, and however they had spread the model, these are whole tensors on the CPU by the names
-    of the unwrapped model, so `module.load_state_dict(load_weights(path))` takes them. The checkpoint is verified
-    first, which reads all of it. `TrainerConfig.init_from` begins a run from such weights.
+    The tensors are full, on the CPU, and have the names of the unwrapped model, for any number of ranks and any
+    parallel strategy that saved them: `module.load_state_dict(load_weights(path))`. The whole checkpoint is read and
+    verified first. `TrainerConfig.init_from` starts a run from such weights.
 
     Args:
         checkpoint_path: directory or fsspec URI, such as `FitResult.last_checkpoint`.
-        model: the name of the trainer's attribute; may be left out where there is one model.
-        ema: True takes the averages of the callback `Ema` in place of the weights that they are of; of several such
-            callbacks, their key says which, such as "Ema/1".
+        model: the name of the trainer's attribute; optional if there is one model.
+        ema: True takes the averages of the callback `Ema` in place of the weights; with several such callbacks, the key
+            of one, such as "Ema/1".
 
     Raises:
-        CheckpointError: it is none, is damaged, or has no averages.
-        ConfigError: it has several models, or not this one.
+        CheckpointError: the path is not a checkpoint, or the checkpoint is damaged or has no averages.
+        ConfigError: `model` is ambiguous or unknown.
 
     Example:
         >>> model.load_state_dict(load_weights(result.last_checkpoint))
@@ -57,16 +57,16 @@ def export_safetensors(
     ema: bool | str = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the weights of a checkpoint to one safetensors file: as `load_weights`, with a cast on request.
+    """Write the weights of a checkpoint to one safetensors file.
 
-    Weights that are tied are in the file under each of their names, so that a strict `load_state_dict` finds all.
+    Tied weights are in the file under each of their names, so that a strict `load_state_dict` finds all.
 
     Args:
         checkpoint_path: directory or fsspec URI.
-        file: path or fsspec URI; a file that exists is replaced at once.
-        model: the name of the trainer's attribute; may be left out where there is one model.
+        file: path or fsspec URI; an existing file is replaced atomically.
+        model: as in `load_weights`.
         ema: as in `load_weights`.
-        dtype: of the floating-point tensors in the file; by default as saved.
+        dtype: to which floating-point tensors are cast; by default as saved.
 
     Raises:
         CheckpointError, ConfigError: as `load_weights`.
@@ -90,22 +90,22 @@ def export_pretrained(
     ema: bool | str = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the weights of a checkpoint as a Hugging Face folder, which `from_pretrained` reads.
+    """Write the weights of a checkpoint as a Hugging Face folder, which `from_pretrained` reads.
 
     Args:
         checkpoint_path: directory or fsspec URI.
-        folder: a local path; made if it is not there.
-        module: of the class that was trained, with its config; its own weights do not matter, it may be on "meta".
-        model: the name of the trainer's attribute; may be left out where there is one model.
+        folder: a local path, created if needed.
+        module: of the trained class, with its config; its weights are ignored, so it may be on "meta".
+        model: as in `load_weights`.
         ema: as in `load_weights`.
-        dtype: of the floating-point tensors; by default as saved.
+        dtype: to which floating-point tensors are cast; by default as saved.
 
     Raises:
-        CheckpointError, ConfigError: as `load_weights`; or the module has no `save_pretrained`.
+        CheckpointError, ConfigError: as `load_weights`; also if the module has no `save_pretrained`.
     """
     if not hasattr(module, "save_pretrained"):
         raise ConfigError(
-            f"{type(module).__name__} has no save_pretrained, as the models of Hugging Face have: take "
+            f"{type(module).__name__} has no save_pretrained, which Hugging Face models have: use "
             "export_safetensors(checkpoint_path, file)"
         )
     weights = load_weights(checkpoint_path, model=model, ema=ema)
@@ -113,9 +113,9 @@ def export_pretrained(
 
 
 def gather_weights(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Returns the whole weights and buffers of a live model, on the CPU of the main rank. Every rank must call this.
+    """Return the full weights and buffers of a live model, on the CPU of the main rank. Every rank must call this.
 
-    Tied weights stay tied. One tensor at a time is whole on the other ranks, which get an empty dict.
+    Tied weights stay tied. The other ranks hold one full tensor at a time, and get an empty dict.
     """
     gathered: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}
@@ -137,7 +137,7 @@ def write_pretrained(
     *,
     config: Mapping[str, Any],
 ) -> None:
-    """Writes weights as the module's own `save_pretrained` does; without one, `model.safetensors` and `config.json`."""
+    """Write weights with the module's `save_pretrained`, or else as `model.safetensors` and `config.json`."""
     module = unwrap(module)
     if callable(save := getattr(module, "save_pretrained", None)):
         save(os.fspath(folder), state_dict=dict(weights))
@@ -148,10 +148,10 @@ def write_pretrained(
 
 
 def write_on_main(world: World, what: str, write: Callable[[], None]) -> None:
-    """Calls a function on the main rank. Every rank must call this, and all raise if it fails.
+    """Call a function on the main rank. Every rank must call this.
 
     Raises:
-        CheckpointError: with the reason.
+        CheckpointError: on every rank, with the reason, if the function failed.
     """
     failure: Exception | None = None
     if world.is_main:
@@ -159,13 +159,13 @@ def write_on_main(world: World, what: str, write: Callable[[], None]) -> None:
             write()
         except Exception as error:
             failure = error
-    told = world.broadcast(f"{type(failure).__name__}: {failure}" if failure else None)
-    if told:
-        raise CheckpointError(f"cannot write {what}: {told}") from failure
+    problem = world.broadcast(f"{type(failure).__name__}: {failure}" if failure else None)
+    if problem:
+        raise CheckpointError(f"cannot write {what}: {problem}") from failure
 
 
 def cast_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Returns the weights with the floating-point ones in a dtype; those that were tied still are."""
+    """Cast floating-point weights to a dtype; tied weights stay tied."""
     done: dict[int, torch.Tensor] = {}
     for tensor in weights.values():
         done.setdefault(id(tensor), tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
@@ -173,13 +173,13 @@ def cast_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None)
 
 
 def choose_model(name: str | None, models: Mapping[str, object], where: str) -> str:
-    """Returns the name, or that of the only model.
+    """Return `name`, or the name of the only model.
 
     Raises:
-        ConfigError: there are several, or not this one.
+        ConfigError: the name is missing and there are several models, or it is unknown.
     """
     if name is None and len(models) > 1:
-        raise ConfigError(f"{where} has several models: say which by model=, one of {', '.join(models)}")
+        raise ConfigError(f"{where} has several models: set model= to one of {', '.join(models)}")
     if name is not None and name not in models:
         raise ConfigError(f"{where} has no model {name!r}; it has {', '.join(models)}")
     return name if name is not None else next(iter(models))
@@ -188,15 +188,15 @@ def choose_model(name: str | None, models: Mapping[str, object], where: str) -> 
 def _averaged(
     weights: Mapping[str, torch.Tensor], model: str, callbacks: Mapping[str, Any], key: str, where: str
 ) -> dict[str, torch.Tensor]:
-    """The weights with the averages that a callback `Ema` has of them."""
+    """Return the weights, replaced by their averages where a callback `Ema` has some."""
     if key not in callbacks:
         there = [name for name in callbacks if name.startswith("Ema/")]
         raise CheckpointError(f"{where} has no averages {key!r}; it has {', '.join(there) or 'none'}")
     if not callbacks[key]["has_begun"]:
-        raise CheckpointError(f"{where} was saved before the averages {key!r} began: take a later one, or ema=False")
+        raise CheckpointError(f"{where} was saved before the averages {key!r} began: use a later one, or ema=False")
     averages: Mapping[str, torch.Tensor] = callbacks[key]["averages"].get(model, {})
     averaged = {**weights, **averages}
-    # A tied weight is saved under each of its names, equal to the bit, and averaged under the first.
+    # A tied weight is saved under each of its names, bit-identical, and averaged under the first.
     for first, average in averages.items():
         for name in weights.keys() - averages.keys():
             if weights[name].shape == average.shape and torch.equal(weights[name], weights[first]):
@@ -205,7 +205,7 @@ def _averaged(
 
 
 class _StateCollector:
-    """A part of a checkpoint that keeps what it gets."""
+    """A part that keeps the state it is loaded with."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -219,17 +219,17 @@ class _StateCollector:
 
 def _read(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) -> dict[str, dict[str, Any]]:
     checkpoint = read_checkpoint(checkpoint_path)
-    taken = {part: _StateCollector() for part in parts}
+    collected = {part: _StateCollector() for part in parts}
     store = CheckpointStore(os.path.dirname(checkpoint.path), world=World.single("cpu"))
-    store.load(taken, rank_parts={}, checkpoint=checkpoint)
-    return {part: each.state for part, each in taken.items()}
+    store.load(collected, rank_parts={}, checkpoint=checkpoint)
+    return {part: each.state for part, each in collected.items()}
 
 
 def write_safetensors(weights: Mapping[str, torch.Tensor], file: str) -> None:
-    """Writes tensors to a safetensors file, a path or an fsspec URI, at once; tied ones under each of their names."""
+    """Write tensors to a safetensors file, at a path or an fsspec URI, atomically; tied ones under each name."""
     from safetensors.torch import save, save_file
 
-    # The format holds each tensor by itself: a view gets memory of its own, and so does the second name of a tied one.
+    # The format stores each tensor separately: views, and further names of tied weights, are copied.
     owned: dict[str, torch.Tensor] = {}
     taken: set[int] = set()
     for name, tensor in weights.items():

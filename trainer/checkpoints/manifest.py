@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `manifest.json`, without which a directory is no checkpoint. Knows no torch."""
+"""The manifest of a checkpoint, `manifest.json`; a directory without it is not a checkpoint. Without torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from .file_checksums import FileChecksum
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-# In 1 the checksums of files are CRC-32, as numbers; up to 2 the sums of tensors are of other numbers (digests.py).
-_READABLE = (1, 2, FORMAT)
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged, lacks something that can be done without, or could not be deleted; the run goes on."""
+    """A checkpoint is damaged, lacks something optional, or could not be deleted; training continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +28,11 @@ class Checkpoint:
         path: directory or URI.
         step: completed optimizer updates.
         epoch: completed passes over the data.
-        metrics: what was known when it was saved; any float, NaN and infinities too.
-        meta: what the run wanted to remember beside the state; JSON.
-        world_size: how many ranks saved it.
-        sequence: counts the saves into one store. The newest checkpoint is the one saved last, which is not always the
-            one with the most steps: a run may go on from an older one.
+        metrics: as of the save; floats, also NaN and infinities.
+        meta: what the run stores beside its state; JSON.
+        world_size: number of ranks that saved it.
+        sequence: number of the save in its store. The newest checkpoint is the one saved last; it does not always have
+            the most steps, because a run may resume from an older checkpoint.
         time_s: when it was committed, in seconds since 1970.
         writer: the process that committed it.
     """
@@ -51,10 +49,10 @@ class Checkpoint:
 
 
 def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileChecksum]) -> bytes:
-    """Returns the text of a manifest, itself protected by a checksum.
+    """Return the text of a manifest, with a checksum of its own content.
 
     Raises:
-        CheckpointError: `meta` holds something that JSON cannot.
+        CheckpointError: `meta` is not JSON.
     """
     try:
         body = {
@@ -71,21 +69,21 @@ def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileChecksum]) ->
         }
         text = json.dumps(body | {"crc32": _body_sum(body)}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"metrics and meta of a checkpoint are floats and JSON: {error}") from error
+        raise CheckpointError(f"metrics must be floats and meta must be JSON: {error}") from error
     return text.encode()
 
 
 def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileChecksum]]:
-    """Reads what `write_manifest` wrote for the checkpoint at `path`.
+    """Read what `write_manifest` wrote for the checkpoint at `path`.
 
     Raises:
-        CheckpointError: the text is torn, altered, or of a later format.
+        CheckpointError: the text is incomplete, altered or of another format.
     """
     try:
         body = json.loads(text)
-        if body["format"] not in _READABLE:
+        if body["format"] != FORMAT:
             raise CheckpointError(
-                f"{path}/{MANIFEST} has format {body['format']}; this version of Headway reads up to {FORMAT}"
+                f"{path}/{MANIFEST} has format {body['format']}; this version of Headway reads format {FORMAT}"
             )
         if body.pop("crc32") != _body_sum(body):
             raise CheckpointError(f"{path}/{MANIFEST} is not what was written: its checksum differs")
@@ -98,14 +96,13 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileCh
             world_size=body["world_size"],
             sequence=body["sequence"],
             time_s=body["time_s"],
-            writer=body.get("writer", ""),
+            writer=body["writer"],
         )
-        files: dict[str, list[Any]] = body["files"]
-        if body["format"] == 1:
-            files = {name: [size, f"crc32:{crc:08x}"] for name, (size, crc) in files.items()}
-        return checkpoint, {name: FileChecksum(*each) for name, each in files.items()}
+        return checkpoint, {name: FileChecksum(*each) for name, each in body["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}/{MANIFEST} is torn or altered ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{path}/{MANIFEST} is incomplete or altered ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _body_sum(body: Mapping[str, Any]) -> int:
@@ -113,12 +110,12 @@ def _body_sum(body: Mapping[str, Any]) -> int:
 
 
 def _encode(value: Any) -> Any:
-    """JSON has no NaN and no infinities."""
+    """Return a value as JSON, which has neither NaN nor infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": repr(float(value))}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"keys are text, not {wrong[0]!r}")
+            raise TypeError(f"keys must be text, not {wrong[0]!r}")
         return {key: _encode(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(each) for each in value]

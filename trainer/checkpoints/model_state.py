@@ -1,8 +1,8 @@
-"""Models and optimizers as parts of a checkpoint: by the names that the user's module gives its parameters.
+"""Models and optimizers as parts of a checkpoint, by the parameter names of the unwrapped modules.
 
-The names do not depend on how a model is spread, so what was saved under DDP is resumed under FSDP2, and the reverse.
+The names do not depend on the parallel strategy, so a run saved under DDP can resume under FSDP2, and the reverse.
 
-`torch.distributed.checkpoint.state_dict` is not used: asked for the state of an optimizer that has none yet, it takes a
+`torch.distributed.checkpoint.state_dict` is not used: to get the state of an optimizer that has none yet, it takes a
 step, which changes Adam's bias correction for good; it refuses SGD without momentum and parameters that never had a
 gradient; and `Optimizer.load_state_dict` alone casts float32 moments to a bfloat16 parameter's dtype.
 """
@@ -20,25 +20,25 @@ from torch.distributed.tensor import DTensor
 from ..distributed.dtensor import strip_wrappers, to_local
 from ..errors import CheckpointError, ConfigError
 
-# What wrapping a module adds to the names of what is inside. DDP wraps the whole model, and is taken off as such.
+# Name components that wrappers add. DDP wraps the whole model and is removed as a module instead.
 _CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
 
 
 class NamedModels(dict[str, nn.Module]):
-    """Some models by the names under which they are saved, whose tensors are looked for once, for all who need them."""
+    """Models by the names under which they are saved, with their state dicts computed once and shared."""
 
     @functools.cached_property
     def state_by_model(self) -> dict[str, dict[str, Any]]:
-        """What `unwrapped_state_dict` says of each model, live."""
+        """The live `unwrapped_state_dict` of each model."""
         return {name: unwrapped_state_dict(model, keep_vars=True) for name, model in self.items()}
 
     def clear_cache(self) -> None:
-        """Lets the tensors be looked for again: the models may have others now."""
+        """Discard the state dicts, after the models' tensors may have changed."""
         self.__dict__.pop("state_by_model", None)
 
 
 class ModelState:
-    """The weights and buffers of some models, wrapped in whatever they train in.
+    """The weights and buffers of models, which may be wrapped.
 
     Args:
         models: by the names under which they are saved.
@@ -46,63 +46,63 @@ class ModelState:
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._models = models if isinstance(models, NamedModels) else NamedModels(models)
-        self._places: dict[tuple[str, str], torch.Tensor] | None = None
+        self._targets: dict[tuple[str, str], torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns each model's state by the names of the unwrapped model; sharded tensors stay sharded."""
+        """Return each model's state by the names of the unwrapped model; sharded tensors stay sharded."""
         return {
             name: {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
             for name, values in self._models.state_by_model.items()
         }
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Lets a checkpoint be read straight into the live weights."""
-        if self._places is None:
-            self._places = {
+        """Return the live tensor, so that a checkpoint is read straight into it."""
+        if self._targets is None:
+            self._targets = {
                 (name, key): value for name, model in self._models.items() for key, value in named_state_tensors(model)
             }
-        live = self._places.get((path[0], "/".join(path[1:])))
+        live = self._targets.get((path[0], "/".join(path[1:])))
         return live.detach() if live is not None and live.shape == size else None
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over weights, all of them.
+        """Load all weights and buffers.
 
         Raises:
-            CheckpointError: a model, a key or a shape differs from what is there.
+            CheckpointError: a model, a key or a shape differs from the live ones.
         """
-        self._places = None
+        self._targets = None
         self._models.clear_cache()
         _compare("models", state, self._models)
         for name, model in self._models.items():
             module = strip_wrappers(model)
-            keys = {_plain(key): key for key in module.state_dict()}
+            keys = {_unwrapped_name(key): key for key in module.state_dict()}
             _compare(f"keys of {name!r}", state[name], keys)
             module.load_state_dict({keys[key]: value for key, value in state[name].items()})
         self._models.clear_cache()
 
 
 class OptimizerState:
-    """The moments and settings of one optimizer.
+    """The state and settings of one optimizer.
 
     Args:
-        models: those whose parameters it may hold.
+        models: those whose parameters the optimizer may hold.
         name: of the optimizer, for messages.
-        optimizer: over parameters of one model or several.
+        optimizer: over parameters of one or several models.
 
     Raises:
-        ConfigError: it holds a parameter of none of the models, whose value no checkpoint would keep.
+        ConfigError: the optimizer holds a parameter of none of the models, which no checkpoint would contain.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], name: str, optimizer: torch.optim.Optimizer) -> None:
         self._models = models if isinstance(models, NamedModels) else NamedModels(models)
         self._name = name
         self._optimizer = optimizer
-        self._places: dict[str, nn.Parameter] | None = None
-        self._names()
+        self._targets: dict[str, nn.Parameter] | None = None
+        self._parameter_names()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's own state, with names in place of its numbers."""
-        names = self._names()
+        """Return the optimizer's state dict, with parameter names in place of indices."""
+        names = self._parameter_names()
         state = self._optimizer.state_dict()
         return {
             **state,
@@ -113,24 +113,24 @@ class OptimizerState:
         }
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Reads a moment of a sharded parameter to where the parameter's shard lies."""
-        if self._places is None:
-            self._places = self._parameters()
-        parameter = self._places.get(path[1]) if path[0] == "state" else None
-        if parameter is None or not size:  # steps are counted on the CPU
+        """Return an empty tensor, sharded and placed as the parameter to which the state belongs."""
+        if self._targets is None:
+            self._targets = self._parameters_by_name()
+        parameter = self._targets.get(path[1]) if path[0] == "state" else None
+        if parameter is None or not size:  # step counts stay on the CPU
             return None
         if isinstance(parameter, DTensor) and parameter.shape == size:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         return torch.empty(size, dtype=dtype, device=parameter.device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over moments, in the dtype in which they were saved, and settings.
+        """Load the state, in the dtypes in which it was saved, and the settings.
 
         Raises:
-            CheckpointError: the groups hold other parameters than those that were saved.
+            CheckpointError: the groups hold other parameters than the saved ones.
         """
-        self._places = None
-        parameters = self._parameters()
+        self._targets = None
+        parameters = self._parameters_by_name()
         numbers = {name: number for number, name in enumerate(parameters)}
         saved_groups, live_groups = state["param_groups"], self._optimizer.param_groups
         if len(saved_groups) != len(live_groups):
@@ -148,36 +148,36 @@ class OptimizerState:
             if name in parameters:
                 _restore_dtypes(self._optimizer.state[parameters[name]], values)
 
-    def _names(self) -> list[str]:
-        """The names of the parameters in the order of the optimizer's numbers."""
+    def _parameter_names(self) -> list[str]:
+        """Return the parameter names in the order of the optimizer's indices."""
         known: dict[int, str] = {}
         for model, values in self._models.state_by_model.items():
             for key, value in values.items():
                 known.setdefault(id(value), f"{model}.{key}")  # the first name of a tied weight
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        if strangers := [index for index, parameter in enumerate(held) if id(parameter) not in known]:
+        if unknown := [index for index, parameter in enumerate(held) if id(parameter) not in known]:
             raise ConfigError(
-                f"optimizer {self._name!r} holds {len(strangers)} parameters that belong to none of the models "
-                f"({', '.join(self._models) or 'there is none'}), the first at place {strangers[0]}, of shape "
-                f"{tuple(held[strangers[0]].shape)}: put each into a module that is an attribute of the trainer, "
+                f"optimizer {self._name!r} holds {len(unknown)} parameters that belong to none of the models "
+                f"({', '.join(self._models) or 'there is none'}), the first at index {unknown[0]}, of shape "
+                f"{tuple(held[unknown[0]].shape)}: put each into a module that is an attribute of the trainer, "
                 "and make optimizers in configure_optimizers()"
             )
         return [known[id(parameter)] for parameter in held]
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return dict(zip(self._names(), held, strict=True))
+        return dict(zip(self._parameter_names(), held, strict=True))
 
 
 def unwrapped_state_dict(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Returns a model's state by the names that do not depend on how it trains; tensors that are sharded stay so."""
-    return {_plain(key): value for key, value in strip_wrappers(model).state_dict(keep_vars=keep_vars).items()}
+    """Return a model's state dict with the names of the unwrapped model; sharded tensors stay sharded."""
+    return {_unwrapped_name(key): value for key, value in strip_wrappers(model).state_dict(keep_vars=keep_vars).items()}
 
 
 def tensors_changed_by_step(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Callable[[torch.Tensor], bool]:
-    """Returns whether a tensor of the state changes only when an optimizer steps: parameters do, buffers do not."""
+    """Return a function that tells whether a tensor is a parameter or optimizer state, which change only on a step."""
     state_by_model = (models if isinstance(models, NamedModels) else NamedModels(models)).state_by_model
     values: list[torch.Tensor] = [
         value for each in state_by_model.values() for value in each.values() if isinstance(value, nn.Parameter)
@@ -193,14 +193,14 @@ def tensors_changed_by_step(
     return lambda tensor: to_local(tensor).data_ptr() in memory
 
 
-def _plain(key: str) -> str:
+def _unwrapped_name(key: str) -> str:
     if _CHECKPOINTED not in key and _COMPILED not in key:
         return key
     return ".".join(each for each in key.split(".") if each not in (_CHECKPOINTED, _COMPILED))
 
 
 def named_state_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the live parameters and buffers of a model by the keys of the unwrapped one, sharded ones sharded."""
+    """Return the live parameters and buffers with the names of the unwrapped model; sharded tensors stay sharded."""
     # Not named_parameters(): of a sharded model that is gathered just now it gives the gathered ones.
     state = unwrapped_state_dict(model, keep_vars=True)
     return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
@@ -210,11 +210,12 @@ def _compare(what: str, saved: Iterable[str], live: Iterable[str]) -> None:
     missing, unexpected = sorted(set(live) - set(saved)), sorted(set(saved) - set(live))
     if missing or unexpected:
         raise CheckpointError(
-            f"the {what} differ: not in the checkpoint: {_first(missing)}; only in the checkpoint: {_first(unexpected)}"
+            f"the {what} differ: not in the checkpoint: {_shorten(missing)}; "
+            f"only in the checkpoint: {_shorten(unexpected)}"
         )
 
 
-def _first(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which are the best: pure functions of what their manifests say."""
+"""Decides which checkpoints are kept and which is the best, from their manifests; and marks checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a run keeps: the checkpoints saved last, the best ones, and some for good.
+    """Which checkpoints a run keeps: the last ones, the best ones, and some for good.
 
     Attributes:
-        keep_last: how many of those saved last; "all" deletes none.
-        monitor: the metric by which some are the best; None keeps none for that.
-        mode: "min" where lower is better, "max" where higher is.
-        keep_best: how many of the best.
-        keep_every: steps or epochs; the first checkpoint at or after each multiple of it stays.
-        keep_every_time: seconds; the first checkpoint in each such stretch of the clock stays.
+        keep_last: number of most recently saved checkpoints; "all" deletes none.
+        monitor: the metric that ranks checkpoints; None keeps none for being the best.
+        mode: "min" if lower is better, "max" if higher is.
+        keep_best: number of best checkpoints.
+        keep_every: steps or epochs; the first checkpoint at or after each multiple is kept.
+        keep_every_time: seconds; the first checkpoint in each such interval is kept.
 
     Raises:
-        ConfigError: a number or a unit is not one of these.
+        ConfigError: a number or a unit is invalid.
     """
 
     keep_last: int | Literal["all"] = 2
@@ -39,24 +39,24 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.keep_last != "all" and not _whole(self.keep_last, at_least=1):
-            raise ConfigError(f'keep_last is a whole number from 1, or "all", not {self.keep_last!r}')
+            raise ConfigError(f'keep_last must be an integer >= 1 or "all", not {self.keep_last!r}')
         if not _whole(self.keep_best, at_least=0):
-            raise ConfigError(f"keep_best is a whole number from 0, not {self.keep_best!r}")
+            raise ConfigError(f"keep_best must be an integer >= 0, not {self.keep_best!r}")
         if self.keep_every is not None and self.keep_every.unit == "seconds":
             raise ConfigError(
-                f'keep_every counts steps or epochs, such as "5000 steps", not {self.keep_every}: '
-                "a time belongs to keep_every_time"
+                f'keep_every must be in steps or epochs, such as "5000 steps", not {self.keep_every}; '
+                "for a time, set keep_every_time"
             )
         if self.keep_every_time is not None and self.keep_every_time.unit != "seconds":
-            raise ConfigError(f'keep_every_time is a time such as "30m", not {self.keep_every_time}')
+            raise ConfigError(f'keep_every_time must be a time such as "30m", not {self.keep_every_time}')
 
     def superseded(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Returns those that nothing keeps, of checkpoints in the order of their commits."""
+        """Return the checkpoints to delete, given all in the order of their commits."""
         reasons = self.reasons(checkpoints)
         return [each for each in checkpoints if not reasons[each.path]]
 
     def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[str, list[str]]:
-        """Returns by its path what keeps each of the checkpoints, in words."""
+        """Return the reasons to keep each checkpoint, by path."""
         last = checkpoints if self.keep_last == "all" else checkpoints[-self.keep_last :]
         keeping = {"last": last, "best": self.ranked(checkpoints)[: self.keep_best]}
         for every in (self.keep_every, self.keep_every_time):
@@ -66,11 +66,11 @@ class Retention:
         return {each.path: [why for why, kept in paths.items() if each.path in kept] for each in checkpoints}
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """Returns the one with the best finite value of the metric; of equal ones the earliest. None if none has it."""
+        """Return the checkpoint with the best finite metric, the earliest of equals; None if no checkpoint has it."""
         return next(iter(self.ranked(checkpoints)), None)
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Returns those with a finite value of the metric, the best first; of equal ones the earliest."""
+        """Return the checkpoints with a finite metric, the best first; of equal ones the earliest first."""
         if self.monitor is None:
             return []
         monitor = self.monitor
@@ -84,7 +84,7 @@ class Retention:
 
 
 def _firsts(checkpoints: Sequence[Checkpoint], every: Duration) -> list[Checkpoint]:
-    """The first one at or after each multiple: a run need not have saved just there."""
+    """Return the first checkpoint at or after each multiple; a run need not have saved exactly there."""
     first: dict[int, Checkpoint] = {}
     for each in checkpoints:
         done = {"steps": each.step, "epochs": each.epoch, "seconds": each.time_s}[every.unit]
@@ -99,23 +99,23 @@ def _whole(value: object, *, at_least: int) -> bool:
 Mode = Literal["min", "max"]
 
 _ROUNDING = 1e-12
-"""Means over the same rows differ by so little where these were cut into other batches, or spread over other ranks."""
+"""Relative rounding error of a mean over the same rows in other batches or on other ranks."""
 
 
 @dataclass(slots=True)
 class Best:
-    """Judges one value after the other.
+    """The best value of a metric so far.
 
     Args:
-        mode: "min" where lower is better, "max" where higher is; nothing is guessed from a metric's name.
-        min_delta: by how much a value must beat the best one; with 0 by anything at all.
+        mode: "min" if lower is better, "max" if higher is.
+        min_delta: by how much a value must beat the best one; 0 accepts any improvement.
 
     Attributes:
-        value: the best finite value, or None before there is one.
+        value: the best finite value; None before the first.
         step: the update after which it was measured.
 
     Raises:
-        ConfigError: `mode` is neither, or `min_delta` is below zero.
+        ConfigError: `mode` or `min_delta` is invalid.
     """
 
     mode: Mode
@@ -125,12 +125,12 @@ class Best:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ConfigError(f'mode is "min" where lower is better or "max" where higher is, not {self.mode!r}')
+            raise ConfigError(f'mode must be "min" (lower is better) or "max" (higher is better), not {self.mode!r}')
         if not 0 <= self.min_delta < math.inf:
-            raise ConfigError(f"min_delta is a number from 0, not {self.min_delta!r}")
+            raise ConfigError(f"min_delta must be a number >= 0, not {self.min_delta!r}")
 
     def update(self, value: float, *, step: int) -> bool:
-        """Takes a value if it is the best so far, and returns whether it is."""
+        """Record a value if it is the best so far; return whether it is."""
         if not self.would_improve(value):
             return False
         self.value, self.step = float(value), step
@@ -143,18 +143,18 @@ class Best:
         return self.value is None or is_better(value, self.value, mode=self.mode, by=self.min_delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value and its step."""
+        """Return the best value and its step."""
         return {"value": self.value, "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Restore the best value and its step."""
         self.value, self.step = state_dict["value"], state_dict["step"]
 
 
 def is_better(value: float, than: float, *, mode: Mode, by: float = 0.0) -> bool:
-    """Whether a value beats another one by more than `by`, and by more than sums over other ranks or batches round.
+    """Whether a value is better than another by more than `by` and by more than rounding error.
 
-    Nothing is better than NaN, nor NaN than anything.
+    False if either value is NaN.
     """
     if math.isclose(value, than, rel_tol=_ROUNDING):
         return False
@@ -165,27 +165,27 @@ KEEP_MARK = "pinned"
 
 
 def mark_kept(storage: Storage, name: str) -> None:
-    """Keeps a checkpoint for good, also from the retention of a run that is going on.
+    """Mark a checkpoint to be kept for good, also by a run that is training now.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it was deleted just now.
+        CheckpointError: there is no such checkpoint, or it was just deleted.
     """
     try:
         if storage.committed(name):
             storage.write(name, KEEP_MARK, b"")
     except FileNotFoundError:
         pass
-    # Asked afterwards: whoever deletes looks for the mark first, and what was deleted in between is gone.
+    # Checked after the mark is set: the run looks for the mark before it deletes.
     if not storage.committed(name):
         raise CheckpointError(f"cannot pin {storage.path_of(name)}: there is no such checkpoint")
 
 
 def unmark_kept(storage: Storage, name: str) -> None:
-    """Gives a checkpoint back to retention, which decides at the next save."""
+    """Remove the mark; the run's retention decides at its next save."""
     if is_kept(storage, name):
         storage.unlink(name, KEEP_MARK)
 
 
 def is_kept(storage: Storage, name: str) -> bool:
-    """Whether somebody wants to keep this checkpoint."""
+    """Whether a checkpoint has a keep mark."""
     return storage.has(name, KEEP_MARK)

@@ -1,4 +1,4 @@
-"""What lies in a storage: which checkpoints, in which order, and whether they are whole. Reads only, in one process."""
+"""Finds and verifies the checkpoints in a storage. Reads only, in one process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRIES, _PAUSE_S = 3, 1.0
-# What a file system says of a disk that has lost what was written to it.
+# Errors with which a file system reports that a disk has lost data.
 _LOST = frozenset((errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)))
 
 
 class _DiskFailureError(Exception):
-    """A disk has lost what was written to it."""
+    """A local disk has lost data."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedCheckpoint:
-    """Something that was committed once: a checkpoint, or what is wrong with its manifest."""
+    """Something that was once committed: a checkpoint, or what is wrong with its manifest."""
 
     name: str
     checkpoint: Checkpoint | None
@@ -40,10 +40,10 @@ class ScannedCheckpoint:
 
 
 def scan(storage: Storage) -> list[ScannedCheckpoint]:
-    """Returns all that was ever committed, in the order of the commits; what is damaged counts as newest.
+    """Return all committed checkpoints in the order of their commits; those with a damaged manifest come last.
 
     Raises:
-        CheckpointError: a manifest cannot be read now, and is neither missing nor lost with its disk.
+        CheckpointError: a manifest cannot be read now, but is neither missing nor on a damaged disk.
     """
     entries = []
     names = storage.names()
@@ -63,26 +63,26 @@ def scan(storage: Storage) -> list[ScannedCheckpoint]:
                 raise
             entries.append(ScannedCheckpoint(name, None, {}, str(error)))
     if set(storage.names()) != set(names):
-        return scan(storage)  # a run that is still going on has replaced one just now: look again
+        return scan(storage)  # a run that is training now has replaced one: scan again
     return sorted(entries, key=lambda each: (each.checkpoint.sequence if each.checkpoint else float("inf"), each.name))
 
 
 def verify_file(storage: Storage, name: str, file: str, expected: FileChecksum) -> str | None:
-    """Returns what is wrong with one file of a checkpoint, or None. Reads all of it, once its size is right.
+    """Return what is wrong with one file of a checkpoint, or None. Read the whole file only if its size is right.
 
     Raises:
-        CheckpointError: the file cannot be read now, and is neither missing nor lost with its disk.
+        CheckpointError: the file cannot be read now, but is neither missing nor on a damaged disk.
     """
 
-    def look() -> str | None:
+    def verify() -> str | None:
         if (size := storage.size_bytes(name, file)) != expected.size_bytes:
             return f"{file} has {size} of {expected.size_bytes} bytes"
         with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
-            found = FileChecksum.of(storage.fetch(name, file, Path(scratch)), algorithm=expected.algorithm)
+            found = FileChecksum.of(storage.fetch(name, file, Path(scratch)))
         return None if found == expected else f"{file} is not what was written: its checksum differs"
 
     try:
-        return _read(storage, f"{name}/{file}", look)
+        return _read(storage, f"{name}/{file}", verify)
     except _MISSING:
         return f"{file} is missing"
     except _DiskFailureError as error:
@@ -90,14 +90,14 @@ def verify_file(storage: Storage, name: str, file: str, expected: FileChecksum) 
 
 
 def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
-    """Reads, in several tries if need be: a place that cannot be read now does not make a checkpoint a damaged one.
+    """Read with retries: a storage that cannot be read now does not make a checkpoint damaged.
 
-    A disk of this machine that says that it cannot be read does: it will not come back, and another checkpoint on it
-    may be whole. A network file system says the same where it is only away.
+    An I/O error of a local disk does: the data will not come back, and another checkpoint on the disk may be intact. A
+    network file system reports the same error when it is only unreachable.
 
     Raises:
-        CheckpointError: it cannot be read, though nobody says that it is missing.
-        _DiskFailureError: it is lost, on a disk of this machine.
+        CheckpointError: the file cannot be read, but is not known to be missing.
+        _DiskFailureError: the file is lost on a local disk.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -114,20 +114,20 @@ def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
                     f"{name} cannot be read in {_TRIES} tries ({error.strerror}): the disk is damaged"
                 ) from error
             raise CheckpointError(
-                f"{storage.path_of(file)} cannot be read ({type(error).__name__}: {error}), so nobody knows whether it "
-                "is whole: make it readable, or move its checkpoint away to go on without it"
+                f"{storage.path_of(file)} cannot be read ({type(error).__name__}: {error}), so it is unknown whether "
+                "it is intact: make it readable, or move its checkpoint away to continue without it"
             ) from error
     raise AssertionError
 
 
 def split_path(path: str) -> tuple[Storage, str]:
-    """Splits the path or URI of a checkpoint into the storage and its name there."""
+    """Split the path or URI of a checkpoint into the storage and its name there."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return open_storage(parent if parent else "/" if path.startswith("/") else "."), name
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Reads what one checkpoint says of itself; its other files are not looked at.
+    """Read the manifest of one checkpoint; its other files are not checked.
 
     Raises:
         CheckpointError: there is no checkpoint at this path or URI.
@@ -138,5 +138,5 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return parse_manifest(there, storage.read(name, MANIFEST))[0]
     except OSError as error:
         raise CheckpointError(
-            f"{there} is not a checkpoint: a directory with a {MANIFEST} was needed ({type(error).__name__}: {error})"
+            f"{there} is not a checkpoint: it needs a {MANIFEST} ({type(error).__name__}: {error})"
         ) from error

@@ -1,4 +1,4 @@
-"""The state of all parts at one instant, on its way to files and back. Knows files, not where they lie for good."""
+"""The state of all parts at one instant: written to files, and read back."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _rank_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank has to save. The tensors are the live ones: write it before the next update.
+    """The state that one rank saves. The tensors are live: write them before the next update.
 
     Attributes:
-        structures: of every part that the ranks share; gives its pickle.
-        tensors: of all of these, by name, that this rank may write.
-        rank_states: of every part that this rank keeps to itself, structure and tensors.
+        structures: of every shared part, a function that returns the pickled structure.
+        tensors: the tensors of the shared parts, by name, that this rank may write.
+        rank_states: of every part that belongs to this rank, structure and tensors.
     """
 
     structures: dict[str, Callable[[], bytes]]
@@ -57,15 +57,15 @@ class Snapshot:
         *,
         writes: Callable[[torch.Tensor], bool] = lambda _: True,
     ) -> Snapshot:
-        """Asks every part for its state.
+        """Collect the state of every part.
 
         Args:
-            parts: what the ranks share.
-            rank_parts: what this rank keeps to itself.
+            parts: the parts that all ranks share.
+            rank_parts: the parts that belong to this rank.
             writes: whether this rank may write a shared tensor that is not sharded.
 
         Raises:
-            CheckpointError: a state does not pickle, or two parts give their tensors the same name.
+            CheckpointError: a state cannot be pickled, or tensors of two parts have the same name.
         """
         structures: dict[str, Callable[[], bytes]] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -81,7 +81,7 @@ class Snapshot:
         return cls(structures, tensors, rank_states)
 
     def digests(self) -> dict[str, Any]:
-        """Returns a digest of everything that this rank keeps to itself, by part and key."""
+        """Return digests of the state that belongs to this rank, by part and key."""
         digests: dict[str, Any] = {}
         for part, (structure, tensors) in self.rank_states.items():
             state = decode_state(structure(), tensors.__getitem__)
@@ -91,7 +91,7 @@ class Snapshot:
     def write_other_files(
         self, folder: Path, world: World, sums: Mapping[str, TensorChecksum]
     ) -> dict[str, FileChecksum]:
-        """Writes what is not a tensor, after the tensors, and returns the files."""
+        """Write everything but the shared tensors, after these, and return the files."""
         stream = io.BytesIO()
         torch.save({part: (structure(), tensors) for part, (structure, tensors) in self.rank_states.items()}, stream)
         (folder / _rank_file(world.rank)).write_bytes(stream.getbuffer())
@@ -108,12 +108,12 @@ class Snapshot:
 
 
 class CheckpointReader:
-    """One checkpoint being loaded: call the methods in their order, every rank each of them.
+    """Loads one checkpoint: every rank must call all methods, in their order.
 
     Args:
-        storage: where the checkpoint lies.
+        storage: contains the checkpoint.
         name: of the checkpoint there.
-        scratch: for copies of files that are not on this machine; only those that this rank needs are fetched.
+        scratch: folder for copies of remote files; only files that this rank needs are fetched.
     """
 
     def __init__(self, storage: Storage, name: str, scratch: Path) -> None:
@@ -124,7 +124,7 @@ class CheckpointReader:
         self._targets: dict[str, torch.Tensor] = {}
 
     def read_structures(self, parts: Mapping[str, Stateful]) -> None:
-        """Rebuilds the states, around tensors that are still empty.
+        """Rebuild the states with tensors that are still empty.
 
         Raises:
             CheckpointError: the checkpoint lacks a part.
@@ -149,30 +149,30 @@ class CheckpointReader:
             self._states[part] = decode_state(structures[part], empty)
 
     def read_tensors(self, world: World) -> None:
-        """Fills the tensors, each rank its own part of the sharded ones."""
+        """Fill the tensors; each rank reads its shards of sharded ones."""
         if not self._targets:
             return
         reader = FileSystemReader(self._scratch)
         reader.fs = _FetchedFiles(self)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group: we know
+            warnings.simplefilter("ignore")  # about the missing process group
             load(self._targets, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
 
     def load_into(self, parts: Mapping[str, Stateful]) -> None:
-        """Hands the parts their states.
+        """Load the shared parts.
 
         Raises:
-            CheckpointError: a part does not take its state, with the part's own error as the cause.
+            CheckpointError: a part's `load_state_dict` failed; that error is the cause.
         """
         for part, owner in parts.items():
             _load_part(part, owner.load_state_dict, self._states[part])
 
     def load_rank_parts(self, rank_parts: Mapping[str, Stateful], ranks: Sequence[int]) -> list[str]:
-        """Hands the parts of this rank their states, and returns those for which there is none.
+        """Load the parts that belong to this rank; return the names of those that were not saved.
 
         Args:
-            rank_parts: what this rank keeps to itself.
-            ranks: whose states it gets: its own, and then, for parts whose states add up, those of ranks that are gone.
+            rank_parts: the parts that belong to this rank.
+            ranks: whose states to load: its own, then, for parts that can merge states, those of ranks that are gone.
         """
         absent: list[str] = []
         for nth, rank in enumerate(ranks):
@@ -193,7 +193,7 @@ class CheckpointReader:
 
 
 class _FetchedFiles(FileSystem):
-    """Opens the files of a checkpoint wherever they lie: fetched when first needed."""
+    """Opens the files of a checkpoint; remote ones are fetched when first needed."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
@@ -206,4 +206,4 @@ def _load_part(part: str, take: Callable[[Any], object], state: Any) -> None:
     try:
         take(state)
     except Exception as error:
-        raise CheckpointError(f"part {part!r} does not take its state: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"part {part!r} cannot load its state: {type(error).__name__}: {error}") from error

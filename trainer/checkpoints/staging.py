@@ -1,8 +1,8 @@
-"""Copies of tensors that are taken while training goes on, so that a save costs it next to nothing.
+"""Copies tensors to host memory while training continues, so that a save barely delays it.
 
-Parameters and moments hold still from one optimizer step to the next. In that window a thread copies them (on a GPU a
-stream of its own does, into pinned memory); only the optimizer has to wait, for what is not copied by then. Whatever
-may change earlier, as buffers do in a forward pass, is copied at once.
+Parameters and optimizer state do not change between optimizer steps. In that window a thread copies them (on a GPU, a
+separate stream, into pinned memory); only the next optimizer step has to wait for what is not copied by then. Tensors
+that may change earlier, as buffers do in a forward pass, are copied immediately.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from ..errors import CheckpointError
 
 
 class _Buffer(NamedTuple):
-    """Host memory for one tensor: sharded as that is, and this rank's part of it."""
+    """Host memory for one tensor, sharded like it, and this rank's shard."""
 
-    whole: torch.Tensor
-    own: torch.Tensor
+    full: torch.Tensor
+    shard: torch.Tensor
 
 
-class _Later(NamedTuple):
-    """A tensor that is to be copied while training goes on."""
+class _Deferred(NamedTuple):
+    """A tensor that is copied while training continues."""
 
     name: str
     tensor: torch.Tensor
     version: int
-    own: torch.Tensor
+    shard: torch.Tensor
     copy: torch.Tensor
 
 
 class Staging:
-    """The host memory that tensors are copied to, kept from one copy to the next: as much as the tensors take.
+    """Host memory for copies of tensors, reused from save to save. It takes as much as the tensors do.
 
-    Of one rank; no collective.
+    No collectives.
     """
 
     def __init__(self) -> None:
@@ -47,72 +47,72 @@ class Staging:
     def begin(
         self, tensors: Mapping[str, torch.Tensor], *, changes_only_on_step: Callable[[torch.Tensor], bool]
     ) -> Copy:
-        """Begins to copy tensors. The copy before this one must not be needed any more.
+        """Start to copy tensors, into the memory of the previous copy.
 
         Args:
-            tensors: by name; sharded ones are copied shard by shard, and come out sharded alike.
+            tensors: by name; copies of sharded tensors are sharded alike.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
         """
         before, self._buffers = self._buffers, {}
-        later = []
+        deferred = []
         for name, tensor in tensors.items():
-            own, buffer = to_local(tensor), before.get(name)
-            if buffer is None or buffer.own.shape != own.shape or buffer.own.dtype != own.dtype:
-                buffer = _buffer(tensor, own)
+            shard, buffer = to_local(tensor), before.get(name)
+            if buffer is None or buffer.shard.shape != shard.shape or buffer.shard.dtype != shard.dtype:
+                buffer = _buffer(tensor, shard)
             self._buffers[name] = buffer
             if changes_only_on_step(tensor):
-                later.append(_Later(name, tensor, tensor._version, own, buffer.own))
+                deferred.append(_Deferred(name, tensor, tensor._version, shard, buffer.shard))
             else:
-                buffer.own.copy_(own)
-        copy = Copy({name: each.whole for name, each in self._buffers.items()}, later)
-        if any(each.own.is_cuda for each in later):
+                buffer.shard.copy_(shard)
+        copy = Copy({name: each.full for name, each in self._buffers.items()}, deferred)
+        if any(each.shard.is_cuda for each in deferred):
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
         return copy
 
 
-def _buffer(tensor: torch.Tensor, own: torch.Tensor) -> _Buffer:
-    if own.is_cuda and tensor is own:
-        whole = torch.empty_like(own, device="cpu", pin_memory=True, requires_grad=False)
+def _buffer(tensor: torch.Tensor, shard: torch.Tensor) -> _Buffer:
+    if shard.is_cuda and tensor is shard:
+        full = torch.empty_like(shard, device="cpu", pin_memory=True, requires_grad=False)
     else:
-        whole = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        if own.is_cuda:
-            whole._local_tensor = to_local(whole).pin_memory()  # type: ignore[attr-defined]
-    return _Buffer(whole, to_local(whole))
+        full = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        if shard.is_cuda:
+            full._local_tensor = to_local(full).pin_memory()  # type: ignore[attr-defined]
+    return _Buffer(full, to_local(full))
 
 
 class Copy:
-    """One copy, on its way.
+    """A copy in progress.
 
     Attributes:
-        tensors: the copies by name, on the host; whole once `finish` has returned.
+        tensors: the copies by name, on the host; complete once `finish` has returned.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], later: Sequence[_Later]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], deferred: Sequence[_Deferred]) -> None:
         self.tensors = tensors
-        self._later = later
+        self._deferred = deferred
         self._changed: str | None = None
         self._error: Exception | None = None
         self._may_change = False
-        self._looking = threading.Lock()
+        self._lock = threading.Lock()
         self._done = threading.Event()
-        self._arrived: torch.cuda.Event | None = None
-        if not later:
+        self._copied_event: torch.cuda.Event | None = None
+        if not deferred:
             self._done.set()
 
     def enqueue(self, stream: torch.cuda.Stream) -> None:
-        """Lets a stream of the device copy, after all that the training's stream has been told so far."""
+        """Enqueue the copy on a stream, after all work that is already enqueued on the training's stream."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._copy()
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            self._copied_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied_event.record()
 
     def finish(self) -> None:
-        """Copies what is left; called by the thread that saves. What goes wrong is raised by `check`."""
+        """Finish the copy; called by the save thread. `check` raises its errors."""
         try:
-            if self._arrived is not None:
-                self._arrived.synchronize()
+            if self._copied_event is not None:
+                self._copied_event.synchronize()
             else:
                 self._copy()
             self._check_versions()
@@ -120,13 +120,13 @@ class Copy:
             self._error = error
         finally:
             self._done.set()
-            self._later = ()
+            self._deferred = ()
 
     def check(self) -> None:
-        """Makes sure that the copy is one of a single instant.
+        """Make sure that the copy is of a single instant.
 
         Raises:
-            CheckpointError: a tensor was changed under it.
+            CheckpointError: a tensor was changed during the copy.
         """
         if self._error is not None:
             raise self._error
@@ -137,24 +137,24 @@ class Copy:
             )
 
     def wait(self) -> None:
-        """Waits until the tensors may change; called by the thread that trains. On a GPU only the device waits."""
-        if self._arrived is None:
+        """Wait until the tensors may change; called by the training thread. On a GPU only the device waits."""
+        if self._copied_event is None:
             self._done.wait()
             return
-        torch.cuda.current_stream().wait_event(self._arrived)
+        torch.cuda.current_stream().wait_event(self._copied_event)
         self._check_versions()
 
     def _check_versions(self) -> None:
-        """Finds out whether a tensor was changed too early; the thread that comes first knows."""
-        with self._looking:
+        """Record whether a tensor has changed too early; only the first call does."""
+        with self._lock:
             if not self._may_change:
-                changed = (each.name for each in self._later if each.tensor._version != each.version)
+                changed = (each.name for each in self._deferred if each.tensor._version != each.version)
                 self._changed = next(changed, None)
                 self._may_change = True
 
     @torch.no_grad()
     def _copy(self) -> None:
-        # In one call, so that the thread does not ask for the interpreter before every tensor.
-        if self._later:
-            copies, tensors = [each.copy for each in self._later], [each.own for each in self._later]
+        # In one call, so that the thread takes the GIL once, not for every tensor.
+        if self._deferred:
+            copies, tensors = [each.copy for each in self._deferred], [each.shard for each in self._deferred]
             torch._foreach_copy_(copies, tensors, non_blocking=True)

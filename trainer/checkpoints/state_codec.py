@@ -1,8 +1,8 @@
-"""One part's state as bytes and named tensors: structure and tensors part here, and meet again when it is loaded.
+"""Encodes one part's state as a pickled structure and named tensors, and decodes it.
 
-The structure is a pickle in which every tensor is only a name. So any nesting comes back exactly as it was, while the
-tensors go through Distributed Checkpoint, which reads them at any number of ranks. Unpickling runs what the bytes say:
-load only checkpoints of your own.
+In the structure every tensor is replaced by its name, so any nesting is restored exactly, while the tensors go through
+Distributed Checkpoint, which reads them at any number of ranks. Unpickling can run code: load only checkpoints that you
+trust.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _LEAVES = frozenset((int, float, bool, str, bytes, type(None)))
 
 @runtime_checkable
 class SupportsLoadTarget(Protocol):
-    """A part that says where a tensor of a checkpoint is to be read to, before it gets its state."""
+    """A part that provides the tensors into which a checkpoint is read, before its `load_state_dict`."""
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns the tensor to fill, perhaps sharded, perhaps the live one; None leaves it to the store.
+        """Return the tensor to fill, possibly sharded, possibly the live one; None for one that the store allocates.
 
         Args:
             path: the keys that lead to the tensor in the part's state.
-            size: of the whole tensor, over all ranks.
+            size: of the full tensor, over all ranks.
             dtype: of the tensor as it was saved.
         """
         ...
 
 
 def encode_state(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, torch.Tensor]]:
-    """Splits a state into its structure and its tensors by name: "part/key/key".
+    """Split a state into a function that returns its pickled structure, and its tensors by name ("part/key/key").
 
-    The structure is what the state is now, whatever becomes of that later. It gives its pickle when it is called: of
-    plain containers, which is what models and optimizers have, pickling can so be left to another thread.
+    Later changes of the state do not affect the structure. For plain containers, as models and optimizers have, it is
+    pickled only when the function is called, which may be in another thread.
 
     Raises:
-        CheckpointError: something in it does not pickle, with the part and the keys that lead there.
+        CheckpointError: an object cannot be pickled; names the part and the keys that lead to the object.
     """
     names = _Names(part)
     try:
@@ -61,7 +61,7 @@ def encode_state(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, 
         path, value = _first_unpicklable(state)
         where = f"part {part!r}" + (f", key {'.'.join(path)!r}" if path else "")
         raise CheckpointError(
-            f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which does not pickle "
+            f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be pickled "
             f"({type(error).__name__}: {error}); leave it out of state_dict()"
         ) from error
     return lambda: structure, names.tensors
@@ -73,11 +73,11 @@ class _Names:
     def __init__(self, part: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._part = part
-        self._names: dict[int, str] = {}  # by id, so whatever has a name is kept alive below
+        self._names: dict[int, str] = {}  # by id, so the named tensors are kept alive below
         self._named: list[torch.Tensor] = []
 
     def add(self, wanted: str, tensor: torch.Tensor) -> str:
-        """Gives a tensor this name, or the next that is free, unless it has one."""
+        """Return the tensor's name; a new tensor gets the wanted name, or the next free one."""
         if (known := self._names.get(id(tensor))) is not None:
             return known
         name, count = wanted, 1
@@ -89,17 +89,17 @@ class _Names:
         return name
 
     def of(self, tensor: torch.Tensor) -> str:
-        """Returns its name."""
-        # Tensors inside objects have no path of keys; ranks meet them in the same order.
+        """Return its name."""
+        # Tensors inside objects have no path of keys; all ranks encounter them in the same order.
         return self.add(f"{self._part}/#", tensor)
 
 
 class _NotPlain(Exception):
-    """A state holds something that is no leaf, no tensor, and no dict, list or tuple."""
+    """A state contains something other than leaves, tensors, dicts, lists and tuples."""
 
 
 def _plain_copy(value: Any, path: str, names: _Names, copies: dict[int, Any]) -> Any:
-    """Copies the containers of a state, one that is there twice once, and names its tensors on the way."""
+    """Copy the containers of a state, shared ones once, and name its tensors."""
     if isinstance(value, torch.Tensor):
         names.add(path, value)
         return value
@@ -141,7 +141,7 @@ class _Pickler(pickle.Pickler):
 
 
 def decode_state(structure: bytes, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """Rebuilds a state. `tensor_of` is asked once for each tensor, by name."""
+    """Rebuild a state; `tensor_of` is called once for each tensor name."""
     given: dict[str, torch.Tensor] = {}
 
     class Unpickler(pickle.Unpickler):
@@ -156,10 +156,10 @@ def decode_state(structure: bytes, tensor_of: Callable[[str], torch.Tensor]) -> 
 def allocate_target(
     part: str, owner: object, live: Mapping[str, torch.Tensor], name: str, size: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns the tensor that the tensor `name` of a checkpoint is read into.
+    """Return the tensor into which the tensor `name` of a checkpoint is read.
 
-    Never the live one, unless the part itself offers it: two parts may hold the same tensor, as an average that has not
-    moved away from its model yet.
+    Never the live one, unless the part itself provides it: two parts may share a tensor, as an average that still
+    equals its model.
     """
     if isinstance(owner, SupportsLoadTarget):
         placed = owner.load_target(tuple(name[len(part) + 1 :].split("/")), size, dtype)
@@ -172,10 +172,10 @@ def allocate_target(
 
 
 def iter_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yields every tensor in nested dicts, lists and tuples with the keys that lead to it."""
+    """Yield every tensor in nested dicts, lists and tuples with the keys that lead to it."""
     if isinstance(state, torch.Tensor):
         yield path, state
-    elif isinstance(state, (dict, Mapping)):  # of the two, dict is found out sooner
+    elif isinstance(state, (dict, Mapping)):  # dict first: it is faster to check
         for key, value in state.items():
             if type(value) not in _LEAVES:
                 yield from iter_tensors(value, (*path, str(key)))
@@ -186,7 +186,7 @@ def iter_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def _first_unpicklable(state: Any) -> tuple[tuple[str, ...], Any]:
-    """The smallest piece of a state that does not pickle, and the keys that lead to it."""
+    """Return the keys that lead to the first object that cannot be pickled, and the object."""
     children: list[tuple[str, Any]] = []
     if isinstance(state, Mapping):
         children = [(str(key), value) for key, value in state.items()]

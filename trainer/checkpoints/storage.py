@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a directory, or any place that fsspec reaches. Knows names and bytes, not what they mean.
+"""Stores checkpoints in a directory, or at any URI that fsspec reaches. Knows names and bytes, not their meaning.
 
-A save is staged, published and committed. On a local path staging is a hidden directory beside the checkpoints and the
-commit is one rename. An object store cannot rename: there every rank stages at home and uploads, and the manifest,
+A save is staged, published and committed. On a local path it is staged in a hidden directory beside the checkpoints,
+and the commit is one rename. An object store cannot rename: every rank stages locally and uploads, and the manifest,
 written last, is the commit.
 """
 
@@ -21,7 +21,7 @@ from .manifest import MANIFEST
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
 _MOUNTS = Path("/proc/self/mountinfo")
-# Of the others, network file systems among them, nobody knows.
+# Of other file systems, such as network ones, an I/O error may be temporary.
 _ON_DISKS = frozenset(
     (
         "ext2",
@@ -46,84 +46,84 @@ class Storage(Protocol):
     """One folder of checkpoints."""
 
     def path_of(self, name: str) -> str:
-        """Where a checkpoint lies, for people and for messages."""
+        """Return the path or URI of a checkpoint."""
         ...
 
     def is_disk(self) -> bool:
-        """Whether it is known to be a disk of this machine: what cannot be read there is lost, and not away."""
+        """Whether this is known to be a local disk, where an I/O error means that data is lost."""
         ...
 
     def names(self) -> list[str]:
-        """What lies in the folder under a visible name."""
+        """Return the visible names in the folder."""
         ...
 
     def committed(self, name: str) -> bool:
-        """Whether this was ever a whole checkpoint, even if it is damaged now."""
+        """Whether this was ever a complete checkpoint, even if it is damaged now."""
         ...
 
     def read(self, name: str, file: str) -> bytes:
-        """Returns a small file."""
+        """Return the content of a small file."""
         ...
 
     def write(self, name: str, file: str, text: bytes) -> None:
-        """Writes a small file into what is there already; FileNotFoundError if it is not, where that can be told."""
+        """Write a small file into an existing checkpoint; on a local path, FileNotFoundError if there is none."""
         ...
 
     def unlink(self, name: str, file: str) -> None:
-        """Deletes one file."""
+        """Delete one file."""
         ...
 
     def has(self, name: str, file: str) -> bool:
-        """Whether there is such a file."""
+        """Whether a file exists."""
         ...
 
     def size_bytes(self, name: str, file: str) -> int:
-        """Returns the size of a file; OSError if there is none."""
+        """Return the size of a file; OSError if there is none."""
         ...
 
     def fetch(self, name: str, file: str, into: Path) -> Path:
-        """Returns a local path to a file, copied to `into` if it is not on this machine."""
+        """Return a local path to a file; a remote file is copied to `into`."""
         ...
 
     def stage(self, token: str) -> Path:
-        """Returns the directory that this rank writes the save `token` to. Every rank asks."""
+        """Return the directory to which this rank writes the save `token`. Every rank must call this."""
         ...
 
     def check(self) -> None:
-        """Writes a file and deletes it again; OSError if that does not work."""
+        """Write and delete a file; OSError if that fails."""
         ...
 
     def flush(self, staged: Path, file: str) -> None:
-        """Brings one staged file as far on its way as it can go before all are written. Any rank may call it."""
+        """Flush one staged file to disk early, where staged files are final. Any rank may call this."""
         ...
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
-        """Brings this rank's staged files to where all ranks' files meet. Every rank calls it."""
+        """Move this rank's staged files to the folder that all ranks share. Every rank must call this."""
         ...
 
     def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
-        """Makes a save a checkpoint, at once and for good. One rank calls it, after all have published."""
+        """Make a save a checkpoint, atomically. One rank calls this, after all have published."""
         ...
 
     def abandon(self, staged: Path, name: str) -> None:
-        """Removes what a failed save has left, as far as that works."""
+        """Delete the leftovers of a failed save; ignore errors."""
         ...
 
     def remove(self, name: str) -> None:
-        """Deletes a checkpoint; whatever happens half-way, what is left is none."""
+        """Delete a checkpoint; if interrupted, the remains do not count as a checkpoint."""
         ...
 
     def leftovers(self) -> list[str]:
-        """What killed saves and killed deletions have left."""
+        """Return the names of leftovers of killed saves and deletions."""
         ...
 
     def remove_leftover(self, name: str) -> None:
-        """Deletes one of them."""
+        """Delete one of these."""
         ...
 
 
 def open_storage(root: str | os.PathLike[str]) -> Storage:
-    """Returns the storage at a path or URI. Nothing is created before the first save."""
+    """Return the storage at a path or URI; create nothing."""
     text = os.fspath(root)
     if text.startswith("file://"):
         text = text[len("file://") :]
@@ -131,7 +131,7 @@ def open_storage(root: str | os.PathLike[str]) -> Storage:
 
 
 class _Local:
-    """A directory that all ranks see, on a disk of this machine or mounted."""
+    """A directory that all ranks see: a local disk or a mounted file system."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -192,7 +192,7 @@ class _Local:
             if there != each.size_bytes:
                 raise OSError(
                     f"{staged / file} has {each.size_bytes} bytes where it was written and {there or 'none'} here: "
-                    "the storage of a run must be one that all its machines share"
+                    "the storage of a run must be shared by all its machines"
                 )
         (staged / MANIFEST).write_bytes(manifest)
         _sync(staged / MANIFEST)
@@ -218,17 +218,17 @@ class _Local:
 
 
 class _Remote:
-    """A folder at any URI that fsspec understands."""
+    """A folder at any URI that fsspec supports."""
 
     def __init__(self, root: str) -> None:
-        # torch itself depends on fsspec; a run that stays on this machine need not pay for the import.
+        # Imported here: a run on a local path does not need fsspec.
         from fsspec.core import url_to_fs
 
         self.uri = root.rstrip("/")
         try:
             fs, path = url_to_fs(self.uri)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{self.uri} is no place that fsspec can reach: {error}") from error
+            raise ConfigError(f"{self.uri} is not a URI that fsspec can open: {error}") from error
         self.fs: Any = fs
         self.root = str(path).rstrip("/")
 
@@ -257,7 +257,7 @@ class _Remote:
         self.fs.rm_file(f"{self.root}/{name}/{file}")
 
     def has(self, name: str, file: str) -> bool:
-        # Another process may have put it there since we looked last.
+        # Another process may have created it since the last listing.
         self.fs.invalidate_cache()
         return bool(self.fs.exists(f"{self.root}/{name}/{file}"))
 
@@ -273,14 +273,14 @@ class _Remote:
         return Path(tempfile.mkdtemp(prefix=f"headway-{token}-"))
 
     def check(self) -> None:
-        # Under a name that `leftovers` knows.
+        # Under a name that `leftovers` finds.
         name = f"{self.root}/step-check-{uuid.uuid4().hex[:8]}"
         self.fs.makedirs(name, exist_ok=True)
         self.fs.pipe_file(f"{name}/empty", b"-")
         self.fs.rm(name, recursive=True)
 
     def flush(self, staged: Path, file: str) -> None:
-        return  # what is uploaded is so under its last name, with all others
+        return  # files are uploaded in `publish`
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)
@@ -296,7 +296,7 @@ class _Remote:
         self.fs.pipe_file(f"{self.root}/{name}/{MANIFEST}", manifest)
 
     def abandon(self, staged: Path, name: str) -> None:
-        # What was uploaded stays for `leftovers`: without a manifest it is nothing, and another rank may still write.
+        # Uploaded files stay for `leftovers`: without a manifest they do not count, and another rank may still write.
         shutil.rmtree(staged, ignore_errors=True)
 
     def remove(self, name: str) -> None:
@@ -311,7 +311,7 @@ class _Remote:
 
 
 def _file_system(path: Path) -> str | None:
-    """The kind of file system that a path lies on, as Linux calls it; None where that is not known."""
+    """Return the file system type of a path, as Linux names it; None if unknown."""
     try:
         mounts = _MOUNTS.read_bytes().splitlines()
     except OSError:
@@ -319,7 +319,7 @@ def _file_system(path: Path) -> str | None:
     kinds: dict[Path, str] = {}
     for mount in mounts:
         place, _, kind = mount.partition(b" - ")
-        # Whatever would end a field is written as "\\040"; a later mount hides an earlier one.
+        # Separators inside a field are escaped as "\\040"; a later mount hides an earlier one.
         name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), place.split(b" ")[4])
         kinds[Path(os.fsdecode(name))] = os.fsdecode(kind.split(b" ")[0])
     resolved = path.resolve()
@@ -327,7 +327,7 @@ def _file_system(path: Path) -> str | None:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

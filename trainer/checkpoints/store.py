@@ -1,12 +1,12 @@
-"""CheckpointStore: a dict of `Stateful` parts <-> a committed, verified directory or URI. Knows no models and no loop.
+"""CheckpointStore: saves a dict of `Stateful` parts as a committed, verified directory or URI, and loads it.
 
-    <root>/step-00000042/manifest.json       written last; without it, this is no checkpoint
-                         parts.pkl           the structure of every part, each a pickle of its own
+    <root>/step-00000042/manifest.json       written last; a directory without it is not a checkpoint
+                         parts.pkl           the structure of every part, each a separate pickle
                          .metadata, *.distcp the tensors of all parts (Distributed Checkpoint), written by all ranks
-                         tensors.json        a sum of each tensor
-                         rank-00000.pt ...   what each rank keeps to itself
+                         tensors.json        a checksum of each tensor
+                         rank-00000.pt ...   the state that belongs to one rank
 
-All ranks take every decision together: what fails on one rank is a CheckpointError on all of them.
+All ranks decide together: a failure on one rank raises CheckpointError on every rank.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What has been written into a checkpoint, in short.
+    """Digests of what a checkpoint contains.
 
     Attributes:
-        tensors: of the sums of all tensors, whose own are in a file of the checkpoint.
-        ranks: of what each rank keeps to itself, by part and key.
+        tensors: digest over all tensor checksums (those are in tensors.json).
+        ranks: of each rank's own state, by part and key.
     """
 
     tensors: str
@@ -62,46 +62,46 @@ class Digests:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorChecksum], ranks: list[dict[str, Any]]) -> Digests:
-        """Draws the sums of tensors together."""
+        """Combine per-tensor checksums into one digest."""
         return cls(digest_of({name: str(each) for name, each in tensors.items()}), ranks)
 
 
 class _ConcurrentWriterError(CheckpointError):
-    """Somebody else saves in this place: to try again is no remedy."""
+    """Another process saves to the same place, so a retry cannot succeed."""
 
 
 Meta: TypeAlias = Mapping[str, Any] | Callable[[Digests], Mapping[str, Any]]
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Every rank has one, and calls `save`, `newest_good` and `load` when all others do.
+    """The checkpoints of one run. Every rank has a store, and all ranks call `save`, `newest_good` and `load` together.
 
-    Retention deletes only after a commit, never the checkpoint just committed nor the best one, and never one that this
-    store has loaded, nor one that is pinned (pins.py). Saving a step again commits a second checkpoint and then deletes
-    the first, so that there always is one.
+    Old checkpoints are deleted only after a commit; never the one just committed, the best ones, one that this store
+    has loaded, or one with a keep mark. Saving a step again commits a second checkpoint before the first is deleted, so
+    that there always is one.
 
-    A place belongs to one run at a time. A checkpoint that another process has committed since this store looked first
-    is found out at the next save, which then fails and says who that was.
+    Only one run at a time may save to a place. If another process commits a checkpoint there, the next save fails and
+    names that process.
 
     Args:
-        root: directory or fsspec URI; made by the first save. All machines of a run must see the same one.
+        root: directory or fsspec URI, created by the first save. All machines of a run must see the same one.
         world: the ranks that save and load together. A checkpoint can be loaded by any number of ranks.
-        keep_last: how many of the checkpoints saved last stay; "all" deletes none.
-        monitor: the metric by which some are the best, which stay too, however long ago they were saved.
-        mode: "min" where lower is better, "max" where higher is.
-        keep_best: how many of the best.
-        keep_every: steps or epochs; of the others, the first at or after each multiple of it stays for good.
-        keep_every_time: seconds; of the others, the first in each such stretch of the clock stays for good.
-        retries: how often what could not be written is written again; each time with a warning. Not where somebody else
-            saves in the same place.
-        retry_after_s: the pause before that.
+        keep_last: number of most recently saved checkpoints to keep; "all" deletes none.
+        monitor: the metric that ranks checkpoints; the best ones are kept, however old.
+        mode: "min" if lower is better, "max" if higher is.
+        keep_best: number of best checkpoints to keep.
+        keep_every: steps or epochs; the first checkpoint at or after each multiple is kept for good.
+        keep_every_time: seconds; the first checkpoint in each such interval is kept for good.
+        retries: how often a failed write is retried, each time with a warning. A save that fails because another
+            process saves to the same place is not retried.
+        retry_after_s: pause before each retry.
 
     Attributes:
-        skipped: what `newest_good` found damaged the last time, and what is wrong with it.
-        began_after: the number of the last commit that is none of this run, which has begun anew; 0 where it has not.
+        skipped: the damaged checkpoints that the last `newest_good` passed, and what is wrong with each.
+        began_after: sequence number of the last checkpoint of an earlier run in the same place; 0 if there is none.
 
     Raises:
-        ConfigError: what is to be kept is no such number or time.
+        ConfigError: one of the `keep_*` values is invalid.
 
     Example:
         >>> store = CheckpointStore("runs/digits/checkpoints", world=World.single("cpu"))
@@ -131,7 +131,7 @@ class CheckpointStore:
         self._staging = Staging()
         self._saver = BackgroundSaver()
         self._dcp_writer = DcpWriter()
-        # Not around each save: filters are common to all threads. We know when there is no process group.
+        # Once, not around each save: all threads share the warning filters.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self.began_after: int = 0
         self._sequence = 0
@@ -150,21 +150,21 @@ class CheckpointStore:
         meta: Meta,
         changes_only_on_step: Callable[[torch.Tensor], bool] = lambda _: True,
     ) -> Checkpoint:
-        """Writes a checkpoint and returns it once it is on the disk. Every rank must call this.
+        """Write a checkpoint and return it once it is on disk. Every rank must call this.
 
         Args:
-            parts: what all ranks share, equal on all of them but for sharded tensors (`DTensor`).
-            rank_parts: what every rank keeps to itself.
-            step: completed updates.
+            parts: state that all ranks share: equal on every rank, except for sharded tensors (`DTensor`).
+            rank_parts: state that belongs to one rank.
+            step: completed optimizer updates.
             epoch: completed passes over the data.
-            metrics: floats of any kind.
-            meta: JSON, kept in the manifest; or a function that returns it, called on the main rank by the thread that
-                saves, with the digests of what has been written.
+            metrics: floats, also NaN and infinities.
+            meta: JSON, kept in the manifest; or a function that returns it, called on the main rank by the saving
+                thread with the digests of what has been written.
             changes_only_on_step: whether a tensor changes only when an optimizer steps. Such a tensor is equal on all
                 ranks, which share its writing. Of other tensors, as BatchNorm's buffers, the main rank's are saved.
 
         Raises:
-            CheckpointError: on every rank, whichever rank failed. What was saved before is untouched.
+            CheckpointError: on every rank if one rank failed. Earlier checkpoints are untouched.
         """
         info = _CheckpointInfo(step, epoch, dict(metrics), meta)
         return self._write(info, lambda: self._snapshot(parts, rank_parts, changes_only_on_step))
@@ -180,7 +180,7 @@ class CheckpointStore:
         meta: Meta,
         changes_only_on_step: Callable[[torch.Tensor], bool],
     ) -> BackgroundSave:
-        """Begins to do what `save` does in the background, and returns at once. Every rank must call this.
+        """Start what `save` does in the background and return immediately. Every rank must call this.
 
         Tensors that change only on a step must keep their value until `BackgroundSave.wait_for_snapshot` has returned;
         all others are copied before this method returns. Call no other method of the store before `result`.
@@ -190,7 +190,7 @@ class CheckpointStore:
             snapshot = self._snapshot(parts, rank_parts, changes_only_on_step)
             copy = self._staging.begin(snapshot.tensors, changes_only_on_step=changes_only_on_step)
         except Exception as error:
-            # The other ranks are told where they can hear it.
+            # Raised in the save thread, where the other ranks wait for it in a collective.
             failure = error
             return self._saver.begin(
                 _no_op,
@@ -216,7 +216,7 @@ class CheckpointStore:
         return Snapshot.of(parts, rank_parts, writes=lambda tensor: self.world.is_main or changes_only_on_step(tensor))
 
     def _write(self, info: _CheckpointInfo, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
-        """Writes and commits a snapshot, in several tries if need be. Every rank must call this, in one thread."""
+        """Write and commit a snapshot, with retries. Every rank must call this, from one thread."""
         doing = f"save step {info.step} in {self._storage.path_of('')}"
         snapshot = self._on_all_ranks(doing, snapshot_of)
         left = self._retries
@@ -224,7 +224,7 @@ class CheckpointStore:
             try:
                 return self._try_to_write(doing, info, snapshot)
             except CheckpointError as error:
-                # All ranks are here, or none is.
+                # The error was raised on all ranks, so all of them retry.
                 if not left or isinstance(error, _ConcurrentWriterError):
                     raise
                 what = f"{error}; trying again in {self._retry_after_s:g} s, up to {left} time{'s'[: left > 1]}"
@@ -258,7 +258,7 @@ class CheckpointStore:
                 )
                 manifest = write_manifest(checkpoint, files)
                 known = self._refuse_foreign()
-                # Before: where a commit loses its answer, what is there is ours.
+                # Before the commit: if its answer is lost, the checkpoint that is there is ours.
                 known.add(name)
                 self._sequence = sequence
                 self._storage.commit(staged, name, manifest, files)
@@ -272,46 +272,45 @@ class CheckpointStore:
             try:
                 self._retain(name, info.step)
             except Exception as error:
-                # It is committed, on every rank: that an old one stays is no reason to fail on one of them.
-                what = f"{checkpoint.path} is saved, but what it supersedes is not deleted"
+                # The checkpoint is committed: an old one that stays is no reason to fail on this rank alone.
+                what = f"{checkpoint.path} is saved, but the checkpoints that it replaces are not deleted"
                 warnings.warn(f"{what} ({type(error).__name__}: {error})", CheckpointWarning, stacklevel=2)
         return checkpoint
 
     def list(self) -> list[Checkpoint]:
-        """Returns the checkpoints in the order of their commits, not verified. Any process may call this."""
+        """Return the checkpoints in the order of their commits, unverified. Any process may call this."""
         return [entry.checkpoint for entry in scan(self._storage) if entry.checkpoint is not None]
 
     def best(self) -> Checkpoint | None:
-        """Returns the one with the best value of the metric, not verified; None if none has it. Any process may."""
+        """Return the checkpoint with the best metric, unverified; None if none has it. Any process may call this."""
         return self._retention.best(self.of_this_run())
 
     def of_this_run(self) -> Sequence[Checkpoint]:
-        """Returns those of `list` that this run has saved, and not one before it that began anew."""
+        """Return the checkpoints that this run has saved, without those of an earlier run in the same place."""
         return [each for each in self.list() if each.sequence > self.began_after]
 
     def contains(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint lies here, and not in another store. Any process may call this."""
+        """Whether a checkpoint is in this store. Any process may call this."""
         return checkpoint.path == self._storage.path_of(split_path(checkpoint.path)[1])
 
     def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
-        """Returns the last checkpoint that is whole, or None if there is none at all. Every rank must call this.
+        """Return the newest intact checkpoint, or None if there is no checkpoint at all. Every rank must call this.
 
-        Those that a run that began anew has left behind are none of its own, and nor are damaged ones before its first.
+        Checkpoints of an earlier run in the same place do not count, nor do damaged ones before this run's first.
+        Each damaged checkpoint on the way is named in a `CheckpointWarning` on the main rank, and in `skipped` on all.
 
         Args:
-            up_to: leaves out what was saved after more updates than this.
-
-        Each damaged one on the way is named in a `CheckpointWarning` on the main rank, and in `skipped` on all.
+            up_to: ignores checkpoints of later steps than this.
 
         Raises:
-            CheckpointError: there are checkpoints, and all of them are damaged.
+            CheckpointError: there are checkpoints, but all of them are damaged.
         """
         doing = f"look for checkpoints in {self._storage.path_of('')}"
         most = math.inf if up_to is None else up_to
 
         def look() -> Sequence[ScannedCheckpoint]:
             entries = self._scan()
-            # What is damaged says not whose it was.
+            # A damaged checkpoint does not tell which run saved it.
             return [] if self._sequence == self.began_after > 0 else entries
 
         entries = [
@@ -332,24 +331,24 @@ class CheckpointStore:
             raise CheckpointError(
                 "none of the checkpoints can be read:\n  "
                 + "\n  ".join(self.skipped)
-                + "\nrestore one from a copy, or move them away to begin again"
+                + "\nrestore one from a copy, or move them away to start over"
             )
         if self.world.is_main:
             for passed in self.skipped:
-                warnings.warn(f"passed over a damaged checkpoint: {passed}", CheckpointWarning, stacklevel=2)
+                warnings.warn(f"skipped a damaged checkpoint: {passed}", CheckpointWarning, stacklevel=2)
         return found
 
     def load(
         self, parts: Mapping[str, Stateful], *, rank_parts: Mapping[str, Stateful], checkpoint: Checkpoint
     ) -> None:
-        """Gives the parts their state, in their order, rank parts last. Every rank must call this.
+        """Load the parts in their order, rank parts last. Every rank must call this.
 
-        What the checkpoint has and nobody asks for stays unread, so one part can be loaded alone. A rank part that
-        is not in the checkpoint keeps its fresh state, with one warning; so does, without one, a rank beyond the number
-        of ranks that saved. Unpickles: load only what you saved.
+        Parts of the checkpoint that are not asked for stay unread. A rank part that is not in the checkpoint keeps its
+        initial state, with one warning; on ranks beyond the number that saved, without a warning. Loading unpickles:
+        load only checkpoints that you trust.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, lacks a part, or a part does not take its state.
+            CheckpointError: the checkpoint is damaged or lacks a part, or a part's `load_state_dict` failed.
         """
         doing = f"load {checkpoint.path}"
         storage, name = split_path(checkpoint.path)
@@ -361,17 +360,17 @@ class CheckpointStore:
             self._on_all_ranks(doing, lambda: reader.read_structures(parts))
             self._on_all_ranks(doing, lambda: reader.read_tensors(self.world))
             self._on_all_ranks(doing, lambda: reader.load_into(parts))
-            # Each rank its own; what ranks had that are gone is dealt to those that remain.
+            # With fewer ranks than saved, the state of the missing ranks is distributed over the remaining ones.
             ranks = range(self.world.rank, checkpoint.world_size, self.world.size)
             absent = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts, ranks))
         self._loaded.add(checkpoint.path)
         lacking = sorted({part for rank_absent in self.world.all_gather_object(absent) for part in rank_absent})
         if lacking and self.world.is_main:
-            what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its fresh one"
+            what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its initial one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
 
     def tensor_checksums(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Returns the sums of all tensors of a checkpoint, by name. Every rank must call this."""
+        """Return the checksums of all tensors of a checkpoint, by name. Every rank must call this."""
         storage, name = split_path(checkpoint.path)
         sums: dict[str, str] = self._on_main(
             f"read {checkpoint.path}", lambda: json.loads(storage.read(name, TENSOR_CHECKSUMS))
@@ -379,7 +378,7 @@ class CheckpointStore:
         return sums
 
     def check_writable(self) -> None:
-        """Writes next to nothing and deletes it, to find out now whether a save would fail. Every rank must call this.
+        """Write and delete an empty file, to find out early whether a save would fail. Every rank must call this.
 
         Raises:
             CheckpointError: some rank cannot write here.
@@ -393,20 +392,20 @@ class CheckpointStore:
         self._on_all_ranks(f"write to {self._storage.path_of('')}", check)
 
     def remove_leftovers(self) -> None:
-        """Removes what killed saves have left. Every rank must call this, before the first save; the main rank acts.
+        """Delete the leftovers of killed saves, on the main rank. Every rank must call this, before the first save.
 
         Raises:
-            CheckpointError: nobody can tell what lies there.
+            CheckpointError: the folder cannot be listed.
         """
 
         def clean() -> None:
             for name in self._storage.leftovers():
                 self._remove(name, self._storage.remove_leftover)
 
-        self._on_main(f"look for what killed saves have left in {self._storage.path_of('')}", clean)
+        self._on_main(f"look for leftovers of killed saves in {self._storage.path_of('')}", clean)
 
     def read(self, path: str) -> Checkpoint:
-        """Reads what a checkpoint says of itself, wherever it lies. Every rank must call this.
+        """Read the manifest of a checkpoint, in any store. Every rank must call this.
 
         Raises:
             CheckpointError: there is no checkpoint at this path or URI.
@@ -414,23 +413,23 @@ class CheckpointStore:
         return self._on_main(f"read {path}", lambda: read_checkpoint(path))
 
     def is_empty(self) -> bool:
-        """Whether nothing has ever been saved here, damaged or not. Every rank must call this."""
+        """Whether there is no checkpoint here, not even a damaged one. Every rank must call this."""
         return not self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
 
     def start_over(self) -> None:
-        """Leaves the checkpoints that are there to the run that saved them. Every rank must call this.
+        """Treat all existing checkpoints as an earlier run's. Every rank must call this.
 
-        They stay until their steps are saved again: this run deletes no others, and none of them is its best.
+        Each stays until this run saves the same step; none of them counts as this run's best.
 
         Raises:
-            CheckpointError: nobody can tell what lies there.
+            CheckpointError: the folder cannot be listed.
         """
         self.remove_leftovers()
         entries = self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
         self.began_after = max((each.checkpoint.sequence for each in entries if each.checkpoint), default=0)
 
     def _plan(self, step: int) -> tuple[int, str, str]:
-        """Sequence number, name and token of the next save."""
+        """Return sequence number, name and token of the next save."""
         if self._known is None:
             self._scan()
         self._refuse_foreign()
@@ -442,7 +441,7 @@ class CheckpointStore:
         return self._sequence + 1, name, uuid.uuid4().hex[:8]
 
     def _scan(self) -> Sequence[ScannedCheckpoint]:
-        """All that lies in the storage. What did at the first look is what this store goes on from."""
+        """Return all that was ever committed; the first scan also records what was there before this store."""
         entries = scan(self._storage)
         if self._known is None:
             self._known = {entry.name for entry in entries}
@@ -450,10 +449,10 @@ class CheckpointStore:
         return entries
 
     def _refuse_foreign(self) -> set[str]:
-        """Returns the names of all checkpoints, which this store knows: two runs would delete each other's.
+        """Return the names of all checkpoints. Two runs in one place would delete each other's checkpoints.
 
         Raises:
-            CheckpointError: there is one that somebody else has saved.
+            CheckpointError: another process has saved one.
         """
         assert self._known is not None
         there = set(self._storage.names())
@@ -461,24 +460,24 @@ class CheckpointStore:
         for name in sorted(there - self._known):
             if name.startswith("step-") and self._storage.committed(name):
                 raise _ConcurrentWriterError(
-                    f"{_writer(self._storage, name)} has saved {name} here since this run began or went on: two runs "
-                    "write to one place. Stop one of them, or give each a run_dir of its own"
+                    f"{_writer(self._storage, name)} has saved {name} here since this run started or resumed: two "
+                    "runs write to one place. Stop one of them, or give each its own run_dir"
                 )
         return self._known
 
     def _write_tensors(
         self, snapshot: Snapshot, staged: Path
     ) -> tuple[dict[str, FileChecksum], dict[str, TensorChecksum]]:
-        """Writes this rank's tensors, and returns its files and sums of what is in them."""
+        """Write this rank's tensors; return the checksums of its files and of its tensors."""
         written = self._dcp_writer.write(snapshot.tensors, staged, self.world)
-        # The sums are taken meanwhile.
+        # The checksums are computed meanwhile.
         self._storage.flush(staged, written.file)
         return {written.file: written.file_sum.result()}, written.tensor_checksums()
 
     def _publish(
         self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str], tensors: Mapping[str, TensorChecksum]
     ) -> dict[str, FileChecksum]:
-        """Brings this rank's files to where all ranks' files meet, and returns those that were not written before."""
+        """Write this rank's other files and move all its files to the shared folder; return the other files."""
         rest = snapshot.write_other_files(staged, self.world, tensors)
         self._storage.publish(staged, name, [*written, *rest])
         return rest
@@ -501,7 +500,7 @@ class CheckpointStore:
             if self._storage.path_of(name) not in self._loaded and not is_kept(self._storage, name):
                 self._remove(name, self._storage.remove)
         if doomed:
-            # Another run may use the name again.
+            # Another process may reuse the name.
             assert self._known is not None
             self._known &= set(self._storage.names())
 
@@ -509,7 +508,7 @@ class CheckpointStore:
         try:
             remove(name)
         except FileNotFoundError:
-            return  # somebody else has deleted it
+            return  # deleted by another process
         except Exception as error:
             what = (
                 f"could not delete {self._storage.path_of(name)} ({type(error).__name__}: {error}); delete it by hand"
@@ -517,7 +516,7 @@ class CheckpointStore:
             warnings.warn(what, CheckpointWarning, stacklevel=4)
 
     def _verify(self, storage: Storage, name: str, files: Mapping[str, FileChecksum]) -> str | None:
-        """What is wrong with a checkpoint, the same on every rank; the ranks share the reading."""
+        """Return what is wrong with a checkpoint, the same on every rank; the ranks share the reading."""
         mine = sorted(files, key=lambda file: -files[file].size_bytes)[self.world.rank :: self.world.size]
         problems = self._on_all_ranks(
             f"verify {storage.path_of(name)}",
@@ -526,15 +525,15 @@ class CheckpointStore:
         return "; ".join(problem for each in self.world.all_gather_object(problems) for problem in each) or None
 
     def _on_main(self, doing: str, do: Callable[[], T]) -> T:
-        """Calls a function on the main rank; every rank gets what it returns, or raises if it fails."""
+        """Call a function on the main rank; every rank returns its result, or raises if it fails."""
         value = self._on_all_ranks(doing, lambda: do() if self.world.is_main else None)
         return self.world.broadcast(value)  # type: ignore[return-value]
 
     def _on_all_ranks(self, doing: str, do: Callable[[], T]) -> T:
-        """Calls a function on every rank; if it fails on one, all raise.
+        """Call a function on every rank; if it fails on one, all ranks raise.
 
         Raises:
-            CheckpointError: with what each rank that failed has to say.
+            CheckpointError: with the error of each rank that failed.
         """
         box: list[T] = []
         failure: BaseException | None = None
@@ -553,7 +552,7 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class _CheckpointInfo:
-    """What a checkpoint is to say of itself."""
+    """What the manifest of a checkpoint will say."""
 
     step: int
     epoch: int
@@ -580,7 +579,7 @@ def _name(step: int) -> str:
 
 
 def _format_failure(failure: BaseException | None, rank: int) -> dict[int, str]:
-    """One line of what went wrong on each rank that it is known of; our own errors say it themselves."""
+    """Return one line per rank that is known to have failed."""
     if failure is None:
         return {}
     if isinstance(failure, CheckpointException):

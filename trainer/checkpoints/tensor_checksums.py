@@ -1,15 +1,15 @@
-"""Checksums of tensors that come out the same however these are cut into shards, and digests of plain values.
+"""Checksums of tensors that do not depend on how a tensor is sharded, and digests of plain values.
 
-The sum of a tensor is two numbers, of its bytes in their order as whole numbers of 32 bits (lanes, the lower byte
-first): of the lanes, and of each times its place, both modulo 2**64. So the sums of shards add up to the sum of the
-whole, on any number of ranks. One changed bit always shows, and so do two. They find errors, not a forger.
+A checksum is two numbers over the tensor's bytes as 32-bit integers (lanes, little-endian): the sum of the lanes, and
+the sum of each lane times its index, both modulo 2**64. So the checksums of shards add up to that of the full tensor,
+on any number of ranks. One or two changed bits are always detected. They detect errors, not tampering.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
 
-# Words of 64 bits. So many rows are read from a core's own cache by all but the first who reads them.
+# 64-bit words. So many rows stay in a core's cache after the first read.
 _WIDTH, _ROWS = 1 << 10, 1 << 6
-_FEWEST_WORDS = 8 * _WIDTH  # fewer are summed sooner without a table
+_FEWEST_WORDS = 8 * _WIDTH  # fewer are faster to sum without a table
 _MOST_AT_ONCE = 1 << 20  # elements that are widened to 64 bits
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LANE = 0xFFFFFFFF
@@ -29,37 +29,26 @@ _MODULUS = 1 << 64
 
 _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _Longs: TypeAlias = "npt.NDArray[np.int64]"
-Kind: TypeAlias = Literal["lanes", "elements"]
 
 
 class TensorChecksum(NamedTuple):
-    """What is known of a tensor, or of a part of it: add the parts.
-
-    Checkpoints of the formats 1 and 2 have sums of the elements as whole numbers, signed from 16 bits on.
-    """
+    """The checksum of a tensor or of a shard; those of the shards add up."""
 
     dtype: str
     bits: int
     places: int
-    of: Kind = "lanes"
 
     def plus(self, other: TensorChecksum) -> TensorChecksum:
-        """Returns the sum of two parts of one tensor."""
+        """Return the checksum of two shards of one tensor together."""
         bits, places = self.bits + other.bits, self.places + other.places
-        return TensorChecksum(self.dtype, bits % _MODULUS, places % _MODULUS, self.of)
+        return TensorChecksum(self.dtype, bits % _MODULUS, places % _MODULUS)
 
     def __str__(self) -> str:
-        kind = f"{self.of}:" if self.of == "lanes" else ""
-        return f"{self.dtype} {kind}{self.bits:016x}{self.places:016x}"
-
-    @staticmethod
-    def kind_of(text: str) -> Kind:
-        """What was summed, as the text of a sum says."""
-        return "lanes" if " lanes:" in text else "elements"
+        return f"{self.dtype} lanes:{self.bits:016x}{self.places:016x}"
 
 
 def has_checksum(tensor: torch.Tensor) -> bool:
-    """Whether this rank's part of a tensor is plain numbers: what libraries pack into subclasses has no sum."""
+    """Whether a tensor has a checksum: its local part is plain numbers, not a subclass that packs others."""
     part = to_local(tensor)
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and not part.is_quantized
 
@@ -69,45 +58,43 @@ def shard_checksum(
     *,
     offsets: Sequence[int],
     size: Sequence[int],
-    of: Kind = "lanes",
     also: Callable[[_Bytes], object] | None = None,
 ) -> TensorChecksum:
-    """Sums a part of a tensor, on the device where it lies.
+    """Compute the checksum of a block of a tensor, on its device.
 
     Args:
-        part: a block of the whole tensor.
-        offsets: where the block begins in it, in every dimension.
-        size: of the whole tensor.
-        of: what is summed.
-        also: is given all bytes of a part on the CPU in their order, in pieces, each while it is in the processor's
-            cache: for what else has to read them.
+        part: the block.
+        offsets: of the block in the full tensor, per dimension.
+        size: of the full tensor.
+        also: is called with all bytes of the block in order, in pieces, each while it is in the CPU cache; for another
+            reader of the same bytes.
     """
     dtype = str(part.dtype).removeprefix("torch.")
     part, offsets, size = _as_numbers(part, offsets, size)
-    if of == "lanes" and part.is_cpu and list(part.shape[1:]) == list(size[1:]):
+    if part.is_cpu and list(part.shape[1:]) == list(size[1:]):
         data: _Bytes = part.contiguous().view(-1).view(torch.uint8).numpy()
         first = int(offsets[0]) * (data.size // max(1, part.shape[0])) if size else 0
         bits, places = _sums_of_bytes(data, first, also)
     else:
         if also is not None:
             also(part.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        bits, places = _sums_of_elements(part, offsets, size, of)
-    return TensorChecksum(dtype, bits % _MODULUS, places % _MODULUS, of)
+        bits, places = _sums_of_elements(part, offsets, size)
+    return TensorChecksum(dtype, bits % _MODULUS, places % _MODULUS)
 
 
 def _as_numbers(
     part: torch.Tensor, offsets: Sequence[int], size: Sequence[int]
 ) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
-    """A complex number is two numbers."""
+    """Return a complex tensor as pairs of real numbers; others as they are."""
     part = part.detach().resolve_conj().resolve_neg()
     part = torch.view_as_real(part) if part.is_complex() else part
     return (part, offsets, size) if part.dim() == len(size) else (part, (*offsets, 0), (*size, 2))
 
 
 def _sums_of_bytes(data: _Bytes, first: int, also: Callable[[_Bytes], object] | None) -> tuple[int, int]:
-    """The sums of bytes side by side, of which the first has the place `first` in the whole; not yet modulo 2**64."""
+    """Sum contiguous bytes, of which the first has the index `first` in the full tensor; not yet modulo 2**64."""
     begin = -first % 4
-    # One lane more than the table is to have must be there.
+    # The table needs one more lane behind it.
     words = ((len(data) - begin - 4) // 8) // _WIDTH * _WIDTH
     if words < _FEWEST_WORDS:
         if also is not None:
@@ -127,10 +114,10 @@ def _sums_of_bytes(data: _Bytes, first: int, also: Callable[[_Bytes], object] | 
 
 
 def _sums_of_words(data: _Bytes, also: Callable[[_Bytes], object] | None) -> tuple[int, int]:
-    """The sums of pairs of lanes, and of each times its place among them; behind the last pair is one lane more.
+    """Sum pairs of lanes, and each times its index; there is one more lane behind the last pair.
 
-    Sums of pairs, as numbers of 64 bits, tell what their lower lanes sum up to, modulo 2**32. Pairs that begin a lane
-    later tell that of the others, and then both tell the rest. That is several times faster than to widen each lane.
+    Sums of pairs, as 64-bit integers, give the sum of their lower lanes modulo 2**32. Pairs shifted by one lane give
+    that of the other lanes; together they give the rest. That is several times faster than widening each lane.
     """
     count = len(data) // 8
     tables = [torch.from_numpy(np.frombuffer(data, np.int64, count, at)).view(-1, _WIDTH) for at in (0, 4)]
@@ -143,7 +130,7 @@ def _sums_of_words(data: _Bytes, also: Callable[[_Bytes], object] | None) -> tup
             rows_so_far.append(rows.sum(1))
         if also is not None:
             also(data[8 * _WIDTH * begin : min(8 * count, 8 * _WIDTH * (begin + _ROWS))])
-    # A place is a row's and a column's: the sums of rows and of columns tell all.
+    # An index is a row's and a column's: the sums of rows and of columns suffice.
     pairs, pair_places = [], []
     for rows_so_far, columns_so_far in zip(of_rows, of_columns, strict=True):
         row_sums, column_sums = torch.cat(rows_so_far).numpy(), columns_so_far.numpy()
@@ -151,7 +138,7 @@ def _sums_of_words(data: _Bytes, also: Callable[[_Bytes], object] | None) -> tup
         pair_places.append(_times_place(row_sums) * _WIDTH + _times_place(column_sums))
     ends = data[:4], data[-4:]
     before, behind = (int.from_bytes(each.tobytes(), "little") for each in ends)
-    # Of lanes with an even place, and of those with an odd one.
+    # Of lanes with an even index, and of those with an odd one.
     even = _lower(pairs[0]) + (_upper(pairs[0]) - _lower(pairs[1]) << 32) % _MODULUS
     odd = _lower(pairs[1]) + (_upper(pairs[1]) - (even - before + behind) << 32) % _MODULUS
     even_places = _lower(pair_places[0]) + (_upper(pair_places[0]) - _lower(pair_places[1]) << 32) % _MODULUS
@@ -173,7 +160,7 @@ def _times_place(long: _Longs) -> int:
 
 
 def _sums_of_few(data: _Bytes, first: int) -> tuple[int, int]:
-    """The same of a few bytes, without a table."""
+    """Sum a few bytes, without a table."""
     before = first % 4
     padded = np.zeros((before + len(data) + 3) // 4 * 4, np.uint8)
     padded[before : before + len(data)] = data
@@ -186,9 +173,8 @@ def _sums_of_elements(
     part: torch.Tensor,
     offsets: Sequence[int],
     size: Sequence[int],
-    of: Kind,
 ) -> tuple[int, int]:
-    """The sums of any block, and on any device: each element and its place is widened to 64 bits."""
+    """Sum any block, on any device; widen each element and its index to 64 bits."""
     sums = torch.zeros(2, dtype=torch.int64, device=part.device)
     at_once = max(1, _MOST_AT_ONCE // max(1, part[:1].numel() if part.dim() else 1))
     for begin in range(0, part.shape[0] if part.dim() else 1, at_once):
@@ -198,14 +184,14 @@ def _sums_of_elements(
             start = offset if dim else offset + begin
             place = place[..., None] * whole + torch.arange(start, start + width, device=part.device)
         values = rows.contiguous().view(-1).view(_BITS[part.element_size()])
-        long, place = _lanes(values, place.view(-1)) if of == "lanes" else (values.to(torch.int64), place.view(-1))
+        long, place = _lanes(values, place.view(-1))
         sums += torch.stack((long.sum(), (long * place).sum()))
     bits, places = sums.tolist()
     return bits, places
 
 
 def _lanes(values: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What elements are in their lanes, or what their lanes are, and the places of these."""
+    """Return the elements as lanes, or as shares of lanes, and the indices of the lanes."""
     num_bytes = values.element_size()
     if num_bytes == 8:
         values, place = values.view(torch.int32), torch.stack((2 * place, 2 * place + 1), 1).view(-1)
@@ -216,12 +202,10 @@ def _lanes(values: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, tor
     return long << (place % in_lane * (8 * num_bytes)), place // in_lane
 
 
-def compute_checksums(
-    tensors: Mapping[str, torch.Tensor], world: World, *, of: Kind = "lanes"
-) -> dict[str, TensorChecksum]:
-    """Sums whole tensors: sharded ones over all ranks, others as this rank has them. Every rank must call this.
+def compute_checksums(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, TensorChecksum]:
+    """Compute checksums of full tensors: of sharded ones over all ranks. Every rank must call this.
 
-    One that has no sum is left out.
+    Tensors that have no checksum are left out.
     """
     own: dict[str, TensorChecksum] = {}
     shards: dict[str, TensorChecksum] = {}
@@ -230,16 +214,16 @@ def compute_checksums(
         if not has_checksum(part):
             continue
         if not isinstance(tensor, DTensor):
-            own[name] = shard_checksum(part, offsets=[0] * part.dim(), size=part.shape, of=of)
+            own[name] = shard_checksum(part, offsets=[0] * part.dim(), size=part.shape)
         elif _counts_here(tensor) and part.numel():
-            # What Distributed Checkpoint itself asks a DTensor for its place by.
+            # The method that Distributed Checkpoint itself calls for the offsets of a DTensor.
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-            shards[name] = shard_checksum(part, offsets=chunk.offsets, size=tensor.shape, of=of)
+            shards[name] = shard_checksum(part, offsets=chunk.offsets, size=tensor.shape)
     return own | combine_checksums(world.all_gather_object(shards))
 
 
 def combine_checksums(ranks: Sequence[Mapping[str, TensorChecksum]]) -> dict[str, TensorChecksum]:
-    """Adds up what the ranks have of each tensor."""
+    """Add up the ranks' checksums of each tensor."""
     whole: dict[str, TensorChecksum] = {}
     for each in ranks:
         for name, part in each.items():
@@ -248,9 +232,9 @@ def combine_checksums(ranks: Sequence[Mapping[str, TensorChecksum]]) -> dict[str
 
 
 def digest_of(value: Any) -> str:
-    """Returns sixteen hex digits of a plain value: numbers, text, tensors, and any nesting of them in dicts and lists.
+    """Return a digest of a plain value, 16 hex digits: numbers, text, tensors, nested in dicts and lists.
 
-    A list and a tuple of the same things are the same; of any other object only the class counts.
+    Lists and tuples count as equal; of any other object only the class counts.
     """
     digest = hashlib.sha256()
     _feed(digest, value)
@@ -269,7 +253,7 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(b"}")
     elif isinstance(value, (list, tuple)):
         digest.update(b"[")
-        if all(type(each) is int for each in value):  # states of generators are long
+        if all(type(each) is int for each in value):  # the states of random number generators are long
             digest.update("".join([f"{each!r}," for each in value]).encode())
         else:
             for each in value:
@@ -282,7 +266,7 @@ def _feed(digest: Any, value: Any) -> None:
 
 
 def _counts_here(tensor: DTensor) -> bool:
-    """Whether this rank has the first of equal copies of its shard."""
+    """Whether this rank has the first replica of its shard."""
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or []
     return all(
         place == 0 or not isinstance(kind, Replicate) for place, kind in zip(coordinate, tensor.placements, strict=True)

@@ -1,4 +1,4 @@
-"""A thread that waits for work, so that whoever has some need not wait for a thread."""
+"""A single long-lived worker thread; starting a thread is slow when all cores are busy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NICE = 10
 
 
 class WorkerThread:
-    """One thread that does what it is given, in that order. It begins with the first, and ends with this object.
+    """Runs tasks in one thread, in order. The thread starts with the first task and ends with this object.
 
-    Python does not wait for it at its end.
+    It is a daemon thread: Python does not wait for it at exit.
 
     Args:
         name: of the thread.
-        is_behind: whether all others go first where cores are scarce; on Linux, where a thread has a priority.
+        is_behind: whether it runs at low priority; on Linux only.
     """
 
     def __init__(self, name: str, *, is_behind: bool = False) -> None:
@@ -32,11 +32,11 @@ class WorkerThread:
         self._has_begun = False
 
     def submit(self, task: Callable[[], T], outcome: Future[T]) -> Future[T]:
-        """Does it, after all that was given before, and lets the future know what came of it."""
+        """Queue `task`; its result or exception is set on `outcome`."""
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=_work, args=(self._tasks, self._is_behind), name=self._name, daemon=True).start()
-            # At the end of Python somebody may still wait for work.
+            # Not at exit, when another task may still be waited for.
             weakref.finalize(self, self._tasks.put, None).atexit = False
         self._tasks.put((task, outcome))
         return outcome
@@ -53,7 +53,7 @@ def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
             result = task()
         except BaseException as raised:
             error = raised
-        # Before anybody hears of the end, which may be that of Python: a thread that frees tensors then is an abort.
+        # Freed before the outcome is set, after which Python may exit: a thread that frees tensors then aborts.
         del given, task
         if error is not None:
             outcome.set_exception(error)

@@ -66,7 +66,7 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Takes them over; losses of which an earlier version has not saved the samples say nothing of others."""
-        usual = zip(state["usual"], state.get("samples", ()), strict=False)
+        """Restores the usual losses and the counts."""
+        usual = zip(state["usual"], state["samples"], strict=True)
         self._usual = deque(usual, maxlen=self._config.window)
         self.rollbacks, self.good_step = state["rollbacks"], state["good_step"]

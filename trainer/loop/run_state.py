@@ -14,17 +14,18 @@ import numpy as np
 import torch
 
 from ..checkpoints.background import BackgroundSave
+from ..checkpoints.code_fingerprint import learning_code
 from ..checkpoints.model_state import ModelState, NamedModels, OptimizerState, tensors_changed_by_step
 from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import RngState, seed_everything
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
-from ..config import CheckpointConfig
+from ..config import CheckpointConfig, as_plain
 from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted
 from ..distributed.world import World
 from ..errors import ConfigError, DataError
 from ..metrics.means import MeanMetrics
-from ..metrics.train_log import Recorder, as_plain
+from ..metrics.train_log import Recorder
 from ..result import FitResult, Status, Table
 from ..setup.init_from import BorrowedWeights, InitialWeights
 from ..step.lr_stepping import schedulers_at
@@ -67,7 +68,15 @@ class RunState:
     ) -> None:
         self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
         self._optimizer_step, self._spikes = update, spikes
-        self._certificate = ResumeCertificate(trainer, data)
+        self._certificate = ResumeCertificate(
+            code=learning_code(type(trainer)),
+            config=trainer.config,
+            world=trainer.world,
+            progress=trainer.progress,
+            optimizers=trainer.optimizers,
+            schedulers=trainer.schedulers,
+            data=data,
+        )
         self._store: CheckpointStore | None = None
         config = trainer.config.checkpoint
         if trainer.run_dir is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config import as_plain
 from ..data.protocols import GlobalBatch
-from ..loop.progress import Duration
 from ..result import PER_EPOCH
 from ..step.optimizer_step import OptimizerStep
 from ..trackers.base import RunInfo, Tracker, TrackerList
@@ -229,16 +228,3 @@ class Recorder:
         self._steps = 0
         self._tokens: int | torch.Tensor = 0
         self.waited_s = self._paused_s = 0.0
-
-
-def as_plain(config: Any) -> Any:
-    """Convert a config to dicts, lists, numbers and strings, as for JSON or YAML."""
-    if isinstance(config, Duration):
-        return str(config)
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {each.name: as_plain(getattr(config, each.name)) for each in dataclasses.fields(config)}
-    if isinstance(config, Mapping):
-        return {str(key): as_plain(value) for key, value in config.items()}
-    if isinstance(config, (list, tuple)):
-        return [as_plain(value) for value in config]
-    return config if config is None or isinstance(config, (bool, int, float, str)) else str(config)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoints.model_state import OptimizerState
+from ..config import as_plain
 from ..data.protocols import BatchStream, ShardInfo
 from ..data.streams import as_stream
 from ..distributed import parallelize
@@ -21,7 +22,6 @@ from ..errors import ConfigError
 from ..exact.checks import check_exact_data, check_exact_models
 from ..exact.determinism import hardware_fingerprint
 from ..loop.run_state import versions
-from ..metrics.train_log import as_plain
 from ..step.lr_stepping import check_intervals
 from . import weight_init
 from .freezing import freeze

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoints.code_fingerprint import class_digest, method_digests
 from ..checkpoints.model_state import named_state_tensors
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
@@ -45,25 +45,25 @@ def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
 
 
 def code_digests(trainer: type, models: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Returns a digest of what Python runs for each method of a trainer's class, by name, and one of Headway itself.
+    """Returns digests of the code that trains: of Headway, of the trainer's methods and of the models' classes.
 
-    Also one of each class of the models' modules that is not torch's: a file of the user's that a machine has in an old
-    version is imported there; and the versions of the packages that they come from.
-
-    Of the code, not of its source: a class from a file of the user's is sent to machines that do not have the file, or
-    have an old one. Equal only under one version of Python.
+    Also the versions of the packages that these classes come from. A model's class may come from a file of the user's,
+    of which one machine has an old version.
     """
-    program = {
-        "headway.trainer": _digest(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
-    }
-    for cls in trainer.__mro__:
-        if cls.__module__ in ("builtins", "typing") or cls.__module__.startswith("headway.trainer."):
+    headway = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        headway.update(file.read_bytes())
+    digests = {"headway.trainer": headway.hexdigest()[:12], **method_digests(trainer)}
+    classes = {type(module) for model in models.values() for module in model.modules()}
+    for cls in {base for each in classes for base in each.__mro__}:
+        package = cls.__module__.partition(".")[0]
+        if package in ("torch", "builtins", "typing", "headway"):
             continue
-        for name, member in vars(cls).items():
-            method: Any = getattr(member, "__func__", member)
-            if name not in program and isinstance(method, FunctionType):
-                program[name] = _digest(part.encode() for part in _instructions(method.__code__))
-    return program | _program_of_modules({type(module) for model in models.values() for module in model.modules()})
+        digests[f"{cls.__module__}.{cls.__qualname__}"] = class_digest(cls)
+        # A file of the user's is no package.
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            digests[package] = metadata.version(package)
+    return digests
 
 
 def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -105,40 +105,6 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
                 f"before the first update, these parameters {what}: {shown}. Look at init_weights(), and at the "
                 "weights that the model came with"
             )
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:12]
-
-
-def _program_of_modules(classes: Iterable[type]) -> dict[str, str]:
-    program: dict[str, str] = {}
-    for cls in {base for each in classes for base in each.__mro__}:
-        package = cls.__module__.partition(".")[0]
-        if package in ("torch", "builtins", "typing", "headway"):
-            continue
-        functions = sorted((name, each) for name, each in vars(cls).items() if isinstance(each, FunctionType))
-        parts = (part for name, each in functions for part in (name, *_instructions(each.__code__)))
-        program[f"{cls.__module__}.{cls.__qualname__}"] = _digest(part.encode() for part in parts)
-        # A file of the user's is no package.
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            program[package] = metadata.version(package)
-    return program
-
-
-def _instructions(code: CodeType) -> Iterator[str]:
-    """Yields what tells two pieces of code apart: neither where they were written nor in which file."""
-    yield code.co_code.hex()
-    yield repr((code.co_names, code.co_varnames, code.co_freevars))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _instructions(constant)
-        else:
-            # The order of a set is another one in every process.
-            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:

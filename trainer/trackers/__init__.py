@@ -1,4 +1,4 @@
-"""Where the records of a run go: the base of all trackers, and those that come with Headway."""
+"""Trackers record the metrics of a run: the base class and those that come with Headway."""
 
 from .base import RunInfo, Tracker, TrackerList
 from .console import ConsoleTracker

@@ -1,4 +1,4 @@
-"""Where the records of a run go: the base of all trackers, and the list that keeps their failures from training."""
+"""The base class of trackers, and the list that isolates training from their failures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a tracker is told of the run that it records.
+    """The run that a tracker records.
 
     Attributes:
         name: of the run.
-        run_dir: the run's directory, a path or an fsspec URI; None where nothing is to be written.
+        run_dir: the run's directory, a path or an fsspec URI; None if nothing is to be written.
         config: the trainer's config as plain dicts, lists, numbers and strings.
-        attempt: which life of the run this is, from 1.
+        attempt: number of the run's attempt, from 1.
         resumed: whether a checkpoint was loaded.
     """
 
@@ -37,11 +37,11 @@ class RunInfo:
 
 
 class Tracker:
-    """Writes the records of a run somewhere. Lives on the main rank only; a failure costs a warning, never the run.
+    """Writes the records of a run. Called on the main rank only; an error is a warning, never a failed run.
 
-    The order of calls: `load_state_dict` if there is a checkpoint, `start`, any number of `log`, `log_images`,
-    `rewind` and `state_dict`, `finish`. What was logged after the checkpoint that a run resumes from, or after the step
-    that it rewinds to, will be logged again: a tracker sees to it that no step appears twice.
+    Order of calls: `load_state_dict` if there is a checkpoint, `start`, any number of `log`, `log_images`, `log_text`,
+    `log_histograms`, `rewind` and `state_dict`, then `finish`. Steps after the checkpoint from which a run resumes, or
+    after the step to which it rewinds, are logged again: a tracker must make sure that no step appears twice.
 
     Example:
         >>> class Lowest(Tracker):
@@ -55,41 +55,41 @@ class Tracker:
     """
 
     def start(self, run: RunInfo, *, step: int) -> None:
-        """Begins, or goes on after update `step` of a resumed run."""
+        """Start the run, or resume it after update `step`."""
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Writes one record. Steps decrease only after `rewind`; records of the same step complete one another."""
+        """Write one record. Steps decrease only after `rewind`; records of the same step are merged."""
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Writes images by name: tensors of shape [channels, height, width], uint8, or floats from 0 to 1."""
+        """Write images by name: tensors of shape [channels, height, width], uint8, or floats from 0 to 1."""
 
     def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
-        """Writes texts by name, such as samples of a language model."""
+        """Write texts by name, such as samples of a language model."""
 
     def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
-        """Writes histograms by name."""
+        """Write histograms by name."""
 
     def rewind(self, step: int) -> None:
-        """Forgets what was logged after update `step`: a run has gone back to it, and will make those updates again."""
+        """Remove what was logged after update `step`: the run has rolled back to it and repeats those updates."""
 
     def finish(self, status: str) -> None:
-        """Ends with the status of the run's result, in every ending that leaves the time."""
+        """End the run with its final status; not called if the process is killed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run must know."""
+        """Return state for the checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class TrackerList(Tracker):
-    """All trackers of a run as one, which never raises: a tracker that fails is warned of once, and tried again.
+    """All trackers of a run as one, which never raises. A tracker that fails causes one warning and is called again.
 
-    One that fails to start is left out from then on.
+    A tracker that fails to start is dropped.
 
     Raises:
-        ConfigError: one of them is no tracker.
+        ConfigError: one of them is not a `Tracker`.
     """
 
     def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
@@ -104,7 +104,7 @@ class TrackerList(Tracker):
         return len(self._live)
 
     def start(self, run: RunInfo, *, step: int) -> None:
-        """Starts each, and drops those that cannot."""
+        """Start each tracker, and drop those that fail."""
         for tracker in tuple(self._live):
             self._live.remove(tracker)
             with self._guarded(tracker, "start"):
@@ -112,47 +112,47 @@ class TrackerList(Tracker):
                 self._live.append(tracker)
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Gives each the record."""
+        """Pass the record to each tracker."""
         for tracker in self._live:
             try:
                 tracker.log(metrics, step=step, epoch=epoch)
             except Exception as error:
-                # Not around it: to enter and leave a context takes a sixth of the time of a record.
+                # Not around the call: a context manager takes a sixth of the time of a record.
                 with self._guarded(tracker, "log"):
                     raise error
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Gives each the images."""
+        """Pass the images to each tracker."""
         for tracker in self._live:
             with self._guarded(tracker, "log_images"):
                 tracker.log_images(images, step=step)
 
     def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
-        """Gives each the texts."""
+        """Pass the texts to each tracker."""
         for tracker in self._live:
             with self._guarded(tracker, "log_text"):
                 tracker.log_text(texts, step=step)
 
     def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
-        """Gives each the histograms."""
+        """Pass the histograms to each tracker."""
         for tracker in self._live:
             with self._guarded(tracker, "log_histograms"):
                 tracker.log_histograms(histograms, step=step)
 
     def rewind(self, step: int) -> None:
-        """Takes each back."""
+        """Rewind each tracker."""
         for tracker in self._live:
             with self._guarded(tracker, "rewind"):
                 tracker.rewind(step)
 
     def finish(self, status: str) -> None:
-        """Ends each."""
+        """Finish each tracker."""
         for tracker in self._live:
             with self._guarded(tracker, "finish"):
                 tracker.finish(status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states that are not empty, by class and place among the trackers of that class."""
+        """Return the non-empty states, by class and index among the trackers of that class."""
         states: dict[str, Any] = {}
         for key, tracker in self._by_key.items():
             with self._guarded(tracker, "state_dict"):
@@ -161,7 +161,7 @@ class TrackerList(Tracker):
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Gives each its state; those that came or went since are no matter."""
+        """Restore each tracker; trackers added or removed since the checkpoint are ignored."""
         for key, tracker in self._by_key.items():
             if key in state_dict:
                 with self._guarded(tracker, "load_state_dict"):
@@ -175,7 +175,7 @@ class TrackerList(Tracker):
             if id(tracker) not in self._warned:
                 self._warned.add(id(tracker))
                 warnings.warn(
-                    f"{type(tracker).__qualname__}.{what} failed, and training goes on without it: "
+                    f"{type(tracker).__qualname__}.{what} failed; training continues without it: "
                     f"{type(error).__name__}: {error}",
                     stacklevel=4,
                 )

@@ -1,4 +1,4 @@
-"""Records as lines of text."""
+"""Prints records as lines of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ConsoleTracker(Tracker):
     """Prints one line per record, with every metric in it: `step 50 · epoch 0 · train/loss 1.234 · lr 0.001`.
 
     Args:
-        write: gets each line; give it `trainer.print` to share a terminal with a progress bar.
+        write: called with each line; pass `trainer.print` to share a terminal with a progress bar.
 
     Example:
         >>> ConsoleTracker().log({"train/loss": 1.5}, step=50, epoch=0)
@@ -22,19 +22,19 @@ class ConsoleTracker(Tracker):
         self._write = write
 
     def start(self, run: RunInfo, *, step: int) -> None:
-        """Prints the name of the run, and where it goes on."""
+        """Print the name of the run and the step from which it resumes."""
         self._write(
             f"{run.name} · attempt {run.attempt} · "
             + (f"resumed after step {step:,}" if run.resumed else "from the start")
         )
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Prints a record."""
+        """Print a record."""
         numbers = (
             f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}" for name, value in metrics.items()
         )
         self._write(" · ".join((f"step {step:,}", f"epoch {epoch}", *numbers)))
 
     def finish(self, status: str) -> None:
-        """Prints how the run ended."""
+        """Print how the run ended."""
         self._write(status)

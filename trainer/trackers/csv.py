@@ -1,4 +1,4 @@
-"""Records as one table of comma-separated values."""
+"""Writes records as one table of comma-separated values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .record_file import RESERVED, Record, RecordFile
 class CsvTracker(RecordFile):
     """Writes a table with one row per step, for a spreadsheet or `pandas.read_csv`.
 
-    The columns are step, epoch, time, attempt, and a metric each in the order in which they came. When a metric comes
-    for the first time, the table is replaced at once by one that has a column for it; where a step has no value, the
-    cell is empty. After a resume or a rewind no step is there twice.
+    The columns are step, epoch, time, attempt, and one per metric in order of appearance. A new metric replaces the
+    table atomically by one with another column; missing values are empty cells. After a resume or a rewind no step
+    appears twice.
 
     Args:
-        path: of the file, or an fsspec URI; by default `metrics.csv` in the run directory, and nothing is written where
-            a run has none. An object of a store cannot be appended to: it is written whole at each record.
+        path: of the file, or an fsspec URI; by default `metrics.csv` in the run directory; without one nothing is
+            written. An object store cannot append: there the file is rewritten at each record.
 
     Example:
         >>> Digits(config, run_dir="runs/table", trackers=[CsvTracker()]).fit().steps
@@ -32,17 +32,17 @@ class CsvTracker(RecordFile):
     _columns: list[str]
 
     def decode(self, lines: Sequence[str]) -> list[Record]:
-        """Returns the rows of a table as records, without their empty cells."""
+        """Return the rows of a table as records, without their empty cells."""
         header, *rows = list(csv.reader(lines)) or [[]]
         return [record for row in rows if (record := _parse(header, row))]
 
     def encode(self, records: Sequence[Record]) -> list[str]:
-        """Returns a header that has a column for every value of the records, and their rows."""
+        """Return a header with a column for every value of the records, and their rows."""
         self._columns = list(dict.fromkeys((*RESERVED, *(name for record in records for name in record))))
         return [_row(self._columns), *(_row([record.get(name, "") for name in self._columns]) for record in records)]
 
     def line(self, record: Record) -> str | None:
-        """Returns a row, unless the table lacks a column for it."""
+        """Return a row, unless the table lacks a column for it."""
         if not record.keys() <= set(self._columns):
             return None
         return _row([record.get(name, "") for name in self._columns])
@@ -60,4 +60,4 @@ def _parse(header: Sequence[str], row: Sequence[str]) -> Record | None:
         counts = {name: int(cells.pop(name)) for name in ("step", "epoch")}
         return counts | {name: int(cell) if name == "attempt" else float(cell) for name, cell in cells.items()}
     except (KeyError, ValueError):
-        return None  # Somebody has edited the table.
+        return None  # The table was edited by hand.

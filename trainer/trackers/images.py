@@ -1,4 +1,4 @@
-"""Images as files, and as the arrays that other trackers take."""
+"""Writes images as files, and converts them to arrays for other trackers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ _COLOR_TYPE = {
     2: 4,
     3: 2,
     4: 6,
-}  # of PNG, by the number of channels: gray, with alpha, red green blue, with alpha
+}  # PNG color type by number of channels: gray, gray + alpha, RGB, RGBA
 
 
 class ImageFilesTracker(Tracker):
     """Writes images as PNG files: `images/step-00000050/<name>.png` in the run directory.
 
-    A run that resumes after step 50, or goes back to it, deletes the images of later steps, and a run that begins anew
-    deletes those of all steps. A slash in a name makes a folder.
+    A run that resumes after step 50, or rolls back to it, deletes the images of later steps; a new run deletes all. A
+    slash in a name makes a folder.
 
     Args:
-        limit: how many images of one step are stored: the first ones.
-        path: of the folder, or an fsspec URI; by default `images` in the run directory, and nothing is written where a
-            run has none.
+        limit: number of images stored per step: the first ones.
+        path: of the folder, or an fsspec URI; by default `images` in the run directory; without one nothing is written.
 
     Raises:
         ConfigError: `limit` is below 1.
@@ -46,9 +45,7 @@ class ImageFilesTracker(Tracker):
 
     def __init__(self, limit: int = 8, path: str | os.PathLike[str] | None = None) -> None:
         if limit < 1:
-            raise ConfigError(
-                f"limit={limit} would store no image: at least 1 was needed; leave the tracker out instead"
-            )
+            raise ConfigError(f"limit must be >= 1, got {limit}; to store no images, leave the tracker out")
         self._limit = limit
         self._path = None if path is None else os.fspath(path)
         self._fs: Any = None
@@ -56,7 +53,7 @@ class ImageFilesTracker(Tracker):
         self._step = self._stored = 0
 
     def start(self, run: RunInfo, *, step: int) -> None:
-        """Opens the folder, without the images that this attempt will write again."""
+        """Open the folder and delete the images that this attempt will write again."""
         path = self._path or (run.run_dir and f"{run.run_dir.rstrip('/')}/images")
         if path:
             from fsspec.core import url_to_fs
@@ -65,7 +62,7 @@ class ImageFilesTracker(Tracker):
             self.rewind(step if run.resumed else -1)
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Writes the first images of a step."""
+        """Write the first images of a step."""
         if self._fs is None:
             return
         if step != self._step:
@@ -78,7 +75,7 @@ class ImageFilesTracker(Tracker):
             self._stored += 1
 
     def rewind(self, step: int) -> None:
-        """Deletes the images of later steps."""
+        """Delete the images of later steps."""
         if self._fs is None or not self._fs.exists(self._folder):
             return
         for path in self._fs.ls(self._folder, detail=False):
@@ -89,14 +86,17 @@ class ImageFilesTracker(Tracker):
 
 
 def pixels_HWC(image_CHW: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Returns an image as uint8 of shape [height, width, channels], whatever it was and wherever it lay.
+    """Return an image as uint8 of shape [height, width, channels], on the CPU.
+
+    Args:
+        image_CHW: integers from 0 to 255, or floats from 0 to 1.
 
     Raises:
-        ValueError: it has no such shape.
+        ValueError: the image does not have 3 dimensions and 1 to 4 channels.
     """
     if image_CHW.dim() != 3 or image_CHW.shape[0] not in _COLOR_TYPE:
         raise ValueError(
-            f"an image is a tensor of shape [channels, height, width] with 1 to 4 channels, not {list(image_CHW.shape)}"
+            f"an image must have the shape [channels, height, width] with 1 to 4 channels, not {list(image_CHW.shape)}"
         )
     pixels = image_CHW.detach().cpu()
     if pixels.is_floating_point():
@@ -105,9 +105,9 @@ def pixels_HWC(image_CHW: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def encode_png(pixels: np.ndarray[Any, Any]) -> bytes:
-    """Returns pixels, uint8 of shape [height, width, channels], as a PNG file.
+    """Return pixels, uint8 of shape [height, width, channels], as a PNG file.
 
-    Source: the format, of https://www.w3.org/TR/png-3/; every row is stored unfiltered.
+    Source: https://www.w3.org/TR/png-3/; every row is stored unfiltered.
     """
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPE[channels], 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Records as JSON lines in one file, which no kill, restart or resume leaves with a broken line or a doubled step."""
+"""Writes records as JSON lines; kills and resumes leave neither broken lines nor duplicate steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class JsonlTracker(RecordFile):
     """Writes one JSON object per step, `{"step": 50, "epoch": 0, "time": ..., "attempt": 1, "train/loss": ...}`.
 
     Every record is in the file when `log` returns. Records of the same step are merged into one line. A run that
-    resumes after step 50, or goes back to it, drops the lines of later steps, and a run that begins anew drops all, by
-    one atomic replacement. JSON has no NaN: values that are not finite are the strings "NaN", "Infinity" and
-    "-Infinity", which `float` understands, and `read_records` turns back.
+    resumes after step 50, or rolls back to it, drops the lines of later steps, and a new run drops all, by one atomic
+    replacement. JSON has no NaN: non-finite values are the strings "NaN", "Infinity" and "-Infinity", which `float`
+    accepts and `read_records` converts back.
 
     Args:
-        path: of the file, or an fsspec URI; by default `metrics.jsonl` in the run directory, and nothing is written
-            where a run has none. An object of a store cannot be appended to: it is written whole at each record.
+        path: of the file, or an fsspec URI; by default `metrics.jsonl` in the run directory; without one nothing is
+            written. An object store cannot append: there the file is rewritten at each record.
 
     Example:
         >>> Digits(config, trackers=[JsonlTracker("logs/digits.jsonl")]).fit().status
@@ -34,15 +34,15 @@ class JsonlTracker(RecordFile):
     filename = "metrics.jsonl"
 
     def decode(self, lines: Sequence[str]) -> list[Record]:
-        """Returns the records of a file."""
+        """Return the records of a file."""
         return [record for line in lines if (record := _parse(line))]
 
     def encode(self, records: Sequence[Record]) -> list[str]:
-        """Returns one line for each record."""
+        """Return one line for each record."""
         return [self.line(record) for record in records]
 
     def line(self, record: Record) -> str:
-        """Returns a record as JSON."""
+        """Return a record as JSON."""
         try:
             return _ENCODER.encode(record)
         except ValueError:
@@ -50,10 +50,10 @@ class JsonlTracker(RecordFile):
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the records of a file that may still be written to: numbers as floats, a line cut short left out.
+    """Read the records of a file that may still be written to; an incomplete last line is left out.
 
     Args:
-        path: of the file, or an fsspec URI; no file is no records.
+        path: of the file, or an fsspec URI; a missing file has no records.
 
     Example:
         >>> [record["step"] for record in read_records("runs/digits/metrics.jsonl")]
@@ -66,7 +66,7 @@ def _parse(line: str) -> Record | None:
     try:
         record = json.loads(line)
     except ValueError:
-        return None  # A kill cut it short.
+        return None  # Cut short by a kill.
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
     return {

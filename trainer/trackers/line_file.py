@@ -1,4 +1,4 @@
-"""Lines of text in a file or in an object of a store, of which a kill leaves at most the last one incomplete."""
+"""Files of text lines, local or in an object store; a kill leaves at most the last line incomplete."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import IO
 
 
 def open_line_file(path: str) -> LocalLineFile | RemoteLineFile:
-    """Returns the lines of a path, or of an fsspec URI."""
+    """Return the line file at a path or an fsspec URI."""
     path = path.removeprefix("file://")
     return RemoteLineFile(path) if "://" in path else LocalLineFile(path)
 
 
 class LocalLineFile:
-    """Lines of a file: the last one can be overwritten by a longer one."""
+    """A local file of lines; the last line can be overwritten by a longer one."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -22,43 +22,43 @@ class LocalLineFile:
         self._last_at = 0
 
     def read(self) -> list[str]:
-        """Returns all whole lines; none if there is no file."""
+        """Return all complete lines; none if there is no file."""
         return _whole_lines(self._path.read_bytes()) if self._path.exists() else []
 
     def replace(self, lines: list[str]) -> None:
-        """Makes these the only lines, at once, and gets ready to append."""
+        """Replace all lines atomically, and open the file to append."""
         self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(f".{self._path.name}.partial")
         encoded = [f"{line}\n".encode() for line in lines]
         partial.write_bytes(b"".join(encoded))
         partial.replace(self._path)
-        # Unbuffered, and one write for each record: the process can be killed between any two.
+        # Unbuffered, with one write per record: the process may be killed between any two.
         self._handle = self._path.open("r+b", buffering=0)
         self._last_at = self._handle.seek(0, os.SEEK_END) - len(encoded[-1] if encoded else b"")
 
     def append(self, line: str) -> None:
-        """Adds a line."""
+        """Add a line."""
         assert self._handle is not None
         self._last_at = self._handle.seek(0, os.SEEK_END)
         self._handle.write(f"{line}\n".encode())
 
     def replace_last(self, line: str) -> None:
-        """Writes over the last line."""
+        """Write over the last line."""
         assert self._handle is not None
         self._handle.seek(self._last_at)
         self._handle.write(f"{line}\n".encode())
         self._handle.truncate()
 
     def close(self) -> None:
-        """Ends appending."""
+        """Close the file."""
         if self._handle is not None:
             self._handle.close()
             self._handle = None
 
 
 class RemoteLineFile:
-    """Lines of an object in a store, which is only ever written as a whole."""
+    """A file of lines in an object store, which is rewritten as a whole."""
 
     def __init__(self, uri: str) -> None:
         from fsspec.core import url_to_fs
@@ -67,35 +67,35 @@ class RemoteLineFile:
         self._lines: list[str] = []
 
     def read(self) -> list[str]:
-        """Returns all whole lines; none if there is no object."""
+        """Return all complete lines; none if there is no object."""
         try:
             return _whole_lines(self._fs.cat_file(self._path))
         except FileNotFoundError:
             return []
 
     def replace(self, lines: list[str]) -> None:
-        """Makes these the only lines, at once, and gets ready to append."""
+        """Replace all lines."""
         self._lines = list(lines)
         self._fs.makedirs(self._fs._parent(self._path), exist_ok=True)
         self._write()
 
     def append(self, line: str) -> None:
-        """Adds a line."""
+        """Add a line."""
         self._lines.append(line)
         self._write()
 
     def replace_last(self, line: str) -> None:
-        """Writes over the last line."""
+        """Write over the last line."""
         self._lines[-1] = line
         self._write()
 
     def close(self) -> None:
-        """Does nothing: an object is never open."""
+        """Do nothing: an object is never open."""
 
     def _write(self) -> None:
         self._fs.pipe_file(self._path, "".join(f"{line}\n" for line in self._lines).encode())
 
 
 def _whole_lines(content: bytes) -> list[str]:
-    """The last line may have been cut short by a kill: without its end it is none, even if it reads like one."""
+    """Leave out a last line without a newline, which a kill has cut short."""
     return content.decode(errors="replace").split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""Records and images for MLflow."""
+"""Sends records, images and texts to MLflow."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .remote_run import RemoteRunTracker
 if TYPE_CHECKING:
     import numpy as np
 
-_PARAMS_AT_ONCE, _CHARACTERS = 100, 6000  # what MLflow takes of parameters in one call, and of a value
+_PARAMS_AT_ONCE, _CHARACTERS = 100, 6000  # MLflow's limits: parameters per call, and characters per value
 
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED", "time_limit": "KILLED"}
 
 
 class MlflowTracker(RemoteRunTracker):
-    """Records a run with MLflow, as one run of theirs over all restarts.
+    """Records a run with MLflow, as one MLflow run over all restarts.
 
-    Metrics are those of the log, parameters are the config by dotted paths, as of the first attempt: MLflow lets none
-    change. A run ends as FINISHED when it was completed or stopped on request, as FAILED when it failed, and as KILLED
-    when a signal or a time limit ended it; the tag `headway.status` has our own word. The id of the run lies in
-    `mlflow.json` in the run directory, and in the checkpoints. Steps that were sent before a resume or a rewind are not
-    sent again: MLflow can append, but take nothing back.
+    Parameters are the config by dotted paths, as of the first attempt: MLflow does not allow changes. A run ends as
+    FINISHED if it was completed or stopped on request, as FAILED if it failed, and as KILLED if a signal or a time
+    limit ended it; the tag `headway.status` has the exact status. The id of the run is in `mlflow.json` in the run
+    directory, and in the checkpoints. Steps that were sent before a resume or a rewind are not sent again: MLflow can
+    append, but not delete.
 
     Args:
-        experiment: the name; made if it is not there. By default what the environment says (`MLFLOW_EXPERIMENT_ID`,
+        experiment: its name; created if needed. By default from the environment (`MLFLOW_EXPERIMENT_ID`,
             `MLFLOW_EXPERIMENT_NAME`), or "Default".
-        tracking_uri: of the server or store, such as `http://host:5000` or `sqlite:///runs.db`; by default what the
-            environment says (`MLFLOW_TRACKING_URI`). `mlflow-skinny` is enough for a server; a database needs `mlflow`.
+        tracking_uri: of the server or store, such as `http://host:5000` or `sqlite:///runs.db`; by default from the
+            environment (`MLFLOW_TRACKING_URI`). `mlflow-skinny` suffices for a server; a database needs `mlflow`.
         tags: of the run.
 
     Example:
@@ -53,7 +53,7 @@ class MlflowTracker(RemoteRunTracker):
         self._client: Any = None
 
     def open_run(self, run: RunInfo, known: str | None) -> str:
-        """Marks the run as running again, or creates it."""
+        """Resume the run, or create it."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -71,7 +71,7 @@ class MlflowTracker(RemoteRunTracker):
         return joined
 
     def send_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Sends numbers, in one call."""
+        """Send metrics, in one call."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -79,17 +79,17 @@ class MlflowTracker(RemoteRunTracker):
         self._client.log_batch(self._id, metrics=values)
 
     def send_images(self, images: Mapping[str, np.ndarray[Any, Any]], *, step: int) -> None:
-        """Sends images; MLflow needs Pillow for it."""
+        """Send images; MLflow needs Pillow for this."""
         for name, pixels in images.items():
             self._client.log_image(self._id, pixels, key=name, step=step)
 
     def send_text(self, texts: Mapping[str, str], *, step: int) -> None:
-        """Sends texts, as files."""
+        """Send texts, as files."""
         for name, text in texts.items():
             self._client.log_text(self._id, text, f"texts/{name}/step-{step:08d}.txt")
 
     def finish(self, status: str) -> None:
-        """Ends the run with MLflow's word for the status."""
+        """End the run with the matching MLflow status."""
         if self._client is not None:
             self._client.set_tag(self._id, "headway.status", status)
             self._client.set_terminated(self._id, _STATUS.get(status, "FINISHED"))
@@ -104,7 +104,7 @@ class MlflowTracker(RemoteRunTracker):
 
 
 def _flat(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested mappings by dotted paths."""
+    """Yield the values of nested mappings by dotted paths."""
     if isinstance(config, Mapping) and config:
         for key, value in config.items():
             yield from _flat(value, f"{path}.{key}" if path else str(key))

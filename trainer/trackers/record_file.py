@@ -1,4 +1,4 @@
-"""Records in a file of lines, in which every step is once: what JSON lines and CSV have in common."""
+"""Base of the JSON lines and CSV trackers: records in a file of lines, one per step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .line_file import LocalLineFile, RemoteLineFile, open_line_file
 Record = dict[str, Any]
 
 RESERVED = ("step", "epoch", "time", "attempt")
-"""What every record begins with; a metric of such a name is left out."""
+"""The first fields of every record; a metric with such a name is left out."""
 
 
 class RecordFile(Tracker):
-    """Writes each record to the file before `log` returns, and those of the same step as one.
+    """Writes each record to the file before `log` returns; merges records of the same step.
 
-    A run that resumes after step 50, or goes back to it, drops the records of later steps, and a run that begins anew
-    drops all, by one atomic replacement.
+    A run that resumes after step 50, or rolls back to it, drops the records of later steps, and a new run drops all, by
+    one atomic replacement.
 
     Args:
-        path: of the file, or an fsspec URI; by default `filename` in the run directory, and nothing is written where a
-            run has none. An object of a store cannot be appended to: it is written whole at each record.
+        path: of the file, or an fsspec URI; by default `filename` in the run directory; without one nothing is written.
+            An object store cannot append: there the file is rewritten at each record.
     """
 
     filename: str
@@ -36,19 +36,19 @@ class RecordFile(Tracker):
         self._last: Record = {}
 
     def decode(self, lines: Sequence[str]) -> list[Record]:
-        """Returns the records of a file, without lines that are none."""
+        """Return the records of a file; ignore invalid lines."""
         raise NotImplementedError
 
     def encode(self, records: Sequence[Record]) -> list[str]:
-        """Returns the lines of a whole file."""
+        """Return the lines of a whole file."""
         raise NotImplementedError
 
     def line(self, record: Record) -> str | None:
-        """Returns the line of one more record, or None if it does not fit the file, which then is written anew."""
+        """Return the line of one more record, or None if the file must be rewritten for it."""
         raise NotImplementedError
 
     def start(self, run: RunInfo, *, step: int) -> None:
-        """Opens the file, without the records that this attempt will write again."""
+        """Open the file and drop the records that this attempt will write again."""
         path = self._path or (run.run_dir and f"{run.run_dir.rstrip('/')}/{self.filename}")
         if path:
             self._attempt = run.attempt
@@ -56,13 +56,13 @@ class RecordFile(Tracker):
             self._replace(self.decode(self._file.read()) if run.resumed else [], until=step)
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Appends a record, or completes the last one if it is of the same step."""
+        """Append a record, or merge it into the last one if the step is the same."""
         if self._file is None:
             return
         again = self._last.get("step") == step
         values = {**self._last, **metrics} if again else dict(metrics)
         first = {"step": step, "epoch": epoch, "time": round(time.time(), 3), "attempt": self._attempt}
-        # In front, and not to be had by a metric of such a name.
+        # First twice: to come first, and to override metrics of these names.
         record = first | values | first
         line = self.line(record)
         if line is None:
@@ -75,12 +75,12 @@ class RecordFile(Tracker):
         self._last = record
 
     def rewind(self, step: int) -> None:
-        """Drops the records of later steps."""
+        """Drop the records of later steps."""
         if self._file is not None:
             self._replace(self.decode(self._file.read()), until=step)
 
     def finish(self, status: str) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

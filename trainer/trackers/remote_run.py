@@ -1,4 +1,4 @@
-"""One run of a tracking service over all restarts: what Weights & Biases and MLflow have in common."""
+"""Base of the Weights & Biases and MLflow trackers: one run of the service over all restarts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class RemoteRunTracker(Tracker):
-    """Sends the records to a service that can append but take nothing back, so that every step is there once.
+    """Sends each step once to a service that can append, but not delete.
 
-    The id of the run, and the last step that was sent, lie in `<service>.json` in the run directory and in the
-    checkpoints. Steps that were sent before a resume or a rewind are not sent again. A run that goes on from a
-    checkpoint of a run with another name is one of its own.
+    The id of the run and the last step that was sent are in `<service>.json` in the run directory and in the
+    checkpoints. Steps that were sent before a resume or a rewind are not sent again. A run that resumes from a
+    checkpoint of a run with another name is a new run of the service.
     """
 
     service: str
@@ -34,25 +34,25 @@ class RemoteRunTracker(Tracker):
         self._memory: LocalLineFile | RemoteLineFile | None = None
 
     def open_run(self, run: RunInfo, known: str | None) -> str:
-        """Joins the run of the service with this id, or begins one, and returns the id."""
+        """Resume the service's run with the id `known`, or create one; return the id."""
         raise NotImplementedError
 
     def send_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Sends numbers."""
+        """Send metrics."""
         raise NotImplementedError
 
     def send_images(self, images: Mapping[str, np.ndarray[Any, Any]], *, step: int) -> None:
-        """Sends images, uint8 of shape [height, width, channels]."""
+        """Send images, uint8 of shape [height, width, channels]."""
         raise NotImplementedError
 
     def send_text(self, texts: Mapping[str, str], *, step: int) -> None:
-        """Sends texts, where the service takes some."""
+        """Send texts, if the service accepts them."""
 
     def send_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
-        """Sends histograms, where the service takes some."""
+        """Send histograms, if the service accepts them."""
 
     def start(self, run: RunInfo, *, step: int) -> None:
-        """Joins the run of the earlier attempts, or begins one."""
+        """Resume the run of the earlier attempts, or create one."""
         self._memory = open_line_file(f"{run.run_dir.rstrip('/')}/{self.service}.json") if run.run_dir else None
         if not run.resumed and run.attempt == 1:
             self._id, self._sent = None, -1
@@ -68,43 +68,43 @@ class RemoteRunTracker(Tracker):
         self._remember()
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Sends a record, unless its step was sent before a resume or a rewind."""
+        """Send a record, unless its step was sent before a resume or a rewind."""
         if self._claim_step(step):
             self.send_metrics({**metrics, "epoch": epoch}, step=step)
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Sends images, unless their step was."""
+        """Send images, unless their step was sent before."""
         if self._claim_step(step):
             self.send_images({name: pixels_HWC(image) for name, image in images.items()}, step=step)
 
     def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
-        """Sends texts, unless their step was."""
+        """Send texts, unless their step was sent before."""
         if self._claim_step(step):
             self.send_text(texts, step=step)
 
     def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
-        """Sends histograms, unless their step was."""
+        """Send histograms, unless their step was sent before."""
         if self._claim_step(step):
             self.send_histograms(histograms, step=step)
 
     def rewind(self, step: int) -> None:
-        """Keeps what was sent; the steps that are made again are not sent again."""
+        """Keep what was sent; repeated steps are not sent again."""
         self._sent_before = self._sent
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the id and the name of the run, and the last step that was sent."""
+        """Return the id and the name of the run, and the last step that was sent."""
         return {"id": self._id, "name": self._name, "sent": self._sent}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over the id and the name of the run, and the last step that was sent."""
+        """Restore the id and the name of the run, and the last step that was sent."""
         sent_before = self._sent if state_dict["id"] == self._id else -1
-        self._id, self._name = state_dict["id"], state_dict.get("name")
+        self._id, self._name = state_dict["id"], state_dict["name"]
         self._sent = max(sent_before, state_dict["sent"])
 
     def _claim_step(self, step: int) -> bool:
-        """Whether what belongs to a step is to be sent; asked for, it counts as sent.
+        """Return whether a step is still to be sent, and record it as sent.
 
-        Remembered first: if a kill comes between, a step is missing, which is better than twice there.
+        Recorded before it is sent: after a kill in between a step is missing, which is better than a duplicate.
         """
         if step <= self._sent_before:
             return False

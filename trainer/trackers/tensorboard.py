@@ -1,4 +1,4 @@
-"""Records, images, texts and histograms for TensorBoard."""
+"""Writes records, images, texts and histograms for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes event files, by default to `tensorboard` in the run directory. A resumed run goes on in the same curves.
+    """Writes event files, by default to `tensorboard` in the run directory. A resumed run continues the same curves.
 
-    TensorBoard hides what was written after the step from which a later attempt resumed, or to which a run went back.
+    TensorBoard hides what was written after the step from which a later attempt resumed, or to which a run rolled back.
 
     Args:
-        path: of the folder of the event files, or a URI that TensorBoard can write to; nothing is written where there
-            is neither a path nor a run directory.
+        path: folder of the event files, or a URI that TensorBoard can write to; nothing is written if there is neither
+            a path nor a run directory.
 
     Example:
         >>> Digits(config, run_dir="runs/curves", trackers=[TensorBoardTracker()]).fit().status
@@ -33,7 +33,7 @@ class TensorBoardTracker(Tracker):
         self._writer: Any = None
 
     def start(self, run: RunInfo, *, step: int) -> None:
-        """Begins a new event file, which purges the steps after `step` from those before it."""
+        """Open a new event file, which purges the steps after `step` from the earlier ones."""
         from torch.utils.tensorboard import SummaryWriter
 
         path = self._path or (run.run_dir and f"{run.run_dir.rstrip('/')}/tensorboard")
@@ -41,28 +41,28 @@ class TensorBoardTracker(Tracker):
             self._writer = SummaryWriter(path, purge_step=step + 1 if run.resumed else 0)
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Writes a record; the epoch is a curve, too."""
+        """Write a record; the epoch is a scalar, too."""
         if self._writer is not None:
             for name, value in {**metrics, "epoch": epoch}.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
 
     def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Writes images."""
+        """Write images."""
         if self._writer is not None:
             for name, image_CHW in images.items():
                 self._writer.add_image(name, image_CHW, step)
             self._writer.flush()
 
     def log_text(self, texts: Mapping[str, str], *, step: int) -> None:
-        """Writes texts, as they are: not as Markdown."""
+        """Write texts verbatim, not as Markdown."""
         if self._writer is not None:
             for name, text in texts.items():
                 self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)
             self._writer.flush()
 
     def log_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
-        """Writes histograms."""
+        """Write histograms."""
         if self._writer is not None:
             for name, each in histograms.items():
                 self._writer.add_histogram_raw(
@@ -79,7 +79,7 @@ class TensorBoardTracker(Tracker):
             self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Purges the steps after `step`: a mark in the event file, as at the beginning of an attempt."""
+        """Purge the steps after `step`, by a mark in the event file, as at the start of an attempt."""
         if self._writer is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -87,7 +87,7 @@ class TensorBoardTracker(Tracker):
             self._writer.flush()
 
     def finish(self, status: str) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""Records and images for Weights & Biases."""
+"""Sends records, images, texts and histograms to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FROM_ENVIRONMENT = {"name": "WANDB_NAME", "dir": "WANDB_DIR", "resume": "WANDB_
 
 
 class WandbTracker(RemoteRunTracker):
-    """Records a run with wandb, as one run of theirs over all restarts, online or offline.
+    """Records a run with wandb, as one wandb run over all restarts, online or offline.
 
-    The id of the run lies in `wandb.json` in the run directory, and in the checkpoints. Steps that were sent before a
-    resume or a rewind are not sent again: wandb can append, but take nothing back. What the environment says holds
-    unless an argument says otherwise: `WANDB_PROJECT`, `WANDB_MODE`, `WANDB_NAME`, `WANDB_RUN_ID` and the others.
+    The id of the run is in `wandb.json` in the run directory, and in the checkpoints. Steps that were sent before a
+    resume or a rewind are not sent again: wandb can append, but not delete. Arguments take precedence over environment
+    variables such as `WANDB_PROJECT`, `WANDB_MODE`, `WANDB_NAME` and `WANDB_RUN_ID`.
 
     Args:
-        project, mode: as `wandb.init` has them.
-        options: further arguments for `wandb.init`, such as `entity`, `group` or `tags`.
+        project, mode: as in `wandb.init`.
+        options: further arguments of `wandb.init`, such as `entity`, `group` or `tags`.
 
     Example:
         >>> Digits(config, run_dir="runs/offline", trackers=[WandbTracker("digits", mode="offline")]).fit().status
@@ -44,7 +44,7 @@ class WandbTracker(RemoteRunTracker):
         self._run: Any = None
 
     def open_run(self, run: RunInfo, known: str | None) -> str:
-        """Calls `wandb.init`."""
+        """Resume or creates the run with `wandb.init`."""
         import wandb
 
         local = run.run_dir if run.run_dir and "://" not in run.run_dir else None
@@ -58,23 +58,23 @@ class WandbTracker(RemoteRunTracker):
         return joined
 
     def send_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Sends numbers."""
+        """Send metrics."""
         self._run.log(dict(metrics), step=step)
 
     def send_images(self, images: Mapping[str, np.ndarray[Any, Any]], *, step: int) -> None:
-        """Sends images."""
+        """Send images."""
         import wandb
 
         self._run.log({name: wandb.Image(pixels) for name, pixels in images.items()}, step=step)
 
     def send_text(self, texts: Mapping[str, str], *, step: int) -> None:
-        """Sends texts, as they are."""
+        """Send texts verbatim."""
         import wandb
 
         self._run.log({name: wandb.Html(f"<pre>{escape(text)}</pre>") for name, text in texts.items()}, step=step)
 
     def send_histograms(self, histograms: Mapping[str, Histogram], *, step: int) -> None:
-        """Sends histograms."""
+        """Send histograms."""
         import wandb
 
         made = {
@@ -84,7 +84,7 @@ class WandbTracker(RemoteRunTracker):
         self._run.log(made, step=step)
 
     def finish(self, status: str) -> None:
-        """Ends the run, as failed if it failed."""
+        """End the run; a failed run gets exit code 1."""
         if self._run is not None:
             self._run.finish(exit_code=1 if status == "failed" else 0)
             self._run = None

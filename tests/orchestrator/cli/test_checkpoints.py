@@ -175,7 +175,7 @@ def test_what_is_not_there_is_one_line_and_exit_code_2(
         (("ls", "fresh"), "the run fresh in "),
         (("pin", "one", "17"), "there is no checkpoint '17' in "),
         (("verify", "one", "last"), "there is no checkpoint 'last'"),
-        (("prune", "one", "--keep-last", "0"), "keep_last is a whole number from 1"),
+        (("prune", "one", "--keep-last", "0"), "keep_last must be an integer >= 1"),
         (("export", "one", str(tmp_path / "x"), "--dtype", "half-ish"), "--dtype is the name of one of torch's"),
     ):
         code, out, err = run(capsys, *arguments, "--storage", str(storage))

@@ -117,10 +117,10 @@ def test_a_metric_that_is_not_there_is_an_error_at_once_that_lists_what_is(monit
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "auto"}, 'mode is "min" where lower is better or "max"'),
+        ({"mode": "auto"}, r'mode must be "min" \(lower is better\) or "max"'),
         ({"patience": 0}, "patience must be an integer >= 1"),
         ({"patience": None}, "never stops: give one of them"),
-        ({"min_delta": -1.0}, "min_delta is a number from 0"),
+        ({"min_delta": -1.0}, "min_delta must be a number >= 0"),
         ({"target": NAN}, "target must be a finite number"),
         ({"warmup": 1.5}, "warmup must be an integer >= 0"),
         ({"target": 2.0, "divergence": 1.0}, "target must be better than divergence in mode 'min', got 2.0 and 1.0"),

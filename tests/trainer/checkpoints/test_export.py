@@ -175,7 +175,7 @@ class GanTrainer(TinyTrainer):
 def test_one_of_several_models_is_exported_and_may_be_cast(tmp_path: Path) -> None:
     trainer = train(GanTrainer, World.single("cpu"), str(tmp_path), "none")
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
-    with pytest.raises(ConfigError, match="has several models: say which by model=, one of model, critic"):
+    with pytest.raises(ConfigError, match="has several models: set model= to one of model, critic"):
         load_weights(checkpoint)
     with pytest.raises(ConfigError, match="has no model 'judge'; it has model, critic"):
         load_weights(checkpoint, model="judge")

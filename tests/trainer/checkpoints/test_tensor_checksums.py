@@ -50,7 +50,7 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype) -> None:
     # A device has another way of its own.
     numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     offsets, size = [0] * numbers.dim(), numbers.shape
-    bits, places = tensor_checksums._sums_of_elements(numbers, offsets, size, "lanes")
+    bits, places = tensor_checksums._sums_of_elements(numbers, offsets, size)
     assert (bits % 2**64, places % 2**64) == (whole["it"].bits, whole["it"].places)
     assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)) or dtype == torch.bool
 
@@ -117,23 +117,6 @@ def test_each_flipped_bit_shows_and_each_two(dtype: torch.dtype) -> None:
         for place, bit in some:
             data[place] ^= bit
     assert _sum(tensor) == whole
-
-
-def test_sums_of_elements_are_those_of_earlier_versions() -> None:
-    """As these wrote them into checkpoints of the formats 1 and 2."""
-    tensors = {
-        "float": _some(300_007),
-        "short": torch.arange(-9, 70_000).to(torch.int16),
-        "byte": torch.arange(9).byte(),
-    }
-    for name, tensor in tensors.items():
-        dtype = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]
-        bits = tensor.view(dtype).tolist()
-        places = sum(place * each for place, each in enumerate(bits))
-        found = compute_checksums({name: tensor}, ALONE, of="elements")[name]
-        text = f"{str(tensor.dtype).removeprefix('torch.')} {sum(bits) % 2**64:016x}{places % 2**64:016x}"
-        assert str(found) == text
-        assert [TensorChecksum.kind_of(each) for each in (text, _sum(tensor))] == ["elements", "lanes"]
 
 
 def test_a_conjugate_that_is_not_worked_out_yet_has_the_sum_of_its_numbers() -> None:

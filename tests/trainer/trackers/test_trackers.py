@@ -106,9 +106,9 @@ def use_all(trackers: TrackerList, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails_from", ["start", "log", "log_images", "state_dict", "rewind", "finish"])
 def test_failing_tracker_is_warned_of_once_and_others_go_on(tmp_path: Path, fails_from: str) -> None:
     keeping = Keeping()
-    with pytest.warns(UserWarning, match="and training goes on") as warned:
+    with pytest.warns(UserWarning, match="training continues") as warned:
         use_all(TrackerList([Broken(fails_from), keeping]), tmp_path)
-    message = f"Broken.{fails_from} failed, and training goes on without it: OSError: no space left in {fails_from}"
+    message = f"Broken.{fails_from} failed; training continues without it: OSError: no space left in {fails_from}"
     assert [str(warning.message) for warning in warned] == [message]
     assert [step for step, _, _ in keeping.records] == [1, 2, 3]
 
@@ -406,7 +406,7 @@ def test_of_a_hundred_images_as_many_as_the_limit_are_stored(folder: str) -> Non
     assert stored(folder) == [f"step-00000003/image {i}.png" for i in range(8)]
     tracker.log_images({"validation/a?": torch.rand(3, 4, 5), "../../b": torch.rand(3, 4, 5)}, step=4)
     assert stored(folder)[8:] == ["step-00000004/b.png", "step-00000004/validation/a%3F.png"]
-    with pytest.raises(ConfigError, match="limit=0 would store no image"):
+    with pytest.raises(ConfigError, match="limit must be >= 1, got 0"):
         ImageFilesTracker(limit=0)
 
 

@@ -1,0 +1,70 @@
+"""Digests of Python code, to find out whether another rank, or an earlier run, had the same.
+
+They are of bytecode and not of source: a class from a user's file is sent to machines that do not have the file, or
+have an old version of it. Comments, line numbers and file names do not count. Comparable under one version of Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+_DO_NOT_AFFECT_LEARNING = (
+    "validation_step", "num_tokens", "flops_per_sample", "flops_per_token", "configure_metrics", "configure_trackers",
+)  # fmt: skip
+
+
+def method_digests(cls: type) -> dict[str, str]:
+    """Return a digest of each method of a class, by name; methods that Headway defines are left out."""
+    digests: dict[str, str] = {}
+    for base in cls.__mro__:
+        if base.__module__ not in ("builtins", "typing") and not base.__module__.startswith("headway.trainer."):
+            digests = _own_methods(base) | digests
+    return digests
+
+
+def learning_code(trainer: type) -> dict[str, str]:
+    """Return the digests of the methods that affect what is learned: hooks and measurements are left out."""
+    return {
+        name: digest
+        for name, digest in method_digests(trainer).items()
+        if name not in _DO_NOT_AFFECT_LEARNING and not name.startswith(("on_", "__"))
+    }
+
+
+def class_digest(cls: type) -> str:
+    """Return one digest of the methods that a class itself defines."""
+    return _digest([f"{name} {digest}" for name, digest in sorted(_own_methods(cls).items())])
+
+
+def _own_methods(cls: type) -> dict[str, str]:
+    members = {name: getattr(member, "__func__", member) for name, member in vars(cls).items()}
+    return {name: _digest(_parts(each)) for name, each in members.items() if isinstance(each, FunctionType)}
+
+
+def _digest(parts: Iterator[str] | list[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _parts(function: FunctionType) -> Iterator[str]:
+    """Yield what tells two functions apart: also of what a decorator has wrapped, and plain default values."""
+    current: Any = function
+    while isinstance(current, FunctionType):
+        yield from _instructions(current.__code__)
+        for value in (*(current.__defaults__ or ()), *(current.__kwdefaults__ or {}).values()):
+            is_plain = value is None or isinstance(value, (bool, int, float, str, bytes))
+            yield repr(value) if is_plain else type(value).__qualname__
+        current = getattr(current, "__wrapped__", None)
+
+
+def _instructions(code: CodeType) -> Iterator[str]:
+    yield code.co_code.hex()
+    yield repr((code.co_names, code.co_varnames, code.co_freevars))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+        else:
+            # The order of a set differs between processes.
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)

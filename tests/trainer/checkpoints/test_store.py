@@ -353,7 +353,7 @@ def test_two_runs_in_one_place_are_found_out(tmp_path: Path) -> None:
         first, second = (CheckpointStore(root, world=ALONE, keep_last=3, retries=9) for _ in range(2))
         assert [first.newest_good(), second.newest_good()] == [None, None]
         save(first, 1)
-        who = f"process {os.getpid()} on {socket.gethostname()} has saved step-00000001 here since this run began"
+        who = f"process {os.getpid()} on {socket.gethostname()} has saved step-00000001 here since this run started"
         for _ in range(2):
             with pytest.raises(CheckpointError, match=re.escape(who)):
                 save(second, 2)

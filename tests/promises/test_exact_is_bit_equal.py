@@ -384,7 +384,7 @@ class OwnBatches(TinyTrainer):
 @pytest.mark.parametrize(
     ("kind", "error", "reason"),
     [
-        (StepsItself, StepError, "an optimizer can only step when the gradients of all parts"),
+        (StepsItself, StepError, "an optimizer can only step after the gradients of all parts"),
         (Counts, StepError, "training_step changed model.count"),
         (Forgets, StepError, "parameters got no gradient in a micro-batch"),
         (OwnBatches, ConfigError, "call train_epoch"),

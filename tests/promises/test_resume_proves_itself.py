@@ -384,7 +384,9 @@ def test_a_batch_size_that_changes_the_shards_says_how_to_keep_them(tmp_path: Pa
     first = _trainer(tmp_path / "run", StopAt(2), of=of, global_batch_size=8, max_epochs=1)
     first.fit()
     settings: Any = {"global_batch_size": 16, "max_epochs": 1}
-    with pytest.raises(DataError, match=r"not read in the order .*step-00000002.*ParquetStream shards=8, begin ano"):
+    with pytest.raises(
+        DataError, match=r"not read in the order .*step-00000002.*shards=8 on the ParquetStream, begin ano"
+    ):
         _trainer(tmp_path / "run", of=of, **settings).fit(accept_changes=True)
     second = _trainer(tmp_path / "run", of=type("Of", (of,), {"shards": 8}), **settings)
     second.fit(accept_changes=True)

@@ -543,8 +543,10 @@ class CheckpointStore:
             failure = error
         own = _format_failure(failure, self.world.rank), isinstance(failure, _ConcurrentWriterError)
         gathered = self.world.all_gather_object(own)
-        if told := {rank: line for lines, _ in gathered for rank, line in lines.items()}:
-            lines = told.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in told.items()]
+        if errors := {rank: line for lines, _ in gathered for rank, line in lines.items()}:
+            lines = (
+                errors.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in errors.items()]
+            )
             kind = _ConcurrentWriterError if any(is_taken for _, is_taken in gathered) else CheckpointError
             raise kind(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]

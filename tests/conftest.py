@@ -28,6 +28,8 @@ os.environ.update(
     RAY_API_SERVER_ADDRESS="http://127.0.0.1:9",
     # A machine that is busy with other tests takes longer than Ray's minute to start one.
     RAY_raylet_start_wait_time_s="240",
+    # Its workers would stand back behind the tests of other workers of pytest-xdist.
+    RAY_worker_niceness="0",
 )
 
 # The models of the tests are tiny: a second thread only waits for the first.
@@ -78,7 +80,9 @@ def ray_session() -> Iterator[None]:
                 patch.setenv(name, value)
             for attempt in range(3):
                 try:
-                    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+                    quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+                    # "local": and never the cluster that something else has started on this machine.
+                    ray.init("local", num_cpus=4, **quiet)
                     break
                 except Exception as error:
                     # Ray waits for its raylet for half a minute, and a machine may be too busy for that.

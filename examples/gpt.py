@@ -114,7 +114,9 @@ class GptTrainer(Trainer[GptConfig]):
     def num_tokens(self, batch):
         return batch["tokens"][:, 1:].numel()
 
-    def sample(self, prompt=("\n\n    ", "def", " __init__", "(", "self"), length=120, temperature=0.6):
+    def sample(
+        self, prompt=("\n\n    ", "def", " __init__", "(", "self", "):", "\n        "), length=100, temperature=0.7
+    ):
         """Returns a continuation of a prompt. Every rank must call this, because each may hold a part of the model."""
         vocabulary = json.loads(Path(self.config.data, "vocabulary.json").read_text())
         # The same on every rank, and in every sample of a run.

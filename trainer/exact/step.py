@@ -9,8 +9,8 @@ The arithmetic within a micro-batch is made deterministic (determinism.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,27 +18,29 @@ from torch.optim import Optimizer
 from ..checkpoints.rng import seed_for
 from ..data.protocols import GlobalBatch, SupportsShards, micro_batch_ranges
 from ..errors import StepError
+from ..loop.context import RunContext
+from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
-from ..step.optimizer_step import LossWeight, OptimizerStep
+from ..step.optimizer_step import OptimizerStep
 from .determinism import clone_batch, deterministic_mode
 from .gradient_tree import GradientTree, covering_nodes
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
 
 
 class ExactStep(OptimizerStep):
     """Makes one update whose result is bit-identical on any number of ranks.
 
     Args:
-        trainer: after setup, with models that are not wrapped.
-        metrics: an `ExactMeans`.
-        logged: an `ExactMeans`, for `Trainer.log` inside a step.
-        data: split by logical shards.
+        ctx: with models that no wrapper synchronises.
+        steps: the user's steps.
+        metrics: exact ones.
+        logged: exact ones, for what a step logs by itself.
+        data: cut by logical shards.
     """
 
-    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, logged: MeanMetrics, data: SupportsShards) -> None:
-        super().__init__(trainer, metrics)
+    def __init__(
+        self, ctx: RunContext, steps: Steps, metrics: MeanMetrics, logged: MeanMetrics, data: SupportsShards
+    ) -> None:
+        super().__init__(ctx, steps, metrics)
         self.logged = logged
         self._isolation = None
         self._num_shards = data.num_shards
@@ -61,19 +63,30 @@ class ExactStep(OptimizerStep):
             f"{(most + 1) * share * numbers / 1e6:.3g} MB per update (DDP: {2 * share * numbers / 1e6:.3g} MB)"
         )
 
-    def measure(self, record: Mapping[str, float]) -> dict[str, float]:
-        """Return the time of summing gradients over ranks, per update, on the slowest rank; a metric source."""
+    def metric_source(self) -> Callable[[Mapping[str, float]], dict[str, float]]:
+        """Returns what adds `exact_s` to the log: the seconds in which gradients are summed, on the slowest rank."""
+        return self._measure
+
+    def _measure(self, record: Mapping[str, float]) -> dict[str, float]:
         longest_s = max(self._world.all_gather_object(self._combining_s / max(self._num_combined, 1)))
         self._combining_s, self._num_combined = 0.0, 0
         return {"exact_s": longest_s}
 
     def __call__(self, batch: GlobalBatch) -> str | None:
-        """Make the update, and seed all ranks alike for random numbers that are drawn between two updates."""
-        self._inside_part = False
-        with deterministic_mode(self._trainer.device):
+        """Makes the update, and leaves all ranks with the same random numbers for what comes between two updates."""
+        with deterministic_mode(self._ctx.device):
             rejection = super().__call__(batch)
-        seed_for(self._config.seed, "between updates", self._trainer.progress.step, self._attempts())
+        self._seed_between_updates()
         return rejection
+
+    def complete(self) -> str | None:
+        """Makes the update of what was accumulated, with the same random numbers on all ranks afterwards."""
+        rejection = super().complete()
+        self._seed_between_updates()
+        return rejection
+
+    def _seed_between_updates(self) -> None:
+        seed_for(self._config.seed, "between updates", self._ctx.progress.step, self._attempts())
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Not supported: an optimizer can only step when the gradients of all parts are summed.
@@ -94,60 +107,62 @@ class ExactStep(OptimizerStep):
     def _attempts(self) -> int:
         return self._guard.skipped + self._guard.retried
 
-    def _compute_and_step(
-        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
-    ) -> list[Mapping[str, Any]]:
-        trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
-        self._stepped.clear()
-        self._batch, self._losses, self._rejection, self._is_applied = batch, [], None, False
-        rank_ranges = self._rank_ranges(batch)
-        num_parts, first, before = rank_ranges[-1].stop, progress.micro_batches, self._tensor_versions()
+    def _prepare(self, batch: GlobalBatch) -> None:
+        self._inside_part = False
+        super()._prepare(batch)
+
+    def _each_micro_batch(self) -> Generator[tuple[Any, int], None, None]:
+        batch, callbacks, progress = self._batch, self._callbacks, self._ctx.progress
+        self._begin_attempt()
+        self._ranges = self._rank_ranges(batch)
+        num_parts, first, before = self._ranges[-1].stop, progress.micro_batches, self._tensor_versions()
         may_miss = self._config.parallel.find_unused_parameters
-        gradients = GradientTree(_trainable(self._optimizers), num_parts, may_miss=may_miss)
-        taken: list[Mapping[str, Any]] = []
-        for i, part in enumerate(rank_ranges[self._world.rank]):
+        self._gradients = GradientTree(_trainable(self._optimizers), num_parts, may_miss=may_miss)
+        for i, part in enumerate(self._ranges[self._world.rank]):
             if not batch.num_samples[i]:
-                gradients.add_empty(part)
-                taken.append({})
+                self._gradients.add_empty(part)
+                self._outputs.append({})
                 continue
             seed_for(self._config.seed, "part", progress.step, self._attempts(), part)
-            micro_batch, batch_idx = clone_batch(micro_batches[i]), first + part
+            micro_batch, batch_idx = clone_batch(self._micro_batches[i]), first + part
             self._activity.begin_batch("forward")
-            if self._overrides_prepare_batch:
-                micro_batch = trainer.prepare_batch(micro_batch)
+            if self._steps.overrides_prepare_batch:
+                micro_batch = self._steps.prepare_batch(micro_batch)
             self.weight = self._current_weights[i]
-            callbacks.on_batch_start(trainer, micro_batch, batch_idx)
+            callbacks.on_batch_start(micro_batch, batch_idx)
             self.is_last_micro_batch = part == num_parts - 1
-            self._loss_scale, self._micro_batch = scales[i], i
+            self._loss_scale, self._micro_batch = self._loss_scales_now[i], i
+            self._returned, self._called_backward = {}, False
             self._inside_part = True
-            outputs = self._forward_backward(micro_batch, batch_idx)
+            yield micro_batch, batch_idx
             self._inside_part = False
-            gradients.add(part)
-            taken.append(outputs)
-            callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
+            self._gradients.add(part)
+            self._outputs.append(self._returned)
+            callbacks.on_batch_end(self._returned, micro_batch, batch_idx)
             self.weight = 1.0
         progress.micro_batches, self.is_last_micro_batch = first + num_parts, True
         self._check_unchanged(before)
+
+    def _step_accumulated(self) -> None:
         self._activity.enter("optimizer")
         began_s = time.perf_counter()
-        gradients.combine(self._world, rank_ranges)
+        self._gradients.combine(self._world, self._ranges)
         self._combining_s += time.perf_counter() - began_s
         self._num_combined += 1
         self._step(self._optimizers)
-        return taken
 
     def _loss_scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
-        if not self._overrides_loss_weight:
+        if not self._steps.overrides_loss_weight:
             assert batch.global_num_samples is not None
             return [weight / batch.global_num_samples for weight in weights]
         rank_ranges = self._rank_ranges(batch)
-        device, own = self._trainer.device, rank_ranges[self._world.rank]
-        # Weights may be fractions, so they are summed in one order, too; adding zeros rounds nothing.
-        loss_weight_P = torch.zeros(rank_ranges[-1].stop, dtype=torch.float64, device=device)
-        loss_weight_P[own.start : own.stop] = torch.stack(
+        device, own = self._ctx.device, rank_ranges[self._world.rank]
+        # Weights may be fractions, so these are added up in one order too: to a zero no sum is rounded.
+        weight_P = torch.zeros(rank_ranges[-1].stop, dtype=torch.float64, device=device)
+        weight_P[own.start : own.stop] = torch.stack(
             [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for weight in weights]
         )
-        factor = (1 / self._world.all_reduce_sum(loss_weight_P).sum().clamp(min=1e-12)).float()
+        factor = (1 / self._world.all_reduce_sum(weight_P).sum().clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
 
     def _rank_ranges(self, batch: GlobalBatch) -> list[range]:

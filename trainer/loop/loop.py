@@ -5,184 +5,246 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..checkpoints.background import BackgroundSave
-from ..checkpoints.rng import RngState, seed_for
+from ..checkpoints.rng import RngState
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
-from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, SupportsShards, is_exhausted
+from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, is_exhausted
+from ..data.tree import batch_size
 from ..distributed.parallelize import check_no_partial_gradients
-from ..errors import CheckpointError, ConfigError, DataError, LossSpikeError
-from ..exact.means import ExactMeans
-from ..exact.step import ExactStep
-from ..metrics.means import MeanMetrics
+from ..errors import CheckpointError, ConfigError, DataError, LossSpikeError, StepError
+from ..exact.numerics import Numerics
 from ..metrics.reductions import Reduce
 from ..metrics.train_log import Recorder
 from ..result import FitResult
-from ..step.auto_microbatch import AutoMicrobatchStep
-from ..step.lr_stepping import schedulers_at, step_after_evaluation
-from ..step.optimizer_step import LossWeight, OptimizerStep
 from ..step.precision import autocast
+from .context import RunContext
 from .control import Requests, StopStatus
 from .evaluation import Evaluation, evaluating
+from .evaluation_metrics import EvaluationMetrics
+from .limits import reached_limit, reached_limit_in_epoch, reached_steps_per_epoch
 from .loss_spikes import SpikeDetector
 from .progress import Schedule
+from .run_length import RunLength
 from .run_state import RunState
+from .steps import LossWeight, Steps
 from .timing import Phase
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
 
 _SAVE_TIMEOUT_S = 10.0
 
 
 class Loop:
-    """Runs what `Trainer` draws in its docstring, from a trainer that is set up. Every rank must call every method.
+    """Runs what `Trainer` draws in its docstring. Every rank must call every method.
+
+    A run is `restore`, then `start`, then `epoch` until `end_reason` is not None, then `finish`. Between two batches of
+    `epoch` the caller makes an update: by `update`, which calls `training_step`, or by `accumulate` and `complete`.
 
     Args:
-        trainer: with its models, optimizers and schedulers.
+        ctx: of the run, with its models, optimizers and schedulers.
+        steps: the user's steps.
+        numerics: ordinary or exact arithmetic.
         requests: what is asked of the run while it trains.
         data: the training data, open.
-        validation: the sets of validation data, open, by name; an only one may be called "".
+        validation: the sets of validation data, open, by name; a single unnamed set has the key "".
+        metrics: those of `configure_metrics`.
+        length: of the run.
 
     Attributes:
-        save_took_s: from the beginning of the last checkpoint to its commit; None before there was one.
+        optimizer_step: makes updates.
+        recorder: makes the records of the log.
+        save_took_s: from the start of the last checkpoint to its commit; None before there was one.
         needs_restore: True after an exception mid-update: model state is undefined until a checkpoint is restored.
+        began_s: when the run began, by `time.perf_counter`: setting up counts as time of the run.
     """
 
     def __init__(
-        self, trainer: Trainer[Any], requests: Requests, data: BatchStream, validation: Mapping[str, BatchStream]
+        self,
+        ctx: RunContext,
+        steps: Steps,
+        numerics: Numerics,
+        requests: Requests,
+        data: BatchStream,
+        validation: Mapping[str, BatchStream],
+        *,
+        metrics: EvaluationMetrics,
+        length: RunLength,
     ) -> None:
-        config = trainer.config
-        self._trainer, self._config, self._requests = trainer, config, requests
-        self._progress, self._world = trainer.progress, trainer.world
-        self._data, self._validation = data, validation
-        self.metrics: MeanMetrics
-        self.optimizer_step: OptimizerStep
-        if config.exact:
-            assert isinstance(data, SupportsShards)
-            self.metrics = ExactMeans()
-            self.optimizer_step = ExactStep(trainer, self.metrics, ExactMeans(), data)
-        else:
-            self.metrics = MeanMetrics()
-            self.optimizer_step = (AutoMicrobatchStep if config.halve_on_out_of_memory else OptimizerStep)(
-                trainer, self.metrics
-            )
-        self.recorder = Recorder(trainer, self.metrics, self.optimizer_step)
+        config = ctx.config
+        self._ctx, self._steps, self._numerics, self._requests = ctx, steps, numerics, requests
+        self._config, self._progress, self._world = config, ctx.progress, ctx.world
+        self._activity, self._callbacks, self._history = ctx.activity, ctx.callbacks, ctx.history
+        self._data, self._validation, self._evaluation_metrics = data, validation, metrics
+        self.metrics = numerics.make_means()
+        self.optimizer_step = numerics.make_step(ctx, steps, self.metrics, data)
+        self.recorder = Recorder(ctx, steps, self.metrics, self.optimizer_step)
         self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
-        self._state = RunState(trainer, self.recorder, self.metrics, self.optimizer_step, self._spikes, data)
+        self._state = RunState(
+            ctx, steps, numerics, self.recorder, self.metrics, self.optimizer_step, self._spikes, data, length
+        )
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
         self._checkpoints = Schedule(config.checkpoint.every)
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
-        self._activity = trainer.activity
         self.save_took_s: float | None = None
         self._save_began_s = 0.0
+        self.began_s = time.perf_counter()
         self.needs_restore = False
         self._step_timeout = config.parallel.step_timeout
         self._is_running = False
+        self._resumes = False
+        self._resumed_from: Checkpoint | None = None
         self._stopped: StopStatus | None = None
         self._evaluation: Evaluation | None = None
+        self._accumulated: tuple[GlobalBatch, bool] | None = None
+        self._epoch_batch: GlobalBatch | None = None
         self._must_save_best = False
         self._uneven_samples = 0
         self._has_warned = False
         self._saving: BackgroundSave | None = None
-        if config.loss_spike is not None and trainer.run_dir is None:
-            raise ConfigError("loss_spike goes back to a checkpoint: give the trainer a run_dir, where checkpoints are")
+        if config.loss_spike is not None and ctx.run_dir is None:
+            raise ConfigError(
+                "loss_spike rolls back to a checkpoint: give the trainer a run_dir, where checkpoints are"
+            )
 
-    def run(self, resume: str, restore: Collection[str], *, accept_changes: bool, began_s: float) -> FitResult:
-        """Restores what there is, trains until a limit is reached or a stop is agreed on, and says how it ended.
+    def announce_step(self) -> None:
+        """Prints what is special about the way to step, and adds its numbers to the log."""
+        if (text := self.optimizer_step.describe()) is not None:
+            self._ctx.print(text)
+        if (source := self.optimizer_step.metric_source()) is not None:
+            self.recorder.metric_sources.append(source)
 
-        `began_s` is when `fit` was called, by `time.perf_counter`: setting up is a part of the time that a run takes.
-        """
+    # ---- The life of a run -----------------------------------------------------------------------------------------
+
+    def restore(self, resume: str, components: Collection[str], *, accept_changes: bool) -> Checkpoint | None:
+        """Restores what `Trainer.fit` describes, and returns the checkpoint that it came from, if there is one."""
         if resume == "never" and self._progress.step:
             raise ConfigError(
-                f'resume="never" begins anew, and this trainer has made {self._progress.step} updates: make another '
-                "trainer, or go on with this one"
+                f'resume="never" starts fresh, and this trainer has made {self._progress.step} updates: create another '
+                "trainer, or continue with this one"
             )
         if self._saving is not None:
-            # Of a run that has failed: it must not meet who cleans up and saves now.
+            # Of a run that has failed: it must end before this one cleans up and saves.
             self._saving.wait(None)
             self._saving = self._state.last_saved_step = None
-        # Equal on every rank, or some would go on while others restore.
-        broken, half_restored = self._world.sum_ints(self.needs_restore, self._state.is_half_restored)
-        needs_restore = bool(broken or half_restored)
-        if broken:
-            for model in self._trainer.models.values():
+        # Equal on every rank, or some would continue while others restore.
+        failed, half_restored = self._world.sum_ints(self.needs_restore, self._state.is_half_restored)
+        needs_restore = bool(failed or half_restored)
+        if failed:
+            for model in self._ctx.models.values():
                 check_no_partial_gradients(model)
-        goes_on = resume == "auto" and self._progress.step > 0 and not needs_restore
-        with self._trainer.setup_times.phase("restore"):
-            resumed_from = None if goes_on else self._state.restore(resume, restore, accept_changes=accept_changes)
-        if needs_restore and resumed_from is None:
+        continues = resume == "auto" and self._progress.step > 0 and not needs_restore
+        with self._ctx.setup_times.phase("restore"):
+            self._resumed_from = (
+                None if continues else self._state.restore(resume, components, accept_changes=accept_changes)
+            )
+        if needs_restore and self._resumed_from is None:
             raise ConfigError(
-                "an error has ended the training before, nobody knows where it has left the models, and there is no "
-                "checkpoint to go back to: make a new trainer"
+                "the previous fit() failed during an update, so the model state is undefined, and there is no "
+                "checkpoint to restore: create a new Trainer"
             )
         self.needs_restore = False
-        reason = self._reached_limit()
-        has_work = reason is None or self._progress.is_closing
+        self._resumes = continues or self._resumed_from is not None
+        return self._resumed_from
+
+    def start(self) -> bool:
+        """Does what comes before the first update, and returns whether there is anything left to train."""
+        self._state.begin_without_restore()
+        has_work = reached_limit(self._config, self._progress) is None or self._progress.is_closing
         if has_work:
             self._state.check_storage()
             self._warn_if_data_is_endless()
-        self.recorder.start(resumed=goes_on or resumed_from is not None, began_s=began_s)
+        self.recorder.start(resumed=self._resumes or self._progress.step > 0, began_s=self.began_s)
         for schedule in (self._evaluations, self._checkpoints):
             schedule.done(self.recorder.elapsed_s())
         self._activity.enter("between updates")
         if has_work:
             if self._config.sanity_batches and self._progress.step == 0:
                 self._sanity_check()
-            self._trainer.callbacks.on_fit_start(self._trainer)
+            self._callbacks.on_fit_start()
             if self._config.evaluate_at_start and self._progress.step == 0:
                 self._evaluate()
             elif self._progress.step and self._evaluations.due(self._progress, ended="steps"):
-                # The attempt before was told to stop just when it was due.
+                # The previous attempt was stopped when it was due.
                 self._evaluate()
             if self._progress.is_closing:
                 self._close_epoch()
             self._handle_requests()
-            reason = self.end_reason()
-        if reason is None:
-            self._is_running = self.needs_restore = True
-            try:
-                self._trainer.loop()
-            finally:
-                self._is_running = False
-            # Before anybody goes on with these weights, saved or not.
+        self._is_running = self.needs_restore = has_work and self.end_reason() is None
+        return self._is_running
+
+    def finish(self) -> FitResult:
+        """Evaluates and saves the last state, and returns how the run ended."""
+        reason = self.end_reason()
+        if self._is_running:
+            self._is_running = False
+            # Before these weights are used further, saved or not.
             self.optimizer_step.check_pending_norms()
             self.needs_restore = False
             reason = self.end_reason() or "loop() has returned"
             self._evaluate_and_save_last()
-            # What a loop of one's own has left, saved before as in `train_epoch`.
+            # What a loop of the user's own has left, saved before as in `epoch`.
             self._flush()
         else:
             self._evaluate_and_save_last()
         self._requests.close()
         # Asked again: a stop may have cut the last evaluation short.
-        return self._state.result(self._stopped or "completed", self.end_reason() or reason, resumed_from)
+        reason = self.end_reason() or reason
+        assert reason is not None
+        return self._state.result(self._stopped or "completed", reason, self._resumed_from)
 
-    def train_epoch(self) -> dict[str, float]:
-        """Trains from where the epoch stands to its end, or to a limit or stop inside it, and returns its metrics."""
-        progress, epoch = self._progress, self._progress.epoch
+    def clean_up(self) -> None:
+        """Clears the handled stop request. No collectives: after a failure other ranks may be gone.
+
+        A save that is under way gets a limited time to end; the next `restore` waits for one that takes longer.
+        """
+        self._stopped, self._is_running, self._resumes, self._resumed_from = None, False, False, None
+        self._epoch_batch = self._accumulated = None
+        self.recorder.in_update = False
+        if self._saving is not None:
+            self._saving.wait(None if self._world.size == 1 else _SAVE_TIMEOUT_S)
+            self._requests.watch(None)
+
+    def rejoin_process_group(self, rebuild: Callable[[], None]) -> None:
+        """Continues in another process group, after `rebuild` has wrapped the models for it."""
+        rebuild()
+        self._state.rejoin()
+        # Its first update may have to find its peers again.
+        self._step_timeout = self._config.parallel.step_timeout
+
+    # ---- Updates ---------------------------------------------------------------------------------------------------
+
+    def epoch(self) -> Generator[GlobalBatch, None, dict[str, float]]:
+        """Yields batches from where the epoch stands to its end, or to a limit or stop inside it; returns its metrics.
+
+        Raises:
+            StepError: the caller has made no update of a batch before asking for the next.
+            DataError: the epoch has no batches.
+        """
+        progress, config, epoch = self._progress, self._config, self._progress.epoch
         if progress.is_closing:
             return self._close_epoch()
-        # Who trains on beyond a limit gets whole epochs.
-        had_enough = self._reaches_limit_mid_epoch()
-        self._trainer.callbacks.on_epoch_start(self._trainer)
+        # A caller who continues past a limit gets full epochs.
+        was_past_limit = reached_limit_in_epoch(config, progress)
+        self._callbacks.on_epoch_start()
         with closing(self._global_batches(epoch)) as batches:
             for batch in batches:
-                self._run_due_actions(applied=self._run_step(batch))
-                if (
-                    self._stopped
-                    or (self._reaches_limit_mid_epoch() and not had_enough)
-                    or self._reached_steps_per_epoch()
-                ):
+                self._epoch_batch = batch
+                yield batch
+                if self._epoch_batch is not None:
+                    raise StepError(
+                        "a batch was not made an update of: call run.step() after `for micro_batch in "
+                        "run.accumulate(batch)`, once for every batch"
+                    )
+                past_limit = reached_limit_in_epoch(config, progress) and not was_past_limit
+                if self._stopped or past_limit or reached_steps_per_epoch(config, progress):
                     break
             else:
                 if progress.step_in_epoch == 0:
@@ -194,27 +256,55 @@ class Loop:
         # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
         self._evaluate_and_save_last()
         self._flush()
-        metrics = self._trainer.history.so_far()
-        self._trainer.callbacks.on_epoch_end(self._trainer, metrics)
+        metrics = self._history.so_far()
+        self._callbacks.on_epoch_end(metrics)
         return metrics
 
-    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Makes one update of a batch that is none of the epoch's, and returns its metrics.
+    def train_epoch(self) -> dict[str, float]:
+        """Trains to the end of the epoch in progress by `training_step`, and returns its metrics."""
+        batches = self.epoch()
+        with closing(batches):
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration as ended:
+                    return dict(ended.value)
+                self.update(batch)
 
-        Inside `run` it does what is due as well, and returns metrics only where these are due.
+    def update(self, batch: GlobalBatch) -> dict[str, float]:
+        """Makes one update of a batch of `epoch` by `training_step`, does what is due and returns what it logs."""
+        return self._run_due_actions(applied=self._run_step(batch, lambda: self.optimizer_step(batch)))
+
+    def train_step(self, batch: Any) -> dict[str, float]:
+        """Makes one update of a batch of this rank that is not one of the epoch's, and returns its metrics.
+
+        While the run is running it does what is due as well, and returns metrics only when they are due.
         """
-        if self._config.exact:
-            raise ConfigError(
-                "exact=True learns from the batches of configure_dataloaders, which are cut in the same way for any "
-                "number of ranks, and train_step was given another: call train_epoch, or leave exact out"
-            )
-        if batch.global_num_samples is None:
-            total = self._world.sum_ints(sum(batch.num_samples))[0]
-            batch = LoadedBatch(batch.micro_batches, batch.num_samples, total)
-        applied = self._run_step(batch, of_epoch=False)
-        if not self._is_running:
-            return self._flush()
-        return self._run_due_actions(applied=applied)
+        loaded = self._as_own_batch(batch)
+        applied = self._run_step(loaded, lambda: self.optimizer_step(loaded), of_epoch=False)
+        return self._run_due_actions(applied=applied) if self._is_running else self._flush()
+
+    def accumulate(self, batch: Any) -> Generator[Any, None, None]:
+        """Yields the micro-batches of a batch of `epoch`, or of another one, for `backward` and `complete`."""
+        of_epoch = batch is self._epoch_batch
+        loaded: GlobalBatch = batch if of_epoch else self._as_own_batch(batch)
+        self.recorder.in_update = True
+        yield from self.optimizer_step.accumulate(loaded)
+        self._accumulated = loaded, of_epoch
+
+    def complete(self) -> dict[str, float]:
+        """Makes the update of what was accumulated, does what is due and returns what it logs."""
+        batch, of_epoch = self._accumulated or (None, False)
+        self._accumulated = None
+        if batch is None:
+            self.optimizer_step.complete()  # raises, with what to do
+            raise AssertionError("nothing was accumulated")
+        return self._run_due_actions(applied=self._run_step(batch, self.optimizer_step.complete, of_epoch=of_epoch))
+
+    def _as_own_batch(self, batch: Any) -> LoadedBatch:
+        self._numerics.check_own_batch()
+        rows = batch_size(batch)
+        return LoadedBatch([batch], [rows], self._world.sum_ints(rows)[0])
 
     def load_initial_weights(self) -> None:
         """Takes the weights that the config begins with, for what is called without `run`."""
@@ -232,10 +322,9 @@ class Loop:
 
     def evaluate(self, sets: Mapping[str, BatchStream], *, may_repeat: bool = False) -> dict[str, float] | None:
         """Evaluates on these sets; None if a request cuts it short, one to save only where that may be repeated."""
-        config, requests = self._config, self._requests
         self.optimizer_step.check_pending_norms()
         return self._run_evaluation(
-            Evaluation(self._trainer, sets, requests, max_batches=config.evaluate_batches, may_repeat=may_repeat)
+            self._make_evaluation(sets, max_batches=self._config.evaluate_batches, may_repeat=may_repeat)
         )
 
     @contextmanager
@@ -245,8 +334,8 @@ class Loop:
         with (
             self._in_phase("around an evaluation"),
             self.recorder.paused(),
-            evaluating(self._trainer),
-            autocast(self._config.precision, self._trainer.device),
+            evaluating(self._ctx),
+            autocast(self._config.precision, self._ctx.device),
         ):
             yield
 
@@ -257,11 +346,9 @@ class Loop:
             weight = in_hand if reduce == "mean" else 1.0
         if self._evaluation is not None:
             self._evaluation.log(name, value, weight, reduce)
-        elif not self.optimizer_step.is_padding and (
-            not isinstance(self.optimizer_step, ExactStep) or self.optimizer_step.should_log
-        ):
+        elif self.optimizer_step.should_log:
             metrics = self.optimizer_step.logged if self.recorder.in_update else self.metrics
-            metrics.log(f"{'train' if self._trainer.training else 'validation'}/{name}", value, weight, reduce)
+            metrics.log(f"{'train' if self._ctx.mode.training else 'validation'}/{name}", value, weight, reduce)
 
     def save(self) -> Checkpoint:
         """Saves the whole state, between two updates, and waits until that is done."""
@@ -269,28 +356,12 @@ class Loop:
         self.optimizer_step.check_pending_norms()
         self._save_began_s = time.perf_counter()
         with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
-            self._trainer.callbacks.on_checkpoint_start(self._trainer)
+            self._callbacks.on_checkpoint_start()
             checkpoint = self._state.save()
         self.save_took_s = time.perf_counter() - self._save_began_s
         self._checkpoints.done(self._progress.elapsed_s)
-        self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
+        self._callbacks.on_checkpoint_saved(checkpoint)
         return checkpoint
-
-    def rejoin(self) -> None:
-        """Goes on in another process group. Every rank must call this."""
-        self._state.rejoin()
-        # Its first update may have to find its peers again.
-        self._step_timeout = self._config.parallel.step_timeout
-
-    def clean_up(self) -> None:
-        """Lets go of a stop that was heeded, whatever happened; where the run has failed, other ranks may be gone.
-
-        A save that is under way gets the time to end well; one that takes longer is waited for by the next `run`.
-        """
-        self._stopped = None
-        if self._saving is not None:
-            self._saving.wait(None if self._world.size == 1 else _SAVE_TIMEOUT_S)
-            self._requests.watch(None)
 
     def _start_background_save(self) -> None:
         """Saves the whole state while training goes on."""
@@ -298,7 +369,7 @@ class Loop:
         self.optimizer_step.check_pending_norms()
         self._save_began_s = time.perf_counter()
         with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
-            self._trainer.callbacks.on_checkpoint_start(self._trainer)
+            self._callbacks.on_checkpoint_start()
             self._saving = self._state.begin_save()
         self.optimizer_step.wait_for_snapshot = self._saving.wait_for_snapshot
         self._requests.watch(self._saving)
@@ -313,7 +384,7 @@ class Loop:
         with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
             checkpoint = saving.result()
         self.save_took_s = time.perf_counter() - self._save_began_s
-        self._trainer.callbacks.on_checkpoint_saved(self._trainer, checkpoint)
+        self._callbacks.on_checkpoint_saved(checkpoint)
 
     @contextmanager
     def _reporting_save_failure(self) -> Iterator[None]:
@@ -322,7 +393,7 @@ class Loop:
             yield
         except CheckpointError as error:
             try:
-                self._trainer.callbacks.on_checkpoint_failed(self._trainer, error)
+                self._callbacks.on_checkpoint_failed(error)
             except Exception as failure:
                 error.add_note(f"besides, {type(failure).__name__}: {failure}")
             raise
@@ -332,6 +403,10 @@ class Loop:
         if self._saving is not None:
             self._saving.wait_for_snapshot()
 
+    def _make_evaluation(self, sets: Mapping[str, BatchStream], **options: Any) -> Evaluation:
+        ctx, metrics = self._ctx, self._evaluation_metrics
+        return Evaluation(ctx, self._steps, self._numerics, metrics, sets, self._requests, **options)
+
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
         self.wait_for_snapshot()
@@ -340,8 +415,7 @@ class Loop:
                 return evaluation()
         finally:
             self._evaluation = None
-            if self._config.exact:
-                seed_for(self._config.seed, "after an evaluation", self._progress.step)
+            self._numerics.seed_after_evaluation(self._config, self._progress.step)
 
     @contextmanager
     def _in_phase(self, phase: Phase) -> Iterator[None]:
@@ -357,7 +431,7 @@ class Loop:
             return
         every = {
             "evaluate_every": config.evaluate_every if self._validation else None,
-            "checkpoint.every": config.checkpoint.every if self._trainer.run_dir is not None else None,
+            "checkpoint.every": config.checkpoint.every if self._ctx.run_dir is not None else None,
         }
         waits = " and ".join(f'{name}="{each}"' for name, each in every.items() if each and each.unit == "epochs")
         if waits and self._world.is_main:
@@ -372,12 +446,8 @@ class Loop:
         """Finds out before the first step whether an evaluation works. Draws no random number of the run's."""
         generators = RngState()
         before = generators.state_dict()
-        evaluation = Evaluation(
-            self._trainer,
-            self._validation,
-            self._requests,
-            max_batches=self._config.sanity_batches,
-            is_sanity_check=True,
+        evaluation = self._make_evaluation(
+            self._validation, max_batches=self._config.sanity_batches, is_sanity_check=True
         )
         # A stop that cuts it short stays asked for, and is heeded when the hooks have heard that the run has begun.
         if metrics := self._run_evaluation(evaluation):
@@ -385,12 +455,12 @@ class Loop:
             self._state.has_monitor(metrics)
         generators.load_state_dict(before)
 
-    def _run_step(self, batch: GlobalBatch, *, of_epoch: bool = True) -> bool:
+    def _run_step(self, batch: GlobalBatch, step: Callable[[], str | None], *, of_epoch: bool = True) -> bool:
         """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
         progress = self._progress
         self.recorder.in_update = True
         try:
-            rejection = self.optimizer_step(batch)
+            rejection = step()
         finally:
             self.recorder.in_update = False
         self._activity.end_update()
@@ -401,17 +471,18 @@ class Loop:
         if samples is None:
             samples = self._world.sum_ints(sum(batch.num_samples))[0]
         if of_epoch:
+            self._epoch_batch = None
             progress.step_in_epoch += 1
             progress.offset += samples
         if rejection is not None:
             # What was saved at this step stands before the batch that was skipped.
             self._state.last_saved_step = None
-            self._trainer.callbacks.on_step_skipped(self._trainer, rejection)
+            self._callbacks.on_step_skipped(rejection)
             return False
         progress.step += 1
         progress.samples += samples
         self.recorder.count(batch)
-        self._trainer.callbacks.on_step_end(self._trainer)
+        self._callbacks.on_step_end()
         return True
 
     def _run_due_actions(self, *, applied: bool) -> dict[str, float]:
@@ -488,13 +559,13 @@ class Loop:
         with self.recorder.paused():
             checkpoint = self._state.roll_back(up_to=spikes.good_step)
         if checkpoint is None:
-            self._trainer.print(f"{what}; there is no checkpoint from before to go back to, so training goes on")
+            self._ctx.print(f"{what}; there is no checkpoint from before to go back to, so training goes on")
             return False
         spikes.rolled_back(progress.step)
         self.recorder.trackers.rewind(progress.step)
-        self._trainer.history.rewind(progress.step)
+        self._history.rewind(progress.step)
         self.recorder.log_event({"rollbacks": float(spikes.rollbacks)})
-        self._trainer.print(
+        self._ctx.print(
             f"{what}; went back to the weights of step {progress.step} ({checkpoint.path}), and on behind the data "
             f"that did it ({spikes.rollbacks} of at most {config.max_rollbacks} times)"
         )
@@ -503,30 +574,30 @@ class Loop:
         return True
 
     def _end_epoch(self) -> dict[str, float]:
-        progress, trainer = self._progress, self._trainer
-        trainer.history.dropped_samples = self._uneven_samples
+        progress, history = self._progress, self._history
+        history.dropped_samples = self._uneven_samples
         place = {"epoch": progress.epoch, "offset": progress.offset}
         if isinstance(self._data, HasDroppedTail) and is_exhausted(self._data, steps=progress.step_in_epoch, **place):
-            trainer.history.dropped_samples = self._data.dropped_in_epoch(**place)
+            history.dropped_samples = self._data.dropped_in_epoch(**place)
         self._uneven_samples = 0
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0
         # What is saved from here on goes on with the closing.
         progress.is_closing = True
-        for scheduler in schedulers_at(trainer, "epoch"):
+        for scheduler in self._ctx.lr_stepping.at("epoch"):
             scheduler.step()
         self._maybe_roll_back(self._flush())
         return self._close_epoch()
 
     def _close_epoch(self) -> dict[str, float]:
         """Evaluates if that is due, and closes the epoch; one whose evaluation a stop cuts short, the resume closes."""
-        progress, trainer = self._progress, self._trainer
+        progress, history = self._progress, self._history
         if self._evaluations.due(progress, ended="epochs") and not self._evaluate():
-            return trainer.history.so_far()
+            return history.so_far()
         progress.is_closing = False
-        metrics = trainer.history.end_epoch(epoch=progress.epoch, step=progress.step)
+        metrics = history.end_epoch(epoch=progress.epoch, step=progress.step)
         self.recorder.log_epoch(metrics)
-        trainer.callbacks.on_epoch_end(trainer, metrics)
+        self._callbacks.on_epoch_end(metrics)
         # What was saved of this update before does not know that the epoch has ended.
         self._state.last_saved_step = None
         self._save_if_best()
@@ -547,7 +618,7 @@ class Loop:
         self._save_if_best()
         if agreed.save:
             self._save_unless_saved()
-        if agreed.stop and self._stopped is None and self._reached_limit() is None:
+        if agreed.stop and self._stopped is None and reached_limit(self._config, self._progress) is None:
             self._stop(agreed.stop)
 
     def _evaluate(self) -> bool:
@@ -576,11 +647,11 @@ class Loop:
         if metrics:
             self.recorder.log_evaluation(metrics)
             self._must_save_best = self._state.record_evaluation(metrics) and self._config.checkpoint.save_best
-            step_after_evaluation(self._trainer, metrics)
+            self._ctx.lr_stepping.step_after_evaluation(metrics)
         return True
 
     def _save_unless_saved(self) -> None:
-        if self._trainer.run_dir is None or self._state.last_saved_step == self._progress.step:
+        if self._ctx.run_dir is None or self._state.last_saved_step == self._progress.step:
             return
         # What ends the run is saved at once: there is nothing left to do meanwhile.
         if self._config.checkpoint.background and self.end_reason() is None:
@@ -598,7 +669,7 @@ class Loop:
         self._stopped = status
         reasons = self._world.all_gather_object(self._requests.stop_reason)
         self._requests.stop_reason = next(reason for reason in reasons if reason)
-        self._trainer.callbacks.on_stop_requested(self._trainer, self._requests.stop_reason)
+        self._callbacks.on_stop_requested(self._requests.stop_reason)
 
     def _evaluate_and_save_last(self) -> None:
         """Evaluates and saves the last state, unless that has been done; one that was told to stop only saves."""
@@ -611,32 +682,7 @@ class Loop:
 
     def end_reason(self) -> str | None:
         """Returns why the run is to end here, or None if it is to go on; equal on every rank."""
-        return self._requests.stop_reason if self._stopped else self._reached_limit()
-
-    def _reached_limit(self) -> str | None:
-        progress, config = self._progress, self._config
-        if config.max_steps is not None and progress.step >= config.max_steps:
-            return f"max_steps={config.max_steps} reached"
-        if config.max_samples is not None and progress.samples >= config.max_samples:
-            return f"max_samples={config.max_samples} reached"
-        if config.max_tokens is not None and progress.tokens >= config.max_tokens:
-            return f"max_tokens={config.max_tokens} reached"
-        if config.max_epochs is not None and progress.epoch >= config.max_epochs:
-            return f"max_epochs={config.max_epochs} reached"
-        return None
-
-    def _reaches_limit_mid_epoch(self) -> bool:
-        """Whether the run ends inside the epoch in progress."""
-        progress, config = self._progress, self._config
-        return (
-            (config.max_steps is not None and progress.step >= config.max_steps)
-            or (config.max_samples is not None and progress.samples >= config.max_samples)
-            or (config.max_tokens is not None and progress.tokens >= config.max_tokens)
-        )
-
-    def _reached_steps_per_epoch(self) -> bool:
-        cut_at: int | None = self._config.steps_per_epoch
-        return cut_at is not None and self._progress.step_in_epoch >= cut_at
+        return self._requests.stop_reason if self._stopped else reached_limit(self._config, self._progress)
 
     def _global_batches(self, epoch: int) -> Generator[GlobalBatch, None, None]:
         """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,33 +24,35 @@ from ..config import CheckpointConfig, as_plain
 from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted
 from ..distributed.world import World
 from ..errors import ConfigError, DataError
+from ..exact.numerics import Numerics
 from ..metrics.means import MeanMetrics
 from ..metrics.train_log import Recorder
 from ..result import FitResult, Status, Table
 from ..setup.init_from import BorrowedWeights, InitialWeights
-from ..step.lr_stepping import schedulers_at
 from ..step.optimizer_step import OptimizerStep
+from .context import RunContext
 from .loss_spikes import SpikeDetector
 from .progress import Progress
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
-
+from .run_length import RunLength
+from .steps import Steps
 
 COMPONENTS = ("models", "optimizers", "schedulers", "progress", "data", "callbacks", "rng")
 """What of a checkpoint can be restored or left: "progress" is counters, history and records; "data" its position."""
 
 
 class RunState:
-    """Saves and restores all that influences the next step of a trainer that is set up.
+    """Saves and restores all that influences the next step.
 
     Args:
-        trainer: whose state it is.
-        recorder: its trackers' state belongs to it.
-        metrics: what has been added since the last flush belongs to it.
-        update: its loss scale and counts belong to it.
-        spikes: what it takes for a usual loss belongs to it.
-        data: the position is in the trainer's progress; what the data is must not change under it.
+        ctx: of the run, with its models, optimizers and schedulers.
+        steps: the user's steps, whose code a resumed run should have as well.
+        numerics: ordinary or exact arithmetic.
+        recorder: the state of its trackers is saved.
+        metrics: what has been added since the last flush is saved.
+        update: its loss scale and counts are saved.
+        spikes: the losses that it takes for usual are saved.
+        data: its fingerprint is saved; the position in it is in `ctx.progress`.
+        length: of the run.
 
     Attributes:
         last_saved_step: the update after which the newest checkpoint of this run was saved, if there is one.
@@ -59,29 +61,34 @@ class RunState:
 
     def __init__(
         self,
-        trainer: Trainer[Any],
+        ctx: RunContext,
+        steps: Steps,
+        numerics: Numerics,
         recorder: Recorder,
         metrics: MeanMetrics,
         update: OptimizerStep,
         spikes: SpikeDetector,
         data: BatchStream,
+        length: RunLength,
     ) -> None:
-        self._trainer, self._recorder, self._metrics, self._data = trainer, recorder, metrics, data
+        self._ctx, self._numerics, self._recorder, self._metrics = ctx, numerics, recorder, metrics
+        self._data, self._length, self._program = data, length, type(steps)
         self._optimizer_step, self._spikes = update, spikes
         self._certificate = ResumeCertificate(
-            code=learning_code(type(trainer)),
-            config=trainer.config,
-            world=trainer.world,
-            progress=trainer.progress,
-            optimizers=trainer.optimizers,
-            schedulers=trainer.schedulers,
+            code=learning_code(self._program),
+            config=ctx.config,
+            world=ctx.world,
+            progress=ctx.progress,
+            optimizers=ctx.optimizers,
+            schedulers=ctx.lr_stepping.schedulers,
             data=data,
+            exact=numerics.facts(ctx.device),
         )
         self._store: CheckpointStore | None = None
-        config = trainer.config.checkpoint
-        if trainer.run_dir is not None:
+        config = ctx.config.checkpoint
+        if ctx.run_dir is not None:
             self._store = CheckpointStore(
-                f"{trainer.run_dir.rstrip('/')}/checkpoints",
+                f"{ctx.run_dir.rstrip('/')}/checkpoints",
                 # Its thread's collectives must not get between those of the training.
                 world=self._saving_world(),
                 keep_last=config.keep_last,
@@ -106,12 +113,12 @@ class RunState:
             ConfigError: the trainer has no run directory.
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        models = NamedModels(self._trainer.models)
+        models = NamedModels(self._ctx.models)
         checkpoint = self._require_store().save(
             self._parts(models),
             rank_parts=self._rank_parts(),
             **self._description(),
-            changes_only_on_step=tensors_changed_by_step(models, self._trainer.optimizers),
+            changes_only_on_step=tensors_changed_by_step(models, self._ctx.optimizers),
         )
         self.last_saved_step = checkpoint.step
         return checkpoint
@@ -122,7 +129,7 @@ class RunState:
             self._store.world = self._saving_world()
 
     def _saving_world(self) -> World:
-        return self._trainer.world.with_own_group(timeout_s=self._trainer.config.parallel.timeout.amount)
+        return self._ctx.world.with_own_group(timeout_s=self._ctx.config.parallel.timeout.amount)
 
     def begin_save(self) -> BackgroundSave:
         """Begins to write a checkpoint in the background. Every rank must call this, and ask for the result later.
@@ -130,14 +137,14 @@ class RunState:
         Raises:
             ConfigError: the trainer has no run directory.
         """
-        models = NamedModels(self._trainer.models)
+        models = NamedModels(self._ctx.models)
         saving = self._require_store().begin_save(
             self._parts(models),
             rank_parts=self._rank_parts(),
             **self._description(),
-            changes_only_on_step=tensors_changed_by_step(models, self._trainer.optimizers),
+            changes_only_on_step=tensors_changed_by_step(models, self._ctx.optimizers),
         )
-        self.last_saved_step = self._trainer.progress.step
+        self.last_saved_step = self._ctx.progress.step
         return saving
 
     def _require_store(self) -> CheckpointStore:
@@ -147,22 +154,22 @@ class RunState:
 
     def _description(self) -> dict[str, Any]:
         """What a checkpoint of this moment says of itself."""
-        trainer, certificate = self._trainer, self._certificate.capture()
+        ctx, certificate = self._ctx, self._certificate.capture()
         meta = {
-            "trainer": f"{type(trainer).__module__}:{type(trainer).__qualname__}",
-            "data": self._trainer.data_identity,
-            "total_steps": trainer.total_steps,
+            "trainer": f"{self._program.__module__}:{self._program.__qualname__}",
+            "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
+            "total_steps": self._length.total_steps,
             "began_after": self._require_store().began_after,
             "versions": versions(),
         }
 
         def complete(digests: Digests) -> dict[str, Any]:
             # A config cannot change meanwhile.
-            return {"config": as_plain(trainer.config), **meta, "certificate": certificate(digests)}
+            return {"config": as_plain(ctx.config), **meta, "certificate": certificate(digests)}
 
         return {
-            "step": trainer.progress.step,
-            "epoch": trainer.progress.epoch,
+            "step": ctx.progress.step,
+            "epoch": ctx.progress.epoch,
             "metrics": self._current_metrics(),
             "meta": complete,
         }
@@ -173,17 +180,17 @@ class RunState:
         A metric that is not there makes no evaluation the best; it costs a warning, where somebody asked for it.
         """
         if self.has_monitor(metrics):
-            return self._best.update(metrics[self._trainer.config.checkpoint.monitor], step=self._trainer.progress.step)
+            return self._best.update(metrics[self._ctx.config.checkpoint.monitor], step=self._ctx.progress.step)
         return False
 
     def has_monitor(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation, or a sanity check of one, gives the metric; warns once of one that was asked for."""
-        config = self._trainer.config.checkpoint
+        config = self._ctx.config.checkpoint
         if config.monitor in metrics:
             return True
         asked = config.save_best or config.monitor != CheckpointConfig.monitor
-        if asked and not self._has_warned_of_monitor and self._trainer.world.is_main:
-            when = f"evaluation after step {self._trainer.progress.step}"
+        if asked and not self._has_warned_of_monitor and self._ctx.world.is_main:
+            when = f"evaluation after step {self._ctx.progress.step}"
             warnings.warn(
                 f"checkpoint.monitor is {config.monitor!r}, but the {when} gave "
                 f"{', '.join(metrics) or 'nothing'}: checkpoints are saved all the same, and none of them is the best",
@@ -215,7 +222,7 @@ class RunState:
             DataError: the data is not what it was when the checkpoint was saved.
             ResumeError: something else is not.
         """
-        store, config = self._store, self._trainer.config
+        store, config = self._store, self._ctx.config
         check_components(components)
         if store is None or resume == "never":
             if resume not in ("auto", "never"):
@@ -251,7 +258,7 @@ class RunState:
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
         if resume == "auto" or store.contains(checkpoint):
             store.began_after = checkpoint.meta.get("began_after", 0)
-        if "rng" in rank_parts and self._trainer.world.size > checkpoint.world_size:
+        if "rng" in rank_parts and self._ctx.world.size > checkpoint.world_size:
             self._seed_new_ranks(checkpoint)
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
         keeps_place = self._restore_data_position(begin_epoch_again="data" not in components or is_other_data)
@@ -260,7 +267,7 @@ class RunState:
         )
         self._report_changed_length(checkpoint)
         self._has_begun = True
-        self._trainer.callbacks.on_restored(self._trainer)
+        self._ctx.callbacks.on_restored()
         self.is_half_restored = False
         return checkpoint
 
@@ -277,21 +284,21 @@ class RunState:
             CheckpointError: none of those that are there is good.
         """
         assert self._store is not None
-        checkpoint, trainer, then = self._store.newest_good(up_to=up_to), self._trainer, Progress()
+        checkpoint, ctx, then = self._store.newest_good(up_to=up_to), self._ctx, Progress()
         if checkpoint is None:
             return None
         learns = ("models", "optimizers", "schedulers", "callbacks")
         parts = {name: part for name, part in self._parts().items() if name.split("/")[0] in learns}
         self._store.load({**parts, "progress": then}, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
-        trainer.progress.step, trainer.progress.evaluated_step = then.step, then.evaluated_step
+        ctx.progress.step, ctx.progress.evaluated_step = then.step, then.evaluated_step
         # An evaluation of the weights that were given up says nothing of these.
-        trainer.history.latest.update(checkpoint.metrics)
+        ctx.history.latest.update(checkpoint.metrics)
         # Epochs do not come back: the data goes on.
-        for scheduler in schedulers_at(trainer, "epoch"):
-            for _ in range(then.epoch, trainer.progress.epoch):
+        for scheduler in ctx.lr_stepping.at("epoch"):
+            for _ in range(then.epoch, ctx.progress.epoch):
                 scheduler.step()
         self.last_saved_step = None
-        trainer.callbacks.on_restored(trainer)
+        ctx.callbacks.on_restored()
         return checkpoint
 
     def begin_without_restore(self) -> None:
@@ -304,8 +311,9 @@ class RunState:
         if not self._has_begun:
             if self._store is not None and not self._store.is_empty():
                 raise ConfigError(
-                    f"there are checkpoints of a run in {self._trainer.run_dir}, and without fit() they are not gone "
-                    "on from: call fit(), which goes on from the newest, or take another run_dir"
+                    f"there are checkpoints of a run in {self._ctx.run_dir}, and they have not "
+                    "been restored: call fit(), or restore() of a Session, which continues from the newest, or use "
+                    "another run_dir"
                 )
             self._has_begun = True
         self.load_initial_weights()
@@ -316,14 +324,14 @@ class RunState:
         Raises:
             CheckpointError: they are not there, or not those of these models.
         """
-        trainer = self._trainer
-        config = trainer.config
-        if config.init_from is None or self._loaded_initial_weights or trainer.progress.step:
+        ctx = self._ctx
+        config = ctx.config
+        if config.init_from is None or self._loaded_initial_weights or ctx.progress.step:
             return
-        weights = InitialWeights(trainer.models, config.init_keys)
+        weights = InitialWeights(ctx.models, config.init_keys)
         checkpoint = self._load_parts_from(config.init_from, {"models": weights})
         self._loaded_initial_weights = True
-        trainer.print(f"began with the weights of {checkpoint.path}: {weights.report()}")
+        ctx.print(f"began with the weights of {checkpoint.path}: {weights.report()}")
 
     @contextmanager
     def weights_of(self, checkpoint: str) -> Iterator[None]:
@@ -334,7 +342,7 @@ class RunState:
         Raises:
             CheckpointError: it is not there, or not of these models.
         """
-        borrowed = BorrowedWeights(self._trainer.models, self._trainer.callbacks)
+        borrowed = BorrowedWeights(self._ctx.models, self._ctx.callbacks)
         with borrowed.restored_afterwards():
             self._load_parts_from(checkpoint, borrowed.parts)
             with borrowed.without_missing_averages():
@@ -342,15 +350,12 @@ class RunState:
 
     def _seed_new_ranks(self, checkpoint: Checkpoint) -> None:
         """Seeds the ranks that join a run; in exact mode they draw what all others draw. Every rank must call this."""
-        world, config = self._trainer.world, self._trainer.config
-        if config.exact:
-            generators = RngState()
-            generators.load_state_dict(world.broadcast(generators.state_dict()))
-        elif world.rank >= checkpoint.world_size:
-            seed_everything(config.seed, rank=world.rank, step=checkpoint.step)
+        world = self._ctx.world
+        if not self._numerics.share_rng(world) and world.rank >= checkpoint.world_size:
+            seed_everything(self._ctx.config.seed, rank=world.rank, step=checkpoint.step)
 
     def _load_parts_from(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
-        store = CheckpointStore(path, world=self._trainer.world)
+        store = CheckpointStore(path, world=self._ctx.world)
         checkpoint = store.read(path)
         store.load(parts, rank_parts={}, checkpoint=checkpoint)
         return checkpoint
@@ -360,8 +365,8 @@ class RunState:
         before, now = checkpoint.meta.get("data", {}).get("fingerprint"), self._data.fingerprint
         if before == now or "data" not in components:
             return bool(before != now)
-        if self._trainer.config.changed_data == "reset":
-            self._trainer.print(f"the training data was {before} and is {now}: it is read from its beginning")
+        if self._ctx.config.changed_data == "reset":
+            self._ctx.print(f"the training data was {before} and is {now}: it is read from its beginning")
             return True
         why = self._data.explain_change(str(before)) if isinstance(self._data, SupportsDiff) else None
         if why is not None:
@@ -377,16 +382,16 @@ class RunState:
 
     def is_epoch_complete(self) -> bool:
         """Whether the epoch in progress has all its updates, as far as the data has a length. Every rank must ask."""
-        progress, config = self._trainer.progress, self._trainer.config
+        progress, config = self._ctx.progress, self._ctx.config
         steps = progress.step_in_epoch
         is_cut_here = config.steps_per_epoch is not None and steps >= config.steps_per_epoch
         has_ended = is_exhausted(self._data, epoch=progress.epoch, steps=steps, offset=progress.offset)
         # Iterables of unequal lengths end for all ranks where the shortest one does.
-        return self._trainer.world.any(is_cut_here or has_ended)
+        return self._ctx.world.any(is_cut_here or has_ended)
 
     def _restore_data_position(self, *, begin_epoch_again: bool) -> bool:
         """Begins the epoch in progress again, where the data cannot go on or is not to; returns whether it goes on."""
-        progress = self._trainer.progress
+        progress = self._ctx.progress
         begun = progress.step_in_epoch > 0 and not begin_epoch_again
         if begun and self._data.guarantee != "exact" and not self.is_epoch_complete():
             warnings.warn(
@@ -401,9 +406,9 @@ class RunState:
 
     def _report_changed_length(self, checkpoint: Checkpoint) -> None:
         """Says what becomes of the learning rate where the limit of the run has been moved."""
-        before, now = checkpoint.meta.get("total_steps"), self._trainer.total_steps
-        if before != now and self._trainer.schedulers:
-            self._trainer.print(
+        before, now = checkpoint.meta.get("total_steps"), self._length.total_steps
+        if before != now and self._ctx.lr_stepping.schedulers:
+            self._ctx.print(
                 f"the run was {before or 'an unknown number of'} steps long and is {now or 'an unknown number'} now: a "
                 "schedule that is a function of the step (headway.trainer.schedules, LambdaLR) is that of the new "
                 "length from here on; torch's other schedulers keep the settings that they were saved with"
@@ -411,18 +416,18 @@ class RunState:
 
     def result(self, status: Status, reason: str, resumed_from: Checkpoint | None) -> FitResult:
         """Says how the run ended, as of now."""
-        trainer = self._trainer
+        ctx = self._ctx
         kept = self._store.of_this_run() if self._store is not None else []
         best = self._store.best() if self._store is not None else None
         return FitResult(
             status=status,
             reason=reason,
-            metrics=dict(trainer.history.latest),
-            history=Table(trainer.history.epochs),
-            steps=trainer.progress.step,
-            epochs=trainer.progress.epoch,
-            samples=trainer.progress.samples,
-            tokens=trainer.progress.tokens,
+            metrics=dict(ctx.history.latest),
+            history=Table(ctx.history.epochs),
+            steps=ctx.progress.step,
+            epochs=ctx.progress.epoch,
+            samples=ctx.progress.samples,
+            tokens=ctx.progress.tokens,
             last_checkpoint=kept[-1].path if kept else None,
             best_checkpoint=best.path if best else None,
             best_metric=self._best.value,
@@ -433,24 +438,24 @@ class RunState:
 
     def _current_metrics(self) -> dict[str, float]:
         """What was measured last, without the results of an evaluation of earlier weights: they are not these."""
-        progress, latest = self._trainer.progress, self._trainer.history.latest
+        progress, latest = self._ctx.progress, self._ctx.history.latest
         if progress.evaluations and progress.evaluated_step == progress.step:
             return latest
         return {name: value for name, value in latest.items() if not name.startswith("validation/")}
 
     def _parts(self, models: NamedModels | None = None) -> dict[str, Stateful]:
-        trainer = self._trainer
-        models = NamedModels(trainer.models) if models is None else models
+        ctx = self._ctx
+        models = NamedModels(ctx.models) if models is None else models
         return {
             "models": ModelState(models),
-            **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in trainer.optimizers.items()},
-            **{f"schedulers/{name}": each for name, each in trainer.schedulers.items()},
+            **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in ctx.optimizers.items()},
+            **{f"schedulers/{name}": each for name, each in ctx.lr_stepping.schedulers.items()},
             "update": self._optimizer_step,
-            "progress": trainer.progress,
-            "history": trainer.history,
+            "progress": ctx.progress,
+            "history": ctx.history,
             "best": self._best,
             "spikes": self._spikes,
-            "callbacks": trainer.callbacks,
+            "callbacks": ctx.callbacks,
             "recorder": self._recorder,
         }
 

@@ -7,20 +7,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..config import as_plain
 from ..data.protocols import GlobalBatch
+from ..loop.context import RunContext
+from ..loop.steps import Steps
 from ..result import PER_EPOCH
 from ..step.optimizer_step import OptimizerStep
 from ..trackers.base import RunInfo, Tracker, TrackerList
 from .means import MeanMetrics
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
-
 
 _SLOW_DATA = 0.3
 """Warn if waiting for data takes more than this share of the time."""
@@ -41,9 +39,10 @@ class Recorder:
     for the first batch. Samples and tokens that only keep ranks in step do not count.
 
     Args:
-        trainer: whose run is logged.
-        metrics: filled by the updates since the last flush.
-        update: has the learning rates and counters.
+        ctx: of the run.
+        steps: count tokens.
+        metrics: what the updates have added since the last flush.
+        update: knows the learning rates that were used.
 
     Attributes:
         waited_s: time that the loop has waited for data since the last flush; set by the loop.
@@ -52,13 +51,13 @@ class Recorder:
         samples: samples in the interval of the last record.
     """
 
-    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics, update: OptimizerStep) -> None:
-        self._trainer, self._metrics, self._optimizer_step = trainer, metrics, update
+    def __init__(self, ctx: RunContext, steps: Steps, metrics: MeanMetrics, update: OptimizerStep) -> None:
+        self._ctx, self._user_steps, self._metrics, self._optimizer_step = ctx, steps, metrics, update
         self.trackers = TrackerList()
         self.metric_sources: list[MetricSource] = []
         self.in_update = False
         self.samples = 0
-        self._overrides_num_tokens = trainer.overrides_num_tokens
+        self._overrides_num_tokens = steps.overrides_num_tokens
         self._began_s = time.perf_counter()
         self._flushed_samples = 0
         self._is_warm = self._has_warned_of_slow_data = False
@@ -75,16 +74,16 @@ class Recorder:
             resumed: whether a checkpoint was restored.
             began_s: `time.perf_counter()` at the call of `fit`.
         """
-        trainer = self._trainer
-        self._began_s = began_s - trainer.progress.elapsed_s
+        ctx = self._ctx
+        self._began_s = began_s - ctx.progress.elapsed_s
         run = RunInfo(
-            name=PurePosixPath(trainer.run_dir).name if trainer.run_dir else type(trainer).__name__,
-            run_dir=trainer.run_dir,
-            config=as_plain(trainer.config),
-            attempt=trainer.attempt,
+            name=PurePosixPath(ctx.run_dir).name if ctx.run_dir else ctx.name,
+            run_dir=ctx.run_dir,
+            config=as_plain(ctx.config),
+            attempt=ctx.attempt,
             resumed=resumed,
         )
-        self.trackers.start(run, step=trainer.progress.step)
+        self.trackers.start(run, step=ctx.progress.step)
         self._is_warm = False
         self._new_interval()
 
@@ -98,7 +97,7 @@ class Recorder:
         if self._overrides_num_tokens:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
                 if num_samples:
-                    tokens = tokens + self._trainer.num_tokens(micro_batch)
+                    tokens = tokens + self._user_steps.num_tokens(micro_batch)
             # In the metrics, whose state a run that resumes inside an interval restores.
             self._metrics.reduced.add(_TOKENS, tokens, "sum")
         if self._is_warm:
@@ -107,33 +106,33 @@ class Recorder:
         else:
             self._is_warm = True
             first_s = time.perf_counter() - self._interval_s - self._paused_s - self.waited_s
-            self._trainer.setup_times.update(first_batch=self.waited_s, first_update=first_s)
+            self._ctx.setup_times.update(first_batch=self.waited_s, first_update=first_s)
             self._new_interval()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time inside from the throughput."""
         began_s = time.perf_counter()
-        self._trainer.progress.elapsed_s = self.elapsed_s()  # a checkpoint is written in here
+        self._ctx.progress.elapsed_s = self.elapsed_s()  # a checkpoint is written in here
         try:
             yield
         finally:
             self._paused_s += time.perf_counter() - began_s
-            self._trainer.progress.elapsed_s = self.elapsed_s()
+            self._ctx.progress.elapsed_s = self.elapsed_s()
 
     def flush(self) -> dict[str, float]:
         """Write the record of the interval since the last flush, if there was an update. Every rank must call this."""
-        trainer, progress = self._trainer, self._trainer.progress
+        ctx, progress = self._ctx, self._ctx.progress
         if progress.samples == self._flushed_samples:
             return {}
-        record = self._metrics.read(trainer.world)
+        record = self._metrics.read(ctx.world)
         if _TOKENS in record:
             progress.tokens += int(record[_TOKENS])
             record[_TOKENS] = float(progress.tokens)
         # After the read, which waits for the device.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
         times_s = (seconds, self._paused_s, self.elapsed_s())
-        per_rank = trainer.world.all_gather_object((*times_s, float(self._tokens), self.waited_s / seconds))
+        per_rank = ctx.world.all_gather_object((*times_s, float(self._tokens), self.waited_s / seconds))
         # Of the slowest rank, so that records are equal on every rank.
         seconds, paused_s, elapsed_s = (max(each[i] for each in per_rank) for i in range(3))
         samples = progress.samples - self._samples
@@ -159,16 +158,14 @@ class Recorder:
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # Unlike the throughput, the means include what an interrupted attempt had added.
         self.samples = progress.samples - self._flushed_samples
-        trainer.history.add(
-            record, samples=self.samples, kinds=self._metrics.reduced.kinds, weights=self._metrics.weights
-        )
+        ctx.history.add(record, samples=self.samples, kinds=self._metrics.reduced.kinds, weights=self._metrics.weights)
         self._flushed_samples = progress.samples
         self._log(record)
         self._new_interval()
         return record
 
     def _warn_of_slow_data(self, rank: int, share: float) -> None:
-        if self._has_warned_of_slow_data or not self._trainer.world.is_main:
+        if self._has_warned_of_slow_data or not self._ctx.world.is_main:
             return
         self._has_warned_of_slow_data = True
         warnings.warn(
@@ -179,13 +176,13 @@ class Recorder:
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Log the result of an evaluation."""
-        self._trainer.history.add_evaluation(metrics)
+        self._ctx.history.add_evaluation(metrics)
         self._log(metrics)
 
     def log_epoch(self, metrics: Mapping[str, float]) -> None:
         """Log the means over an epoch to the trackers, for `read_history`; hooks get them in `on_epoch_end`."""
         means = {f"{PER_EPOCH}{name}": value for name, value in metrics.items() if name not in ("epoch", "step")}
-        self.trackers.log(means, step=self._trainer.progress.step, epoch=self._trainer.progress.epoch)
+        self.trackers.log(means, step=self._ctx.progress.step, epoch=self._ctx.progress.epoch)
 
     def log_event(self, record: Mapping[str, float]) -> None:
         """Log an event of the run at this step."""
@@ -197,7 +194,7 @@ class Recorder:
 
         So that a resumed run, which repeats the update, has them once.
         """
-        return self._trainer.progress.step + self.in_update
+        return self._ctx.progress.step + self.in_update
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trackers' state, and the start of the interval in progress."""
@@ -218,13 +215,13 @@ class Recorder:
         self.trackers.finish(status)
 
     def _log(self, record: Mapping[str, float]) -> None:
-        trainer = self._trainer
-        trainer.callbacks.on_log(trainer, record)
-        self.trackers.log(record, step=trainer.progress.step, epoch=trainer.progress.epoch)
+        progress = self._ctx.progress
+        self._ctx.callbacks.on_log(record)
+        self.trackers.log(record, step=progress.step, epoch=progress.epoch)
 
     def _new_interval(self) -> None:
         self._interval_s = time.perf_counter()
-        self._samples = self._trainer.progress.samples
+        self._samples = self._ctx.progress.samples
         self._steps = 0
         self._tokens: int | torch.Tensor = 0
         self.waited_s = self._paused_s = 0.0

@@ -1,199 +1,291 @@
-"""From what the `configure_` methods of a trainer describe to models, data and optimizers that are ready to train."""
+"""Builds models, data and optimizers that are ready to train from what the user's `configure_` methods say."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..callbacks.base import Callback, PlainFunction
 from ..checkpoints.model_state import OptimizerState
 from ..config import as_plain
 from ..data.protocols import BatchStream, ShardInfo
 from ..data.streams import as_stream
 from ..distributed import parallelize
 from ..distributed.parallelize import named_tensors
+from ..distributed.world import World
 from ..errors import ConfigError
-from ..exact.checks import check_exact_data, check_exact_models
-from ..exact.determinism import hardware_fingerprint
+from ..exact.numerics import Numerics
+from ..loop.context import RunContext
 from ..loop.run_state import versions
-from ..step.lr_stepping import check_intervals
+from ..loop.steps import Steps
+from ..step.lr_stepping import Interval
+from ..trackers.base import Tracker
 from . import weight_init
 from .freezing import freeze
 from .rank_consistency import check_agreement, check_weights, code_digests, shapes
 
-if TYPE_CHECKING:
-    from ..trainer import Trainer
-
 T = TypeVar("T")
 
 
-def make_models(trainer: Trainer[Any]) -> None:
+class Program(Steps, Protocol):
+    """The user's code of a training: its steps, and how its parts are made. `Trainer` is one.
+
+    The `configure_` methods may set attributes, return what they make, or both: see `collect`.
+    """
+
+    scheduler_interval: Interval | Mapping[str, Interval]
+    scheduler_monitor: str | Mapping[str, str]
+
+    def configure_models(self) -> Any:
+        """Makes the models, on the meta device."""
+
+    def init_weights(self) -> None:
+        """Gives models that were made on the meta device their values."""
+
+    def configure_optimizers(self) -> Any:
+        """Makes optimizers and schedulers."""
+
+    def configure_dataloaders(self) -> Any:
+        """Makes the training data, or (training data, validation data)."""
+
+    def configure_metrics(self) -> Mapping[str, Any]:
+        """Returns metrics of evaluations that are no means."""
+
+    def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
+        """Returns callbacks."""
+
+    def configure_trackers(self) -> Sequence[Tracker]:
+        """Returns trackers."""
+
+
+def make_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
     """Makes the models on the meta device, as far as that goes without other ranks.
 
     Raises:
-        ConfigError: there is no model, two of them share a weight that neither has alone, or the config does not fit.
+        ConfigError: there is no model, one hides in a private attribute, two of them share a weight that neither has
+            alone, or the config does not fit.
     """
     with torch.device("meta"):
-        trainer.configure_models()
-    trainer.models = _without_submodules(
-        {name: each for name, each in _attributes(trainer, nn.Module).items() if _has_state(each)}
+        returned = program.configure_models()
+    collect(program, returned, "configure_models", {"model": nn.Module})
+    models = _without_submodules(
+        {name: each for name, each in _attributes(program, nn.Module).items() if _has_state(each)}
     )
-    if not trainer.models:
+    _check_private_models(program, models, ctx.name)
+    if not models:
         raise ConfigError(
-            f"configure_models() of {type(trainer).__name__} set no module as an attribute: self.model = ..."
+            f"configure_models() of {ctx.name} made no module with parameters: set self.model = ..., or return it"
         )
-    trainer.callbacks.on_models_configured(trainer)
-    # A callback may have put another model in the place of one.
-    trainer.models = {name: getattr(trainer, name) for name in trainer.models}
-    freeze(trainer.models, trainer.config.freeze)
-    parallelize.check_modules(trainer.models, trainer.config.parallel)
-    if trainer.config.exact:
-        check_exact_models(trainer.models)
+    ctx.models.clear()
+    ctx.models.update(models)
+    ctx.callbacks.on_models_configured()
+    # A callback may have replaced a model.
+    ctx.models.update({name: getattr(program, name) for name in models})
+    freeze(ctx.models, ctx.config.freeze)
+    parallelize.check_modules(ctx.models, ctx.config.parallel)
+    numerics.check_models(ctx.models)
 
 
-def parallelize_models(trainer: Trainer[Any], born_on_meta: Mapping[str, nn.Module]) -> None:
+def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
     """Shards, materialises, initialises and replicates the models, in place. Every rank must call this.
-
-    Args:
-        trainer: with its models.
-        born_on_meta: those of them that have no weights yet.
 
     Raises:
         ConfigError: the ranks have other models, configs, versions or code, or a weight has no value.
     """
-    config, world = trainer.config, trainer.world
+    config, world, times = ctx.config, ctx.world, ctx.setup_times
+    born_on_meta = ctx.models_without_weights
+    born_on_meta.clear()
+    born_on_meta.update({name: model for name, model in ctx.models.items() if parallelize.on_meta(model)})
     facts = {
         "config": as_plain(config),
-        "run_dir": trainer.run_dir,
-        "models": shapes(trainer.models),
+        "run_dir": ctx.run_dir,
+        "models": shapes(ctx.models),
         "versions": versions(),
-        "code": code_digests(type(trainer), trainer.models) if world.size > 1 else {},
+        "code": code_digests(type(program), ctx.models) if world.size > 1 else {},
     }
-    if config.exact:
-        facts["exact"] = hardware_fingerprint(world.device)
-    times = trainer.setup_times
+    if exact := numerics.facts(world.device):
+        facts["exact"] = exact
     with times.phase("parallelise"):
         # Before the first of the collectives that would wait, or mix up weights, where models differ.
         check_agreement(world, facts)
-        for model in trainer.models.values():
+        for model in ctx.models.values():
             parallelize.shard(model, config.parallel, precision=config.precision, world=world)
     if born_on_meta:
         with times.phase("initialise"):
-            weight_init.initialise_weights(born_on_meta, trainer.init_weights)
+            weight_init.initialise_weights(born_on_meta, program.init_weights)
     with times.phase("parallelise"):
-        check_weights(world, trainer.models)
-        for name, model in trainer.models.items():
-            if config.exact:
-                parallelize.broadcast_weights(model, world)
-            else:
-                _set_model(trainer, name, parallelize.replicate(model, config.parallel, world))
+        check_weights(world, ctx.models)
+        for name, model in ctx.models.items():
+            _set_model(program, ctx, name, numerics.replicate(model, config, world))
 
 
-def rejoin_process_group(trainer: Trainer[Any]) -> None:
-    """Goes on after a `fit`, which has ended the process group that the trainer began. Every rank must call this.
+def rejoin_process_group(program: Program, ctx: RunContext) -> None:
+    """Continues after a `fit` that has ended the process group which the trainer began. Every rank must call this.
 
     Raises:
         ConfigError: a model is sharded, and cannot.
     """
-    for model in trainer.models.values():
+    for model in ctx.models.values():
         # Before the first collective: all ranks raise, or none does.
         parallelize.check_unsharded(model)
-    trainer.world.rejoin()
-    trainer._loop.rejoin()
-    for name, model in trainer.models.items():
-        _set_model(trainer, name, parallelize.rewrap_ddp(model, trainer.config.parallel, trainer.world))
+    ctx.world.rejoin()
+    for name, model in ctx.models.items():
+        _set_model(program, ctx, name, parallelize.rewrap_ddp(model, ctx.config.parallel, ctx.world))
 
 
-def make_optimizers(trainer: Trainer[Any]) -> None:
+def make_optimizers(program: Program, ctx: RunContext) -> None:
     """Makes optimizers and schedulers over the models' parameters.
 
     Raises:
         ConfigError: there is no optimizer, one holds a parameter of none of the models, or a scheduler never moves.
     """
-    trainer.configure_optimizers()
-    trainer.optimizers = _attributes(trainer, Optimizer)
-    for name, optimizer in trainer.optimizers.items():
+    returned = program.configure_optimizers()
+    collect(program, returned, "configure_optimizers", {"optimizer": Optimizer, "scheduler": LRScheduler})
+    ctx.optimizers.clear()
+    ctx.optimizers.update(_attributes(program, Optimizer))
+    for name, optimizer in ctx.optimizers.items():
         # Now, and not at the first save: what is in no model is neither averaged over the ranks nor saved.
-        OptimizerState(trainer.models, name, optimizer)
-    trainer.schedulers = _outermost(_attributes(trainer, LRScheduler))
-    check_intervals(trainer)
-    if not trainer.optimizers:
-        raise ConfigError(f"configure_optimizers() of {type(trainer).__name__} set no optimizer: self.optimizer = ...")
+        OptimizerState(ctx.models, name, optimizer)
+    ctx.lr_stepping.use(
+        _outermost(_attributes(program, LRScheduler)),
+        interval=program.scheduler_interval,
+        monitor=program.scheduler_monitor,
+    )
+    if not ctx.optimizers:
+        raise ConfigError(
+            f"configure_optimizers() of {ctx.name} made no optimizer: set self.optimizer = ..., or return it"
+        )
 
 
-def open_data(trainer: Trainer[Any]) -> tuple[BatchStream, dict[str, BatchStream]]:
+def open_data(program: Program, ctx: RunContext, numerics: Numerics) -> tuple[BatchStream, dict[str, BatchStream]]:
     """Opens the training data and the sets of validation data by name.
 
     Raises:
         ConfigError, DataError: it is no data, empty, or does not fit the batch sizes.
     """
-    loaders = trainer.configure_dataloaders()
+    loaders = program.configure_dataloaders()
+    if loaders is None:
+        loaders = getattr(program, "train_dataloader", None), getattr(program, "val_dataloader", None)
     train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
-    data = _open(trainer, train, training=True, in_use=())
-    sets = {} if validation is None else open_sets(trainer, validation, in_use=[data])
-    if trainer.config.exact:
-        check_exact_data(data, sets, trainer.world)
+    data = _open(ctx, numerics, train, training=True, in_use=())
+    sets = {} if validation is None else open_sets(ctx, numerics, validation, in_use=[data])
+    numerics.check_data(data, sets, ctx.world)
     return data, sets
 
 
-def open_sets(trainer: Trainer[Any], data: Any, *, in_use: Sequence[BatchStream]) -> dict[str, BatchStream]:
+def open_sets(
+    ctx: RunContext, numerics: Numerics, data: Any, *, in_use: Sequence[BatchStream]
+) -> dict[str, BatchStream]:
     """Opens validation data: one set, whose name is "", or several by name; copies of streams that are in use.
 
     Raises:
-        ConfigError, DataError: it is no data, empty, or called by no name.
+        ConfigError, DataError: it is no data, empty, or has no name.
     """
     sets = data if isinstance(data, Mapping) else {"": data}
     if not all(isinstance(name, str) and (name or sets is not data) for name in sets):
-        raise ConfigError(f"sets of validation data are called by text, not by {', '.join(map(repr, sets))}")
+        raise ConfigError(f"sets of validation data need names that are text, not {', '.join(map(repr, sets))}")
     return {
-        name: _open(trainer, each, training=False, in_use=in_use) for name, each in sets.items() if each is not None
+        name: _open(ctx, numerics, each, training=False, in_use=in_use)
+        for name, each in sets.items()
+        if each is not None
     }
 
 
-def check_data(trainer: Trainer[Any], streams: Sequence[BatchStream]) -> None:
-    """Makes sure that all ranks have opened the same data. Every rank must call this.
+def check_same_data(world: World, streams: Sequence[BatchStream]) -> None:
+    """Checks that all ranks have opened the same data. Every rank must call this.
 
     Raises:
-        ConfigError: they have not. Iterables of their own may have any length.
+        ConfigError: they have not. Iterables of each rank may have any length.
     """
     facts = [
         (each.guarantee, each.fingerprint, each.steps_in_epoch(0) if each.guarantee == "exact" else None)
         for each in streams
     ]
-    check_agreement(trainer.world, {"data": facts})
+    check_agreement(world, {"data": facts})
 
 
-def _open(trainer: Trainer[Any], data: Any, *, training: bool, in_use: Sequence[BatchStream]) -> BatchStream:
-    config = trainer.config
+def collect(program: object, returned: Any, method: str, kinds: Mapping[str, type]) -> None:
+    """Sets what a `configure_` method has returned as attributes, as if it had set them itself.
+
+    Args:
+        program: gets the attributes.
+        returned: None; one object; several in a tuple or list, each named by its kind; or any number by name in a dict,
+            whose values may be nested (optimizer, scheduler) pairs: the scheduler of `x` is `x_scheduler`.
+        method: its name, for messages.
+        kinds: the classes of objects that it may return, by the name of a single one.
+
+    Raises:
+        ConfigError: it returned something else, or two of one kind without names.
+    """
+    if returned is None:
+        return
+    named: dict[str, Any] = {}
+    groups = returned if isinstance(returned, Mapping) else {"": returned}
+    for key, group in groups.items():
+        for each in group if isinstance(group, (tuple, list)) else (group,):
+            kind = next((name for name, cls in kinds.items() if isinstance(each, cls)), None)
+            if kind is None:
+                allowed = " or ".join(cls.__name__ for cls in kinds.values())
+                raise ConfigError(
+                    f"{method}() returned {type(each).__name__} {each!r:.60}; return {allowed} objects, a dict of them "
+                    "by name, or nothing where the method sets them as attributes"
+                )
+            first = next(iter(kinds))
+            name = (key if kind == first else f"{key}_{kind}") if key else kind
+            if name in named:
+                raise ConfigError(
+                    f"{method}() returned several without names: return a dict, such as {{'a': ..., 'b': ...}}"
+                )
+            named[name] = each
+    for name, each in named.items():
+        setattr(program, name, each)
+
+
+def _check_private_models(program: object, models: Mapping[str, nn.Module], owner: str) -> None:
+    """Refuses modules that would be neither trained, moved, synchronised nor saved, because their names are private."""
+    managed = {id(module) for model in models.values() for module in model.modules()}
+    for name, each in vars(program).items():
+        if name.startswith("_") and isinstance(each, nn.Module) and id(each) not in managed and _has_state(each):
+            raise ConfigError(
+                f"self.{name} of {owner} is a module with parameters under a private name, which Headway would neither "
+                f"move to the device nor save: call it self.{name.strip('_')}, and freeze it if it is not to be trained"
+            )
+
+
+def _open(
+    ctx: RunContext, numerics: Numerics, data: Any, *, training: bool, in_use: Sequence[BatchStream]
+) -> BatchStream:
+    config = ctx.config
     stream = as_stream(data)
     if any(stream is each for each in in_use):
         # A stream is opened once: opened for an evaluation, it would no longer be what the training reads.
         stream = copy.copy(stream)
     stream.setup(
         ShardInfo(
-            rank=trainer.world.rank,
-            world_size=trainer.world.size,
+            rank=ctx.world.rank,
+            world_size=ctx.world.size,
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             accumulation=config.gradient_accumulation_steps,
             seed=config.seed,
-            device=trainer.device,
+            device=ctx.device,
             training=training,
-            by_shard=config.exact,
+            by_shard=numerics.cuts_by_shard,
         )
     )
     return stream
 
 
-def _attributes(trainer: Trainer[Any], kind: type[T]) -> dict[str, T]:
-    """What a `configure_` method has set, by name. A name with an underscore is nobody's business."""
-    return {name: each for name, each in vars(trainer).items() if isinstance(each, kind) and not name.startswith("_")}
+def _attributes(program: object, kind: type[T]) -> dict[str, T]:
+    """Returns the public attributes of a kind, by name."""
+    return {name: each for name, each in vars(program).items() if isinstance(each, kind) and not name.startswith("_")}
 
 
 def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -226,9 +318,9 @@ def _outermost(schedulers: Mapping[str, LRScheduler]) -> dict[str, LRScheduler]:
     return {name: each for name, each in schedulers.items() if each not in inside}
 
 
-def _set_model(trainer: Trainer[Any], name: str, model: nn.Module) -> None:
-    trainer.models[name] = model
-    setattr(trainer, name, model)
+def _set_model(program: Program, ctx: RunContext, name: str, model: nn.Module) -> None:
+    ctx.models[name] = model
+    setattr(program, name, model)
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +14,7 @@ from ..config import ParallelConfig, Precision
 from ..data.protocols import BatchStream, HasDroppedTail
 from ..distributed.parallelize import blocks_of
 from ..distributed.world import World
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
+from ..loop.context import RunContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,34 +118,40 @@ class Estimate:
 
 
 def estimate_of(
-    trainer: Trainer[Any], train: BatchStream, validation: Mapping[str, BatchStream], unknown: str
+    ctx: RunContext,
+    train: BatchStream,
+    validation: Mapping[str, BatchStream],
+    *,
+    total_steps: int | None,
+    unknown: str,
 ) -> Estimate:
-    """Measures a trainer that has its models, data and optimizers, none of them more than a shape.
+    """Measures a training that has its models, data and optimizers, all of them shapes without values.
 
     Args:
-        trainer: with them; for `Trainer.estimate`.
+        ctx: with models and optimizers.
         train: open.
         validation: open, by name.
+        total_steps: updates of the whole run, where that is known.
         unknown: why there are no optimizers; empty if there are.
     """
-    config = trainer.config
-    models = {name: size_of(model, config.parallel, config.precision) for name, model in trainer.models.items()}
+    config = ctx.config
+    models = {name: size_of(model, config.parallel, config.precision) for name, model in ctx.models.items()}
     optimizer_bytes: int | None = None
     if not unknown:
         try:
-            optimizer_bytes = sum(state_bytes(each, config.precision) for each in trainer.optimizers.values())
+            optimizer_bytes = sum(state_bytes(each, config.precision) for each in ctx.optimizers.values())
         except Exception as error:
             unknown = f"its first step on the meta device raises {type(error).__name__}"
     return Estimate(
         models=models,
-        optimizers={name: type(each).__name__ for name, each in trainer.optimizers.items()},
+        optimizers={name: type(each).__name__ for name, each in ctx.optimizers.items()},
         optimizer_bytes=optimizer_bytes,
         unknown=unknown,
         train=_data_size(train),
         validation={name: _data_size(stream) for name, stream in validation.items()},
-        total_steps=trainer.total_steps,
+        total_steps=total_steps,
         memory=memory_per_rank(
-            models, optimizer_bytes, config=config.parallel, precision=config.precision, world=trainer.world
+            models, optimizer_bytes, config=config.parallel, precision=config.precision, world=ctx.world
         ),
     )
 

@@ -7,7 +7,7 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,12 +19,11 @@ from ..data.tree import batch_size, map_tensors
 from ..distributed.dtensor import is_sharded
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import ConfigError, StepError
+from ..loop.context import RunContext
+from ..loop.steps import Steps
 from ..metrics.means import MeanMetrics
 from .oom import is_out_of_memory
-from .optimizer_step import LossWeight, OptimizerStep, zero_gradients
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
+from .optimizer_step import OptimizerStep, zero_gradients
 
 
 class AutoMicrobatchStep(OptimizerStep):
@@ -38,8 +37,8 @@ class AutoMicrobatchStep(OptimizerStep):
     rank that has run out of memory then finds the others where they can turn back.
 
     Args:
-        trainer: set up; one rank, or models that are replicated.
-        metrics: as for `OptimizerStep`.
+        ctx: of one rank, or with models that are replicated.
+        steps, metrics: as for `OptimizerStep`.
 
     Attributes:
         pieces: into how many each micro-batch of the data is cut.
@@ -48,9 +47,9 @@ class AutoMicrobatchStep(OptimizerStep):
         ConfigError: a model is sharded.
     """
 
-    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics) -> None:
-        super().__init__(trainer, metrics)
-        if sharded := [name for name, model in trainer.models.items() if is_sharded(model)]:
+    def __init__(self, ctx: RunContext, steps: Steps, metrics: MeanMetrics) -> None:
+        super().__init__(ctx, steps, metrics)
+        if sharded := [name for name, model in ctx.models.items() if is_sharded(model)]:
             raise ConfigError(
                 f"halve_on_out_of_memory cannot be kept: {', '.join(sorted(sharded))} is sharded, and a rank without "
                 "memory leaves the others waiting for its shards in the midst of a pass. Leave it out and set a "
@@ -80,7 +79,7 @@ class AutoMicrobatchStep(OptimizerStep):
     def _accumulate_and_step(self, batch: GlobalBatch) -> str | None:
         generators = self._generators.state_dict()
         buffers = [buffer.clone() for buffer in self._buffers]
-        micro_batches = self._trainer.progress.micro_batches
+        micro_batches = self._ctx.progress.micro_batches
         while True:
             self._sync_buffers_now()
             try:
@@ -91,7 +90,7 @@ class AutoMicrobatchStep(OptimizerStep):
             self._losses = []
             zero_gradients(self._optimizers)
             gc.collect()
-            if self._trainer.device.type == "cuda":
+            if self._ctx.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._generators.load_state_dict(generators)
             with torch.no_grad():
@@ -99,17 +98,15 @@ class AutoMicrobatchStep(OptimizerStep):
                     buffer.copy_(before)
             self._request_buffer_sync()
             self.logged.reset()
-            self._trainer.progress.micro_batches = micro_batches
+            self._ctx.progress.micro_batches = micro_batches
             self.is_last_micro_batch, self.is_padding, self.weight = True, False, 1.0
             self.splits *= 2
-            self._trainer.print(message)
-            self._trainer.callbacks.on_out_of_memory(self._trainer, message)
+            self._ctx.print(message)
+            self._callbacks.on_out_of_memory(message)
 
-    def _compute_and_step(
-        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
-    ) -> list[Mapping[str, Any]]:
+    def _compute_and_step(self) -> None:
         with without_gradient_sync(self._models):
-            return super()._compute_and_step(batch, micro_batches, scales)
+            super()._compute_and_step()
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
         try:
@@ -170,7 +167,7 @@ class AutoMicrobatchStep(OptimizerStep):
         )
         ranks = ", ".join(str(rank) for rank, each in enumerate(reports) if each.ran_out)
         largest = math.ceil(max(each.largest for each in reports) / self.splits)
-        what = f"rank {ranks} ran out of memory at step {self._trainer.progress.step + 1}"
+        what = f"rank {ranks} ran out of memory at step {self._ctx.progress.step + 1}"
         problem = next((each.problem for each in reports if each.problem), None)
         if largest <= 1:
             problem = "a micro-batch has one sample already"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..callbacks.progress_bar import human_bytes
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
+from ..config import TrainerConfig
+from ..distributed.world import World
 
 _STATM = Path("/proc/self/statm")
 
@@ -47,15 +45,24 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def add_memory_advice(error: BaseException, trainer: Trainer[Any]) -> None:
-    """Adds to an out-of-memory error what was taken, what the config says of memory, and what to turn."""
-    with contextlib.suppress(Exception):  # Whatever goes wrong here, the error is what matters.
-        error.add_note(f"{_memory_in_use(trainer)}. {_memory_settings(trainer)}. {_advice(trainer)}.")
+def add_memory_advice(error: BaseException, config: TrainerConfig, world: World, *, step: int, may_halve: bool) -> None:
+    """Adds to an out-of-memory error how much is in use, what the config says of memory, and what to change.
+
+    Args:
+        error: gets a note.
+        config: of the run.
+        world: the ranks.
+        step: completed updates.
+        may_halve: whether micro-batches may be cut when memory runs out.
+    """
+    with contextlib.suppress(Exception):  # A failure in here must not hide the error itself.
+        notes = _memory_in_use(world, step), _memory_settings(config), _advice(config, world, may_halve=may_halve)
+        error.add_note(f"{'. '.join(notes)}.")
 
 
-def _memory_in_use(trainer: Trainer[Any]) -> str:
-    who = f"rank {trainer.world.rank} of {trainer.world.size} ran out of memory after {trainer.global_step} updates"
-    device = trainer.device
+def _memory_in_use(world: World, step: int) -> str:
+    who = f"rank {world.rank} of {world.size} ran out of memory after {step} updates"
+    device = world.device
     if device.type != "cuda":
         return f"{who}, with {human_bytes(resident_bytes())} resident"
     allocated, reserved = peak_bytes(device), torch.cuda.max_memory_reserved(device)
@@ -66,8 +73,8 @@ def _memory_in_use(trainer: Trainer[Any]) -> str:
     )
 
 
-def _memory_settings(trainer: Trainer[Any]) -> str:
-    config, parallel = trainer.config, trainer.config.parallel
+def _memory_settings(config: TrainerConfig) -> str:
+    parallel = config.parallel
     return (
         f"In force: micro_batch_size={config.micro_batch_size}, global_batch_size={config.global_batch_size}, "
         f"gradient_accumulation_steps={config.gradient_accumulation_steps}, precision={config.precision!r}, "
@@ -77,8 +84,8 @@ def _memory_settings(trainer: Trainer[Any]) -> str:
     )
 
 
-def _advice(trainer: Trainer[Any]) -> str:
-    config, parallel = trainer.config, trainer.config.parallel
+def _advice(config: TrainerConfig, world: World, *, may_halve: bool) -> str:
+    parallel = config.parallel
     smaller = (
         "a smaller micro_batch_size (the update stays what it is, accumulation follows)"
         if config.global_batch_size is not None
@@ -86,8 +93,8 @@ def _advice(trainer: Trainer[Any]) -> str:
         "micro_batch_size"
     )
     knobs = [smaller]
-    is_sharded = trainer.world.size > 1 and parallel.strategy in ("fsdp", "hsdp")
-    if not (config.halve_on_out_of_memory or config.exact or is_sharded):
+    is_sharded = world.size > 1 and parallel.strategy in ("fsdp", "hsdp")
+    if may_halve and not (config.halve_on_out_of_memory or is_sharded):
         knobs.append("halve_on_out_of_memory=True, which finds a micro-batch that fits")
     if config.precision == "fp32":
         knobs.append("precision='bf16'")
@@ -95,10 +102,10 @@ def _advice(trainer: Trainer[Any]) -> str:
         knobs.append("parallel.activation_checkpointing='selective'")
     if parallel.activation_checkpointing != "full":
         knobs.append("parallel.activation_checkpointing='full'")
-    if trainer.world.size > 1 and parallel.strategy == "ddp":
+    if world.size > 1 and parallel.strategy == "ddp":
         knobs.append("parallel.strategy='fsdp'")
-    elif trainer.world.size == 1 and parallel.strategy != "none":
+    elif world.size == 1 and parallel.strategy != "none":
         knobs.append("parallel.strategy='fsdp' on more ranks")
-    elif trainer.world.size > 1 and not parallel.cpu_offload:
+    elif world.size > 1 and not parallel.cpu_offload:
         knobs.append("more ranks; parallel.cpu_offload=True")
     return f"To need less: {'; '.join(knobs)}"

@@ -8,8 +8,9 @@ w * ranks / W before backward; DDP and FSDP2 then average over the ranks, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,72 +20,71 @@ from ..data.protocols import GlobalBatch
 from ..data.tree import move
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import StepError
+from ..loop.context import RunContext
+from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
 from .gradients import clip_norm, clip_value, norm_groups, report_unused, total_norm
-from .lr_stepping import schedulers_at
 from .multi_optimizer import GradientIsolation
 from .nonfinite import AsyncScalar, NonFiniteGuard, can_skip, skipping
 from .nonfinite_report import NonFiniteReport
 from .precision import autocast, loss_scaler, without_autocast
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
-
-LossWeight = float | torch.Tensor
 
 HOST_READABLE = ("cpu",)
 """Kinds of devices whose numbers can be looked at without waiting for anything."""
 
 
 class OptimizerStep:
-    """Makes one optimizer update of a global batch, calling `training_step` for each of this rank's micro-batches.
+    """Makes one optimizer update of a global batch.
 
-    It does what the step leaves undone. A step that returns a loss gets backward and optimizer step; one that called
-    `trainer.backward(loss)` gets the optimizer step; one that called `trainer.step(optimizer)` too gets nothing more.
+    Called with a batch, it calls `training_step` for each of this rank's micro-batches and does what the step leaves
+    undone: a step that returns a loss gets backward and optimizer step; one that called `backward(loss)` gets the
+    optimizer step; one that called `step(optimizer)` too gets nothing more. For a loop of the user's own, `accumulate`
+    yields the micro-batches instead, and `complete` makes the update.
 
-    An update whose gradient is not finite is refused where the norm is looked at in time: always on a CPU; on another
+    An update whose gradient is not finite is rejected where the norm is known in time: always on a CPU; on another
     device under a policy other than "raise", and with float16. Then the optimizers leave weights and moments alone, and
-    what the steps returned or logged is left out. A fused optimizer is told on the device, and the host waits for the
-    norm while the optimizer is at work, so that the device does not run dry; for others the host waits before their
-    step.
+    what the steps returned or logged is left out. A fused optimizer gets a flag on the device, and the host waits for
+    the norm while the optimizer works, so that the device stays busy; for others the host waits before their step.
 
     Args:
-        trainer: set up, with its models, optimizers and schedulers.
+        ctx: with models, optimizers and schedulers.
+        steps: the user's steps.
         metrics: gets what the steps return, and the norm of the gradient.
 
     Attributes:
-        is_last_micro_batch: whether the gradients of the micro-batch in hand complete the update.
-        learning_rates: those that produced the last update, by name.
+        is_last_micro_batch: whether the gradients of the current micro-batch complete the update.
+        learning_rates: those that produced the last update, in the order of the parameter groups.
         logged: what a step logs by itself; it counts when the update has been applied.
-        weight: how much the micro-batch in hand counts in means; 1 where none is in hand.
-        is_padding: whether the micro-batch in hand only keeps the ranks in step: nothing that its step logs counts.
-        stepping: the optimizers whose gradients `on_gradients_ready` is about.
-        hold: called once before the next optimizer steps: waits until what a save copies may change.
+        weight: how much the current micro-batch counts in means; 1 between micro-batches.
+        is_padding: whether the current micro-batch only keeps the ranks in step: nothing that its step logs counts.
+        stepping: the optimizers that are about to step, for `on_gradients_ready`.
+        wait_for_snapshot: called once before the next optimizer step: waits until a save has its copy of the state.
+        should_log: whether what is logged now counts on this rank.
 
     Raises:
         ConfigError: a pattern of `grad_norm_groups` matches no parameter, or "fp16" is to train float16 weights.
     """
 
-    def __init__(self, trainer: Trainer[Any], metrics: MeanMetrics) -> None:
-        self._trainer = trainer
-        self._activity = trainer.activity
-        self._metrics = metrics
-        self._config = trainer.config
-        self._world = trainer.world
-        self._models = trainer.models
-        self._schedulers = schedulers_at(trainer, "step")
-        self._optimizers = list(trainer.optimizers.values())
-        self._group_names = _group_names(trainer.optimizers)
-        self._norm_groups = norm_groups(trainer.models, trainer.config.grad_norm_groups)
-        self._overrides_loss_weight = trainer.overrides_loss_weight
-        self._overrides_prepare_batch = trainer.overrides_prepare_batch
-        self._must_move = trainer.device.type != "cpu"
-        self._scaler = loss_scaler(trainer.config.precision, self._optimizers)
-        self._guard = NonFiniteGuard(trainer.config, sees_every_norm=self._scaler is not None)
+    def __init__(self, ctx: RunContext, steps: Steps, metrics: MeanMetrics) -> None:
+        self._ctx, self._steps, self._metrics = ctx, steps, metrics
+        self._config, self._world, self._models = ctx.config, ctx.world, ctx.models
+        self._activity, self._callbacks = ctx.activity, ctx.callbacks
+        self._schedulers = ctx.lr_stepping.at("step")
+        self._optimizers = list(ctx.optimizers.values())
+        self._group_names = _group_names(ctx.optimizers)
+        self._norm_groups = norm_groups(ctx.models, ctx.config.grad_norm_groups)
+        self._must_move = ctx.device.type != "cpu"
+        self._scaler = loss_scaler(ctx.config.precision, self._optimizers)
+        self._guard = NonFiniteGuard(ctx.config, sees_every_norm=self._scaler is not None)
         self._isolation = GradientIsolation(self._optimizers) if len(self._optimizers) > 1 else None
+        self._micro_batches: Sequence[Any] = ()
+        self._current_weights: Sequence[LossWeight] = ()
+        self._loss_scales_now: Sequence[LossWeight] = ()
         self._loss_scale: LossWeight = 1.0
         self._micro_batch = 0
-        self._called_backward = self._is_applied = False
+        self._returned: Mapping[str, Any] = {}
+        self._outputs: list[Mapping[str, Any]] = []
+        self._called_backward = self._is_applied = self._is_accumulating = self._has_accumulated = False
         self._rejection: str | None = None
         self._stepped: set[Optimizer] = set()
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
@@ -99,7 +99,6 @@ class OptimizerStep:
         self.is_last_micro_batch = True
         self.is_padding = False
         self.weight: LossWeight = 1.0
-        self._current_weights: Sequence[LossWeight] = ()
         self.learning_rates: list[float | torch.Tensor] = []
         self.logged = MeanMetrics()
         self.wait_for_snapshot: Callable[[], None] | None = None
@@ -114,32 +113,107 @@ class OptimizerStep:
             NonFiniteError: its gradient is not finite, or that of an earlier update was not, and the policy or its
                 bounds have it so.
         """
-        try:
+        with self._discarding_gradients_on_error():
             self.logged.reset()
-            self._trainer.callbacks.on_step_start(self._trainer)
+            self._callbacks.on_step_start()
             return self._accumulate_and_step(batch)
+
+    def accumulate(self, batch: GlobalBatch) -> Generator[Any, None, None]:
+        """Yields this rank's micro-batches, for a loop that calls `backward_and_log` for each and then `complete`.
+
+        Raises:
+            StepError: a micro-batch got no backward pass.
+        """
+        self._has_accumulated = False
+        self.logged.reset()
+        self._callbacks.on_step_start()
+        self._prepare(batch)
+        self._is_accumulating = True
+        try:
+            with closing(self._each_micro_batch()) as each:
+                for micro_batch, _ in each:
+                    with autocast(self._config.precision, self._world.device):
+                        yield micro_batch
+                    if not self._called_backward:
+                        raise StepError("a micro-batch got no backward pass: call run.backward(loss) for each of them")
+            self._has_accumulated = True
+        finally:
+            self._is_accumulating = False
+
+    def backward_and_log(self, loss: torch.Tensor) -> None:
+        """Runs backward inside `accumulate`, and logs the loss.
+
+        Raises:
+            StepError: not called inside `accumulate`, or the loss is no single number with a gradient.
+        """
+        if not self._is_accumulating:
+            raise StepError(
+                "run.backward(loss) was called outside of `for micro_batch in run.accumulate(batch)`, which says how "
+                "much the loss counts: move it into that loop"
+            )
+        self.backward(loss)
+        before = self._returned.get("loss")
+        self._returned = {"loss": loss.detach() if before is None else before + loss.detach()}
+
+    def complete(self) -> str | None:
+        """Makes the update of what was accumulated. Every rank must call this; returns and raises as a call does."""
+        if not self._has_accumulated:
+            raise StepError(
+                "run.step() completes an update whose micro-batches have all had their backward pass: run "
+                "`for micro_batch in run.accumulate(batch)` to its end first, and call run.step() after it"
+            )
+        self._has_accumulated = False
+        with self._discarding_gradients_on_error():
+            self._step_accumulated()
+            return self._conclude()
+
+    @property
+    def should_log(self) -> bool:
+        """Whether what is logged now counts on this rank."""
+        return not self.is_padding
+
+    def describe(self) -> str | None:
+        """Returns what a user should know of this way to step, if anything."""
+        return None
+
+    def metric_source(self) -> Callable[[Mapping[str, float]], dict[str, float]] | None:
+        """Returns a function that adds to every record of the log, or None."""
+        return None
+
+    @contextmanager
+    def _discarding_gradients_on_error(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
-            # Whoever goes on after an error must not begin with half a gradient, or with one that is not finite.
+            # An update after an error must not start with half a gradient, or with one that is not finite.
             zero_gradients(self._optimizers)
             self.weight = 1.0
             raise
 
     def _accumulate_and_step(self, batch: GlobalBatch) -> str | None:
-        trainer, guard = self._trainer, self._guard
-        micro_batches = batch.micro_batches
-        if self._must_move:
-            micro_batches = [move(micro_batch, trainer.device) for micro_batch in micro_batches]
-        self._current_weights = weights = self._loss_weights(batch, micro_batches)
-        scales = self._loss_scales(batch, weights)
+        guard = self._guard
+        self._prepare(batch)
         while True:
             overflows = self._scaler is not None and self._scaler.may_have_overflowed
-            outputs = self._compute_and_step(batch, micro_batches, scales)
+            self._compute_and_step()
             if self._rejection is None or self._is_applied or overflows or not guard.retries:
-                break
+                return self._conclude()
             guard.retried += 1
             self.logged.reset()
+
+    def _prepare(self, batch: GlobalBatch) -> None:
+        """Moves the batch to the device and weighs its micro-batches."""
+        self._batch, self._micro_batches = batch, batch.micro_batches
+        if self._must_move:
+            self._micro_batches = [move(micro_batch, self._ctx.device) for micro_batch in self._micro_batches]
+        self._current_weights = self._loss_weights(batch, self._micro_batches)
+        self._loss_scales_now = self._loss_scales(batch, self._current_weights)
+
+    def _conclude(self) -> str | None:
+        """Counts the update as applied or rejected, and takes in its metrics if it was applied."""
+        guard = self._guard
         if self._rejection is None:
-            guard.applied()
+            guard.count_applied()
             if self._scaler is not None:
                 self._scaler.grow()
         else:
@@ -148,7 +222,7 @@ class OptimizerStep:
                 self._scaler.shrink()
             if not self._is_applied:
                 return self._rejection
-        for each, weight, counts in zip(outputs, weights, batch.num_samples, strict=True):
+        for each, weight, counts in zip(self._outputs, self._current_weights, self._batch.num_samples, strict=True):
             if counts:
                 self._metrics.add(each, weight, "train/")
         self._metrics.merge(self.logged)
@@ -159,7 +233,7 @@ class OptimizerStep:
         self._called_backward = True
         if self._isolation is not None:
             self._isolation.before_backward()
-        with without_autocast(self._config.precision, self._trainer.device):
+        with without_autocast(self._config.precision, self._ctx.device):
             self._backward(loss)
         self._activity.enter("forward")
 
@@ -174,7 +248,7 @@ class OptimizerStep:
         if not self.is_last_micro_batch:
             return None
         self._stepped.add(optimizer)
-        with without_autocast(self._config.precision, self._trainer.device):
+        with without_autocast(self._config.precision, self._ctx.device):
             norm = self._step([optimizer])
         self._activity.enter("forward")
         # The forward pass around this call keeps casts of the weights as they were before.
@@ -210,67 +284,71 @@ class OptimizerStep:
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
-    def _compute_and_step(
-        self, batch: GlobalBatch, micro_batches: Sequence[Any], scales: Sequence[LossWeight]
-    ) -> list[Mapping[str, Any]]:
-        """Computes the gradients, steps if they are finite, and returns what each step returned."""
-        trainer, callbacks, progress = self._trainer, self._trainer.callbacks, self._trainer.progress
-        isolation = self._isolation
-        self._stepped.clear()
-        self._batch, self._losses, self._rejection, self._is_applied = batch, [], None, False
+    def _compute_and_step(self) -> None:
+        """Computes the gradients by `training_step`, and steps if they are finite."""
+        with closing(self._each_micro_batch()) as each:
+            for micro_batch, batch_idx in each:
+                self._returned = self._forward_backward(micro_batch, batch_idx)
+        self._step_accumulated()
+
+    def _each_micro_batch(self) -> Generator[tuple[Any, int], None, None]:
+        """Yields each micro-batch with its number, and surrounds its passes with hooks, weights and synchronisation."""
+        callbacks, progress, isolation = self._callbacks, self._ctx.progress, self._isolation
+        self._begin_attempt()
         if isolation is not None:
             isolation.begin_update()
-        taken = []
-        last = len(micro_batches) - 1
-        for i, micro_batch in enumerate(micro_batches):
+        last = len(self._micro_batches) - 1
+        for i, micro_batch in enumerate(self._micro_batches):
             batch_idx = progress.micro_batches
             self._activity.begin_batch("forward")
-            if self._overrides_prepare_batch:
-                micro_batch = trainer.prepare_batch(micro_batch)
+            if self._steps.overrides_prepare_batch:
+                micro_batch = self._steps.prepare_batch(micro_batch)
             self.weight = self._current_weights[i]
-            callbacks.on_batch_start(trainer, micro_batch, batch_idx)
+            callbacks.on_batch_start(micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
-            self._loss_scale, self._micro_batch = scales[i], i
-            self.is_padding = not batch.num_samples[i]
-            if i == last:
-                outputs = self._forward_backward(micro_batch, batch_idx)
-            else:
-                # A turn that ends takes gradients back, for which they have to be there.
-                with without_gradient_sync(
-                    self._models, also_sharded=isolation is None or not isolation.may_step_manually
-                ):
-                    outputs = self._forward_backward(micro_batch, batch_idx)
+            self._loss_scale, self._micro_batch = self._loss_scales_now[i], i
+            self.is_padding = not self._batch.num_samples[i]
+            self._returned, self._called_backward = {}, False
+            # An isolated optimizer restores the gradients of others, so these must not be sharded away before.
+            also_sharded = isolation is None or not isolation.may_step_manually
+            with nullcontext() if i == last else without_gradient_sync(self._models, also_sharded=also_sharded):
+                yield micro_batch, batch_idx
             if isolation is not None:
                 isolation.end_micro_batch()
             self.is_padding = False
-            taken.append(outputs)
+            self._outputs.append(self._returned)
             progress.micro_batches += 1
-            callbacks.on_batch_end(trainer, outputs, micro_batch, batch_idx)
+            callbacks.on_batch_end(self._returned, micro_batch, batch_idx)
             self.weight = 1.0
+
+    def _begin_attempt(self) -> None:
+        self._stepped.clear()
+        self._outputs, self._losses, self._rejection, self._is_applied = [], [], None, False
+
+    def _step_accumulated(self) -> None:
+        """Steps all optimizers, unless the steps have done so by hand."""
         if not self._stepped:
             self._step(self._optimizers)
         else:
-            # Nor does an update begin with what the loss of one model has left in another: a generator's in its critic.
+            # The loss of one model may have left gradients in another, as a generator's in its critic.
             zero_gradients(self._optimizers)
-        return taken
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
-        self._called_backward = False
         with autocast(self._config.precision, self._world.device):
-            outputs = self._trainer.training_step(micro_batch, batch_idx)
+            outputs = self._steps.training_step(micro_batch, batch_idx)
         if isinstance(outputs, torch.Tensor):
             outputs = {"loss": outputs}
         if not self._called_backward:
             # Beside `Mapping`, for which Python takes ten times as long.
             if not isinstance(outputs, (dict, Mapping)) or "loss" not in outputs:
                 raise StepError(
-                    f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; it must return "
+                    f"training_step of {self._ctx.name} returned {_describe(outputs)}; it must return "
                     'the loss, or a dict with a "loss", or call self.backward(loss) itself'
                 )
             self._backward(outputs["loss"])
         elif not isinstance(outputs, Mapping | None):
             raise StepError(
-                f"training_step of {type(self._trainer).__name__} returned {_describe(outputs)}; after calling "
+                f"training_step of {self._ctx.name} returned {_describe(outputs)}; after calling "
                 "self.backward itself it may return the loss, a dict of numbers to log, or nothing"
             )
         return outputs or {}
@@ -290,7 +368,7 @@ class OptimizerStep:
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
         """Measures the gradients of some optimizers, and steps these if they are finite; returns the norm."""
-        trainer, guard = self._trainer, self._guard
+        guard = self._guard
         self._activity.enter("optimizer")
         if self._replicated and len(self._losses) > self._micro_batch + 1:
             # DDP reduces the gradients of the first backward after a forward, and lets those of a second one be.
@@ -300,7 +378,7 @@ class OptimizerStep:
         if self._scaler is not None:
             self._scaler.unscale([p.grad for p in _parameters_with_gradient(optimizers)])
         self.stepping = optimizers
-        trainer.callbacks.on_gradients_ready(trainer)
+        self._callbacks.on_gradients_ready()
         parameters = _parameters_with_gradient(optimizers)
         if not parameters:
             raise StepError(
@@ -324,7 +402,7 @@ class OptimizerStep:
             elif not math.isfinite(value := arrival.wait()):
                 return self._reject(optimizers, norm, value)
         else:
-            guard.watch(trainer.progress.step + 1, AsyncScalar(norm), self._nonfinite_report())
+            guard.watch(self._ctx.progress.step + 1, AsyncScalar(norm), self._nonfinite_report())
         norms = {"grad_norm": measured}
         for pattern, group in self._norm_groups.items():
             # In another optimizer's turn a group has no gradient.
@@ -358,7 +436,7 @@ class OptimizerStep:
         if self._scaler is not None and self._scaler.may_have_overflowed:
             self._rejection = f"the gradient overflows at loss scale {self._scaler.scale:g}"
         else:
-            self._guard.count_rejected(self._trainer.progress.step + 1, value, self._nonfinite_report())
+            self._guard.count_rejected(self._ctx.progress.step + 1, value, self._nonfinite_report())
             self._rejection = f"the norm of the gradient is {value}"
         zero_gradients(optimizers)
         return norm
@@ -384,23 +462,23 @@ class OptimizerStep:
         report_unused(self._models, forgotten, is_main=self._world.is_main)
 
     def _loss_weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[LossWeight]:
-        if not self._overrides_loss_weight:
+        if not self._steps.overrides_loss_weight:
             return batch.num_samples
         return [
-            self._trainer.loss_weight(micro_batch) if counts else 0.0
+            self._steps.loss_weight(micro_batch) if counts else 0.0
             for micro_batch, counts in zip(micro_batches, batch.num_samples, strict=True)
         ]
 
     def _loss_scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
         size = self._world.size
-        if not self._overrides_loss_weight and batch.global_num_samples is not None:
+        if not self._steps.overrides_loss_weight and batch.global_num_samples is not None:
             return [weight * size / batch.global_num_samples for weight in weights]
         own: LossWeight = sum(weights, start=0.0)
         if size == 1 and not isinstance(own, torch.Tensor):
             return [weight / own if own else 0.0 for weight in weights]
         # float64 counts any number of tokens exactly; the device may be far behind, so nothing is read back, and no
         # copy of a number waits for it either.
-        device = self._trainer.device
+        device = self._ctx.device
         if isinstance(own, torch.Tensor):
             total = own.to(device, torch.float64, non_blocking=True, copy=True)
         else:

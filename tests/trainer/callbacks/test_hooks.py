@@ -63,9 +63,9 @@ def test_every_hook_of_every_callback_is_called_in_order_with_all_arguments() ->
         methods[hook] = lambda self, trainer, *args, hook=hook: calls.append((id(self), hook, trainer, args))
     spy = type("Spy", (Callback,), methods)
     first, second = spy(), spy()
-    callbacks = CallbackList([first, second])
+    callbacks = CallbackList([first, second], trainer="trainer")
     for hook in HOOKS:
-        getattr(callbacks, hook)("trainer", *arguments.get(hook, ()))
+        getattr(callbacks, hook)(*arguments.get(hook, ()))
     expected = [(id(spy), hook, "trainer", arguments.get(hook, ())) for hook in HOOKS for spy in (first, second)]
     assert calls == expected
     assert callbacks.overridden == set(HOOKS)
@@ -105,7 +105,7 @@ def test_hooks_may_take_any_arguments_and_further_defaults() -> None:
 
 def test_two_instances_of_one_class_both_run() -> None:
     log: list[Any] = []
-    CallbackList([Recorder("a", log), Recorder("b", log)]).on_step_end("trainer")  # type: ignore[arg-type]
+    CallbackList([Recorder("a", log), Recorder("b", log)], trainer="trainer").on_step_end()
     assert log == [("a", "trainer"), ("b", "trainer")]
 
 
@@ -127,7 +127,7 @@ def test_function_object_and_trainer_method_work_together() -> None:
     callbacks = CallbackList(
         [lambda trainer, epoch, metrics: seen.append(("function", epoch, metrics)), Spy()], trainer
     )
-    callbacks.on_epoch_end(trainer, {"loss": 1.0})
+    callbacks.on_epoch_end({"loss": 1.0})
     assert seen == [("method", {"loss": 1.0}), ("function", 4, {"loss": 1.0}), ("object", {"loss": 1.0})]
 
 
@@ -146,7 +146,7 @@ def test_hooks_of_a_trainer_class_are_guarded_as_well() -> None:
 
 def test_error_of_a_hook_names_callback_and_hook() -> None:
     with pytest.raises(TypeError, match="bad operand") as caught:
-        CallbackList([Recorder(), Broken()]).on_step_end(None)  # type: ignore[arg-type]
+        CallbackList([Recorder(), Broken()]).on_step_end()
     assert caught.value.__notes__ == ["raised by Broken.on_step_end"]
 
 
@@ -159,14 +159,14 @@ def test_error_of_a_function_names_the_function() -> None:
         progress = Progress()
 
     with pytest.raises(ValueError, match="no network") as caught:
-        CallbackList([report]).on_epoch_end(Fake(), {})  # type: ignore[arg-type]
+        CallbackList([report], Fake()).on_epoch_end({})
     assert "report.on_epoch_end" in caught.value.__notes__[0]
 
 
 def test_fit_end_reaches_all_and_the_first_error_wins() -> None:
     last = Recorder("last")
     with pytest.raises(OSError, match="disk full") as caught:
-        CallbackList([Broken(), Broken(), last]).on_fit_end(None, None)  # type: ignore[arg-type]
+        CallbackList([Broken(), Broken(), last]).on_fit_end(None)
     assert last.log == [("last", None)]
     assert caught.value.__notes__ == [
         "raised by Broken.on_fit_end",
@@ -176,7 +176,7 @@ def test_fit_end_reaches_all_and_the_first_error_wins() -> None:
 
 def test_fit_end_never_masks_the_error_of_the_run() -> None:
     last, error = Recorder("last"), ValueError("loss is bad")
-    CallbackList([Broken(), last]).on_fit_end(None, error)  # type: ignore[arg-type]
+    CallbackList([Broken(), last]).on_fit_end(error)
     assert last.log == [("last", error)]
     assert error.__notes__ == ["besides, Broken.on_fit_end raised OSError: disk full"]
 

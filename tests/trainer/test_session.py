@@ -1,0 +1,335 @@
+"""A loop of one's own: with the same weights as a Trainer, exact on resume, and the same on every number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from headway.trainer import (
+    Callback,
+    ConfigError,
+    Duration,
+    NonFiniteError,
+    ParallelConfig,
+    Session,
+    StepError,
+    SupervisedTrainer,
+    TrainerConfig,
+    World,
+    load_weights,
+)
+from headway.trainer.callbacks import Ema
+from tests.distributed import run_on_ranks
+from tests.tiny import Deep, Rows, StopAt
+
+SINGLE = World.single("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def config_of(**changes: Any) -> TrainerConfig:
+    settings: dict[str, Any] = {"max_epochs": 2, "global_batch_size": 16, "evaluate_every": Duration(1, "epochs")}
+    return TrainerConfig(**{**settings, **changes})
+
+
+def model_of(dropout: float = 0.1) -> nn.Module:
+    torch.manual_seed(3)
+    return Deep(12, dropout)
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def make_optimizer(model: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+
+
+def session(config: TrainerConfig | None = None, **options: Any) -> Session:
+    settings: dict[str, Any] = {
+        "model": model_of,
+        "optimizer": make_optimizer,
+        "data": DataLoader(Rows(103), batch_size=16, shuffle=True),
+        "validation": DataLoader(Rows(10), batch_size=4),
+        "validation_step": lambda run, batch: loss_of(run.model, batch),
+        "world": SINGLE,
+    }
+    return Session(config or config_of(), **{**settings, **options})
+
+
+def train(run: Session, *, restore: bool = True, stop_after: int | None = None) -> Session:
+    with run:
+        if restore:
+            run.restore()
+        for batch in run:
+            for micro_batch in run.accumulate(batch):
+                run.backward(loss_of(run.model, micro_batch))
+            run.step()
+            if run.global_step == stop_after:
+                break
+    return run
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    (model,) = run.models.values()
+    return {name: value.detach().clone() for name, value in run.unwrap(model).state_dict().items()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Supervised(SupervisedTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": loss_of(self.model, batch)}
+
+    def configure_optimizers(self) -> None:
+        self.optimizer, self.scheduler = make_optimizer(self.model)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 4])
+def test_a_session_and_a_trainer_train_the_same_weights(micro_batch_size: int | None) -> None:
+    config = config_of(micro_batch_size=micro_batch_size, max_grad_norm=0.5)
+    trainer = Supervised(
+        model=model_of(),
+        train=DataLoader(Rows(103), batch_size=16, shuffle=True),
+        validation=DataLoader(Rows(10), batch_size=4),
+        config=config,
+        world=SINGLE,
+    )
+    result = trainer.fit()
+    run = train(session(config))
+    assert same(weights(trainer), weights(run))
+    assert run.result.metrics.keys() >= {"train/loss", "validation/loss", "grad_norm", "lr"}
+    for name in ("train/loss", "validation/loss", "grad_norm", "lr"):
+        assert run.result.metrics[name] == result.metrics[name]
+    assert (run.result.steps, run.result.epochs, run.result.status) == (result.steps, 2, "completed")
+
+
+def test_a_session_that_was_stopped_resumes_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = train(session(run_dir=tmp_path / "whole"))
+    stopped = train(session(run_dir=tmp_path / "cut", callbacks=[StopAt(4)]))
+    assert (stopped.result.status, stopped.result.steps) == ("interrupted", 4)
+    resumed = train(session(run_dir=tmp_path / "cut", attempt=2))
+    assert resumed.result.resumed_from == stopped.result.last_checkpoint
+    assert same(weights(whole), weights(resumed))
+    assert whole.result.history == resumed.result.history
+
+
+def test_leaving_the_loop_early_saves_where_it_stands(tmp_path: Path) -> None:
+    run = train(session(run_dir=tmp_path), stop_after=3)
+    assert (run.result.status, run.result.steps) == ("completed", 3)
+    assert "loop" in run.result.reason
+    resumed = train(session(run_dir=tmp_path))
+    assert resumed.result.steps == train(session(run_dir=tmp_path / "whole")).result.steps
+
+
+def test_an_error_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None:
+    ends: list[BaseException | None] = []
+
+    class Ends(Callback):
+        def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
+            ends.append(error)
+
+    with pytest.raises(ZeroDivisionError), session(run_dir=tmp_path, callbacks=[Ends()]) as run:
+        for batch in run:
+            for micro_batch in run.accumulate(batch):
+                run.backward(loss_of(run.model, micro_batch))
+            run.step()
+            if run.global_step == 2:
+                _ = 1 / 0
+    assert [type(error) for error in ends] == [ZeroDivisionError]
+    assert not hasattr(run, "result")
+
+
+def test_a_run_directory_of_another_run_is_refused_without_restore(tmp_path: Path) -> None:
+    train(session(run_dir=tmp_path))
+    with pytest.raises(ConfigError, match="restore"):
+        train(session(run_dir=tmp_path), restore=False)
+
+
+def test_the_guard_skips_a_gradient_that_is_not_finite() -> None:
+    def poisoned(run: Session, batch: Any) -> torch.Tensor:
+        loss = loss_of(run.model, batch)
+        return loss * float("nan") if run.progress.step_in_epoch == 2 and run.current_epoch == 0 else loss
+
+    for policy in ("skip", "raise"):
+        run = session(config_of(non_finite=policy))
+        with run if policy == "skip" else pytest.raises(NonFiniteError), run if policy == "raise" else _nothing():
+            for batch in run:
+                for micro_batch in run.accumulate(batch):
+                    run.backward(poisoned(run, micro_batch))
+                run.step()
+        if policy == "skip":
+            assert run.result.metrics["skipped_steps"] == 1
+            assert all(value.isfinite().all() for value in weights(run).values())
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def test_a_batch_without_a_step_is_an_error() -> None:
+    with pytest.raises(StepError, match=r"run\.step\(\)"), session() as run:
+        for batch in run:
+            for micro_batch in run.accumulate(batch):
+                run.backward(loss_of(run.model, micro_batch))
+
+
+def test_a_step_without_its_micro_batches_is_an_error() -> None:
+    with pytest.raises(StepError, match="accumulate"), session() as run:
+        for _ in run:
+            run.step()
+
+
+def test_a_step_inside_of_accumulate_is_an_error() -> None:
+    with pytest.raises(StepError, match="accumulate"), session(config_of(micro_batch_size=4)) as run:
+        for batch in run:
+            for micro_batch in run.accumulate(batch):
+                run.backward(loss_of(run.model, micro_batch))
+                run.step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"halve_on_out_of_memory": True}, {}, "halve_on_out_of_memory=True"),
+        ({"non_finite": "retry"}, {}, 'non_finite="retry"'),
+        ({}, {"validation_step": None}, "validation_step"),
+        ({"max_epochs": None}, {}, "max_epochs"),
+        ({}, {"model": lambda: None}, "model"),
+        ({}, {"optimizer": lambda model: None}, "optimizer"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_name(changes: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(session(config_of(**changes), **options))
+
+
+def test_hooks_get_the_session_and_averages_are_evaluated(tmp_path: Path) -> None:
+    class Steps(Callback):
+        seen: list[int] = []
+
+        def on_step_end(self, trainer: Any) -> None:
+            self.seen.append(trainer.global_step)
+
+    run = train(session(callbacks=[steps := Steps(), Ema(0.9)], run_dir=tmp_path))
+    assert steps.seen == list(range(1, run.result.steps + 1))
+    plain = train(session())
+    assert plain.result.metrics["validation/loss"] != run.result.metrics["validation/loss"]
+    assert same(weights(plain), weights(run))
+
+
+def test_numbers_that_the_loop_logs_are_means_over_the_interval() -> None:
+    with session(config_of(log_every=Duration(2, "steps"))) as run:
+        records = []
+        for batch in run:
+            for micro_batch in run.accumulate(batch):
+                run.log("rows", float(len(micro_batch["id"])))
+                run.backward(loss_of(run.model, micro_batch))
+            if record := run.step():
+                records.append(record)
+    assert records
+    assert all(record["train/rows"] == 16.0 for record in records[:3])
+
+
+def test_several_models_and_optimizers() -> None:
+    def models() -> dict[str, nn.Module]:
+        return {"first": nn.Linear(6, 4), "second": nn.Linear(4, 3)}
+
+    def optimizers(models: dict[str, nn.Module]) -> dict[str, Any]:
+        return {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+
+    with session(model=models, optimizer=optimizers, validation=None, validation_step=None) as run:
+        for batch in run:
+            for micro_batch in run.accumulate(batch):
+                hidden = run.models["first"](micro_batch["x"])
+                run.backward(F.cross_entropy(run.models["second"](hidden), micro_batch["y"]))
+            run.step()
+    assert set(run.optimizers) == {"first", "second"}
+    assert run.result.metrics["train/loss"] < 1.3
+
+
+def _on_ranks(world: World, strategy: str, exact: bool, folder: str, stop: bool) -> dict[str, torch.Tensor]:
+    config = config_of(
+        exact=exact,
+        micro_batch_size=4 if exact else None,
+        parallel=ParallelConfig(strategy=strategy),
+        max_grad_norm=0.5,
+    )  # type: ignore[arg-type]
+    options: dict[str, Any] = {"model": lambda: model_of(0.0), "run_dir": folder, "world": world}
+    if stop:
+        train(session(config, callbacks=[StopAt(5)], **options))
+    run = train(session(config, **options))
+    run.export(f"{folder}/weights.safetensors")
+    return load_weights(f"{folder}/weights.safetensors")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_train_what_one_trains_and_resume(strategy: str, tmp_path: Path) -> None:
+    alone = _on_ranks(SINGLE, strategy, False, str(tmp_path / "alone"), False)
+    whole, _ = run_on_ranks(_on_ranks, 2, strategy, False, str(tmp_path / "whole"), False)
+    resumed, _ = run_on_ranks(_on_ranks, 2, strategy, False, str(tmp_path / "cut"), True)
+    assert same(whole, resumed)
+    for name in alone:
+        torch.testing.assert_close(whole[name], alone[name])
+
+
+def test_exact_mode_gives_the_same_bits_on_one_and_two_ranks(tmp_path: Path) -> None:
+    alone = _on_ranks(SINGLE, "ddp", True, str(tmp_path / "alone"), False)
+    both, _ = run_on_ranks(_on_ranks, 2, "ddp", True, str(tmp_path / "both"), False)
+    assert same(alone, both)
+
+
+def test_a_model_keeps_the_values_of_its_own_initialisation() -> None:
+    class Initialised(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            nn.init.constant_(self.weight, 0.25)
+
+    with session(config_of(max_steps=1), model=Initialised) as run:
+        assert (run.unwrap(run.model).weight == 0.25).all()
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    yield from process.stdout
+
+
+def test_the_example_goes_on_after_a_kill(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/nanogpt_loop.py"), "60"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    options: dict[str, Any] = {"env": environment, "text": True, "stdout": subprocess.PIPE}
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "whole").mkdir()
+    with subprocess.Popen(command, cwd=tmp_path / "cut", **options) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "cut/runs/nanogpt/checkpoints/step-00000025/manifest.json").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    ended = [
+        subprocess.run(command, cwd=tmp_path / name, check=True, **options).stdout.splitlines()[-1]
+        for name in ("cut", "whole")
+    ]
+    assert ended[0] == ended[1]
+    assert "completed" in ended[0]
+    digests = [
+        load_weights(str(tmp_path / name / "runs/nanogpt/checkpoints/step-00000060")) for name in ("cut", "whole")
+    ]
+    assert same(digests[0], digests[1])

@@ -1,0 +1,70 @@
+"""What the parts of a run share: its config, ranks, models, counters and callbacks. `Session.setup` makes it, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..callbacks.base import CallbackList
+from ..config import TrainerConfig
+from ..distributed.world import World
+from ..result import History
+from ..step.lr_stepping import LrStepping
+from .progress import Progress
+from .timing import Activity, SetupTimes
+
+
+@dataclass(slots=True)
+class Mode:
+    """Whether the models train or are evaluated right now."""
+
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What every part of the loop may read. The fields never change; the objects in them do, as the run proceeds.
+
+    Attributes:
+        name: the class of the trainer, for messages.
+        config: how to train.
+        world: the ranks.
+        run_dir: path or URI of the run's directory, without which nothing is written.
+        attempt: number of this attempt at the run, from 1.
+        print: prints once, from the main rank.
+        callbacks: bound to the trainer or session whose hooks they get.
+        progress: counters.
+        history: means over whole epochs, and the latest metrics.
+        activity: what this rank is doing right now; other threads read it.
+        setup_times: seconds of each phase before the first update.
+        mode: training or evaluating.
+        models, optimizers: by the names of the attributes that hold them; filled during setup.
+        models_without_weights: the models that were made on the meta device, for `init_weights`.
+        lr_stepping: steps the schedulers, and has them by name.
+    """
+
+    name: str
+    config: TrainerConfig
+    world: World
+    run_dir: str | None
+    attempt: int
+    print: Callable[[str], None]
+    callbacks: CallbackList
+    progress: Progress
+    history: History
+    activity: Activity
+    setup_times: SetupTimes
+    mode: Mode = field(default_factory=Mode)
+    models: dict[str, nn.Module] = field(default_factory=dict)
+    models_without_weights: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    lr_stepping: LrStepping = field(default_factory=LrStepping)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.world.device

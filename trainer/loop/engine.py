@@ -1,0 +1,331 @@
+"""A run from setup to end: joins the ranks, builds models, optimizers and data, and owns the loop over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..callbacks.base import Callback, CallbackList, PlainFunction
+from ..checkpoints.rng import seed_everything
+from ..config import TrainerConfig
+from ..data.protocols import BatchStream, check_data
+from ..distributed import parallelize
+from ..distributed.world import World
+from ..errors import ConfigError, HeadwayError
+from ..exact.numerics import Numerics, numerics_of
+from ..result import History, Status
+from ..setup import build
+from ..setup.dry_run import Estimate, estimate_of
+from ..setup.float8 import check_float8, convert_to_float8
+from ..step.lr_stepping import LrStepping
+from ..step.oom import add_memory_advice, is_out_of_memory
+from ..trackers.base import Tracker
+from ..trackers.jsonl import JsonlTracker
+from .context import Mode, RunContext
+from .control import Requests
+from .evaluation_metrics import EvaluationMetrics
+from .loop import Loop
+from .progress import Progress
+from .run_length import RunLength
+from .signals import stop_on_signals
+from .timing import Activity, SetupTimes
+
+
+class Engine:
+    """What `Trainer` and `Session` have in common: everything but the user's code.
+
+    Args:
+        program: the user's code: how models, optimizers and data are made, and the steps.
+        owner: the trainer or session that hooks get as `trainer`.
+        config, run_dir, callbacks, trackers, world, attempt, printer: as `Trainer` describes them.
+
+    Attributes:
+        numerics: ordinary or exact arithmetic.
+        requests: what is asked of the run from outside the loop.
+        data: the training data, once open.
+        validation: the sets of validation data, once open.
+        context: shared by all parts, once `setup` has begun.
+    """
+
+    def __init__(
+        self,
+        program: build.Program,
+        config: TrainerConfig,
+        *,
+        owner: object,
+        run_dir: str | None,
+        callbacks: Sequence[Callback | PlainFunction],
+        trackers: Sequence[Tracker] | None,
+        world: World | None,
+        attempt: int,
+        printer: Callable[[str], None],
+    ) -> None:
+        self.program, self.config, self.owner = program, config, owner
+        self.run_dir, self.attempt = run_dir, attempt
+        self.numerics: Numerics = numerics_of(config)
+        self.progress = Progress()
+        self.history = History()
+        self.activity = Activity()
+        self.setup_times = SetupTimes()
+        self.mode = Mode()
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.lr_stepping = LrStepping()
+        self.callbacks = CallbackList()
+        self.metrics: Mapping[str, Any] = {}
+        self.data: BatchStream | None = None
+        self.validation: dict[str, BatchStream] = {}
+        self.is_set_up = False
+        self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
+        self._printer = printer
+        self._given_world = self._world = world
+        self._requests: Requests | None = None
+        self._loop: Loop | None = None
+        self._context: RunContext | None = None
+        self._length: RunLength | None = None
+        self._running: ExitStack | None = None
+
+    @property
+    def world(self) -> World:
+        """The ranks. Joins the process group that `torchrun` describes where `setup` has not done so yet."""
+        if self._world is None:
+            parallel = self.config.parallel
+            self._world = World.from_environment(timeout_s=parallel.timeout.amount, with_cpus=parallel.cpu_offload)
+        return self._world
+
+    @property
+    def requests(self) -> Requests:
+        """What is asked of the run while it trains."""
+        if self._requests is None:
+            self._requests = Requests(self.world)
+        return self._requests
+
+    @property
+    def context(self) -> RunContext:
+        """What all parts share."""
+        assert self._context is not None, "setup() makes it"
+        return self._context
+
+    @property
+    def loop(self) -> Loop:
+        """The loop.
+
+        Raises:
+            ConfigError: it is not there before the end of `setup`.
+        """
+        if self._loop is None:
+            raise ConfigError(
+                "this trainer is not set up yet: what belongs to its training is there from on_setup_end on, or after "
+                "setup()"
+            )
+        return self._loop
+
+    @property
+    def total_steps(self) -> int | None:
+        """Updates of the whole run; None where that is unknown, and before the data is open."""
+        return self._length.total_steps if self._length is not None else self.config.max_steps
+
+    @property
+    def streams(self) -> list[BatchStream]:
+        """The open data."""
+        return ([] if self.data is None else [self.data]) + list(self.validation.values())
+
+    def print(self, text: str) -> None:
+        """Prints once, from the main rank."""
+        if self.world.is_main:
+            self._printer(text)
+
+    def begin(self) -> None:
+        """Starts to run: takes over signals and sets everything up; undone by `end`. Every rank must call this."""
+        began_s = time.perf_counter()
+        self.activity.enter("setting up")
+        self._running = ExitStack()
+        try:
+            self._running.enter_context(self.numerics.deterministic(self.world.device))
+            self._running.enter_context(stop_on_signals(lambda name: self.requests.stop(name, "interrupted")))
+            self.check_config()
+            self.setup()
+            self.loop.began_s = began_s
+            self._print_guarantee()
+        except BaseException as error:
+            self.end(error, "failed")
+            raise
+
+    def end(self, error: BaseException | None, status: Status) -> None:
+        """Cleans up after a run, on success and failure. Must not communicate: other ranks may be gone."""
+        if error is not None and is_out_of_memory(error):
+            add_memory_advice(
+                error, self.config, self.world, step=self.progress.step, may_halve=self.numerics.may_halve
+            )
+        if self._requests is not None:
+            self._requests.clear()
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+        try:
+            with ExitStack() as last_first:
+                if self._given_world is None and self._world is not None:
+                    last_first.callback(self._world.close)
+                for stream in self.streams:
+                    last_first.callback(stream.close)
+                if self.is_set_up:
+                    last_first.callback(self.loop.recorder.finish, status)
+                    last_first.callback(self.loop.clean_up)
+                self.callbacks.on_fit_end(error)
+        except BaseException as failure:
+            if error is None:
+                raise
+            error.add_note(f"besides, the clean-up failed with {type(failure).__name__}: {failure}")
+
+    def setup(self) -> None:
+        """Builds models, optimizers and data, once. Every rank must call this."""
+        if self.world.has_ended and not self.is_set_up:
+            # An attempt to set up has failed, and ended the process group.
+            self.world.rejoin()
+        elif self.world.has_ended:
+            self.loop.rejoin_process_group(lambda: build.rejoin_process_group(self.program, self.context))
+        if self.is_set_up:
+            return
+        program, config, numerics = self.program, self.config, self.numerics
+        ctx = self._make_context()
+        self.callbacks.on_setup_start()
+        # One seed for all ranks while weights are drawn, each its own afterwards.
+        seed_everything(config.seed, rank="common")
+        with self.setup_times.phase("configure"):
+            build.make_models(program, ctx, numerics)
+            if config.float8:
+                convert_to_float8(self.models)
+        build.parallelize_models(program, ctx, numerics)
+        # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
+        with self.setup_times.phase("open_data"):
+            self.open_data(ctx)
+            build.check_same_data(self.world, self.streams)
+            assert self.data is not None
+            assert self._length is not None
+            if self.data.guarantee != "exact":
+                self._length.steps_on_ranks = self.world.all_gather_object(self.data.steps_in_epoch(0))
+        with self.setup_times.phase("optimizers"):
+            build.make_optimizers(program, ctx)
+        metrics = EvaluationMetrics(program.configure_metrics(), self.world)
+        numerics.check_metrics(metrics)
+        self.metrics = metrics
+        self._loop = Loop(
+            ctx, program, numerics, self.requests, self.data, self.validation, metrics=metrics, length=self._length
+        )
+        trackers = self._given_trackers if self._given_trackers is not None else program.configure_trackers()
+        if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
+            # Commands that follow the run from outside read this file.
+            trackers = [JsonlTracker(), *trackers]
+        self._loop.recorder.set_trackers(trackers if self.world.is_main else ())
+        seed_everything(config.seed, rank=numerics.seed_rank(self.world))
+        self._loop.announce_step()
+        self.is_set_up = True
+        self.callbacks.on_setup_end()
+
+    def check(self, *, elsewhere: bool = False) -> None:
+        """Refuses what is wrong with the config or the data; builds no model and reads no row. Any process may call it.
+
+        Args:
+            elsewhere: leaves the data and the device to the machines that will train.
+        """
+        self.check_config(elsewhere=elsewhere)
+        if elsewhere:
+            return
+        try:
+            self.open_data(self._make_context())
+        finally:
+            self._close_streams()
+
+    def estimate(self) -> Estimate:
+        """Finds out what this training would take, from shapes on the meta device and the data's metadata."""
+        self.check_config()
+        ctx = self._make_context()
+        try:
+            build.make_models(self.program, ctx, self.numerics)
+            self.open_data(ctx)
+            unknown = ""
+            try:
+                build.make_optimizers(self.program, ctx)
+            except HeadwayError:
+                raise
+            except Exception as error:
+                # Fused optimizers, and those of other packages, want parameters that have values.
+                unknown = f"on the meta device configure_optimizers() raises {type(error).__name__}: {error}"
+            assert self.data is not None
+            return estimate_of(ctx, self.data, self.validation, total_steps=self.total_steps, unknown=unknown)
+        finally:
+            self._close_streams()
+
+    def check_config(self, *, elsewhere: bool = False) -> None:
+        """Refuses what is wrong with the config.
+
+        Raises:
+            ConfigError: with the field.
+        """
+        config = self.config
+        limits = (config.max_epochs, config.max_steps, config.max_samples, config.max_tokens)
+        if all(limit is None for limit in limits):
+            raise ConfigError(
+                "the config does not say when to stop: set max_epochs, max_steps, max_samples or max_tokens"
+            )
+        if config.max_tokens is not None and not self.program.overrides_num_tokens:
+            raise ConfigError(
+                f"max_tokens={config.max_tokens} needs a trainer that counts them: {type(self.owner).__name__} does "
+                "not define num_tokens(self, batch)"
+            )
+        parallelize.check_strategy(config.parallel, self.world)
+        if config.float8 and not elsewhere:
+            check_float8(self.world.device)
+        self.numerics.check_config(config)
+
+    def open_data(self, ctx: RunContext) -> None:
+        """Opens training and validation data on this rank."""
+        self.data, self.validation = build.open_data(self.program, ctx, self.numerics)
+        self._length = RunLength(self.config, self.progress, self.data)
+        check_data(self.config, self.data, self.validation)
+
+    def open_sets(self, data: Any) -> dict[str, BatchStream]:
+        """Opens other validation data than the run's, for an evaluation."""
+        return build.open_sets(self.context, self.numerics, data, in_use=self.streams)
+
+    def _make_context(self) -> RunContext:
+        given = (*self.program.configure_callbacks(), *self._given_callbacks)
+        self.callbacks = CallbackList(given, trainer=self.owner)
+        self._context = RunContext(
+            name=type(self.owner).__name__,
+            config=self.config,
+            world=self.world,
+            run_dir=self.run_dir,
+            attempt=self.attempt,
+            print=self.print,
+            callbacks=self.callbacks,
+            progress=self.progress,
+            history=self.history,
+            activity=self.activity,
+            setup_times=self.setup_times,
+            mode=self.mode,
+            models=self.models,
+            optimizers=self.optimizers,
+            lr_stepping=self.lr_stepping,
+        )
+        return self._context
+
+    def _close_streams(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+    def _print_guarantee(self) -> None:
+        """Says before the first step which part of its place in the data a resumed run cannot find again."""
+        assert self.data is not None
+        if self.run_dir is None or self.data.guarantee == "exact":
+            return
+        effect = {
+            "epoch": "a resumed run restarts the epoch in progress, and may see its samples twice",
+            "none": "a resumed run continues with whatever the data yields then",
+        }
+        self.print(f"the training data guarantees {self.data.guarantee!r}, not 'exact': {effect[self.data.guarantee]}")

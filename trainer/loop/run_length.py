@@ -1,0 +1,60 @@
+"""How many updates an epoch and a whole run have, as far as the config and the data tell. Plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..config import TrainerConfig
+from ..data.protocols import BatchStream
+from .progress import Progress
+
+
+class RunLength:
+    """The length of a run.
+
+    Args:
+        config: its limits.
+        progress: the epoch in progress.
+        data: the training data, open.
+
+    Attributes:
+        steps_on_ranks: updates of an epoch on each rank, where they may differ: an epoch ends for all ranks where the
+            shortest one does. Empty where the data is the same everywhere.
+    """
+
+    def __init__(self, config: TrainerConfig, progress: Progress, data: BatchStream) -> None:
+        self._config, self._progress, self._data = config, progress, data
+        self.steps_on_ranks: Sequence[int | None] = ()
+
+    @property
+    def steps_in_epoch(self) -> int | None:
+        """Updates that the data has in an epoch; None where it cannot tell."""
+        each = self.steps_on_ranks or [self._data.steps_in_epoch(self._progress.epoch)]
+        known = [steps for steps in each if steps is not None]
+        return min(known) if len(known) == len(each) else None
+
+    @property
+    def total_steps(self) -> int | None:
+        """Updates of the whole run; None where neither config nor data tell."""
+        config, in_data = self._config, self.steps_in_epoch
+        in_epoch = min((each for each in (config.steps_per_epoch, in_data) if each is not None), default=None)
+        by_epochs = config.max_epochs * in_epoch if config.max_epochs and in_epoch else None
+        by_samples = self._steps_of_samples(in_epoch) if config.max_samples else None
+        return min((each for each in (config.max_steps, by_epochs, by_samples) if each is not None), default=None)
+
+    def _steps_of_samples(self, steps_in_epoch: int | None) -> int | None:
+        """Returns how many updates `max_samples` are: each has the size of the global batch, but an epoch's last."""
+        limit, data, size = self._config.max_samples, self._data, self._config.global_batch_size
+        if limit is None:
+            return None
+        epoch = self._progress.epoch
+        in_data, of_data = data.samples_in_epoch(epoch), data.steps_in_epoch(epoch)
+        if size is None and in_data and of_data:
+            size = math.ceil(in_data / of_data)
+        if size is None:
+            return None
+        if steps_in_epoch is None:
+            return math.ceil(limit / size)
+        epochs, rest = divmod(limit, min(in_data or limit, steps_in_epoch * size))
+        return epochs * steps_in_epoch + math.ceil(rest / size)

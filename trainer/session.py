@@ -1,0 +1,340 @@
+"""The second front door: a `for` loop of your own, with every guarantee of `Trainer`, which is built on this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .active_run import ActiveRun
+from .callbacks.base import Callback, PlainFunction
+from .checkpoints.store import Checkpoint
+from .config import TrainerConfig
+from .data.protocols import GlobalBatch
+from .distributed.world import World
+from .errors import ConfigError, StepError
+from .loop.engine import Engine
+from .loop.run_state import COMPONENTS
+from .loop.steps import LossWeight
+from .result import FitResult, Status
+from .step.lr_stepping import Interval
+from .trackers.base import Tracker
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+class Session(ActiveRun):
+    """A run whose loop you write yourself.
+
+    Use it as a context manager: entering builds everything, leaving evaluates and saves the last state, and ends the
+    run. In one process, under `torchrun` and in a Ray Train worker it is the same run, and `restore` continues it
+    after any end.
+
+        with Session(config, model=GPT(), optimizer=make_optimizer, data=loader, run_dir="runs/mine") as run:
+            run.restore()
+            for batch in run:
+                for micro_batch in run.accumulate(batch):
+                    run.backward(loss_of(run.model, micro_batch))
+                run.step()
+        print(run.result)
+
+    `for batch in run` continues where the run stands, epoch by epoch, until a limit of the config or a request to stop.
+    Every rank gets its part of the same global batch. `step` guards against gradients that are not finite, on all ranks
+    alike, clips, steps the optimizers and schedulers, counts, and does what is due: logs, evaluates, saves in the
+    background, or stops.
+
+    Args:
+        config: how to train. `halve_on_out_of_memory` and `non_finite="retry"` repeat a step, which only a `Trainer`
+            can: they are refused.
+        model: a module, several by name, or a function that returns these. A function is called with the same seed on
+            every rank. The weights are those of the main rank.
+        optimizer: a function from the model (or, with several, the dict of models) to an optimizer, an (optimizer,
+            scheduler) pair, or a dict of both by name. It is called after the model has been sharded, with the module
+            that you wrote, and `total_steps` is known by then.
+        data: the training data: a DataLoader, a Headway stream, any iterable of batches, or a function that returns
+            one.
+        validation: the validation data, or several sets by name.
+        validation_step: a function `(run, batch)` that returns the loss of a validation batch or a dict of numbers.
+        loss_weight: a function from a micro-batch to how much its mean loss counts, such as the number of tokens with a
+            label; by default the number of samples.
+        num_tokens: a function from a micro-batch to its tokens, for the throughput and `max_tokens`.
+        metrics: metrics of evaluations that are no means, as `Trainer.configure_metrics` returns them.
+        scheduler_interval, scheduler_monitor: as the attributes of `Trainer`.
+        run_dir, callbacks, trackers, world, attempt, printer: as `Trainer` takes them. Hooks get the session where
+            those of a trainer get the trainer.
+
+    Attributes:
+        result: how the run ended, once the block has been left.
+
+    Raises:
+        ConfigError: an argument is missing, or cannot be kept by a loop of your own.
+
+    Example:
+        >>> loader = DataLoader(torch.rand(64, 1), batch_size=8)
+        >>> config = TrainerConfig(max_epochs=2)
+        >>> make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with Session(config, model=nn.Linear(1, 1), optimizer=make, data=loader) as run:
+        ...     for batch in run:
+        ...         for x in run.accumulate(batch):
+        ...             run.backward((run.model(x) - 2 * x).square().mean())
+        ...         metrics = run.step()
+        >>> run.result.steps
+        16
+    """
+
+    result: FitResult
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        model: Models | Callable[[], Models],
+        optimizer: Callable[[Any], Any],
+        data: Any,
+        validation: Any = None,
+        validation_step: Callable[[Session, Any], Any] | None = None,
+        loss_weight: Callable[[Any], LossWeight] | None = None,
+        num_tokens: Callable[[Any], int | torch.Tensor] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        scheduler_interval: Interval | Mapping[str, Interval] = "step",
+        scheduler_monitor: str | Mapping[str, str] = "validation/loss",
+        run_dir: str | Path | None = None,
+        callbacks: Sequence[Callback | PlainFunction] = (),
+        trackers: Sequence[Tracker] | None = None,
+        world: World | None = None,
+        attempt: int = 1,
+        printer: Callable[[str], None] = print,
+    ) -> None:
+        if not isinstance(config, TrainerConfig):
+            raise ConfigError(f"config must be a TrainerConfig (or a subclass), not {config!r:.80}")
+        if validation is not None and validation_step is None:
+            raise ConfigError("validation data needs validation_step, a function (run, batch) that returns the loss")
+        if config.halve_on_out_of_memory or config.non_finite == "retry":
+            field = "halve_on_out_of_memory=True" if config.halve_on_out_of_memory else 'non_finite="retry"'
+            raise ConfigError(
+                f"{field} repeats a step, and a Session cannot repeat your loop: leave it out, or use a Trainer"
+            )
+        program = _Functions(
+            self, model, optimizer, (data, validation), validation_step, loss_weight, num_tokens, metrics or {}
+        )
+        program.scheduler_interval, program.scheduler_monitor = scheduler_interval, scheduler_monitor
+        self.config = config
+        self._program = program
+        self._use(
+            Engine(
+                program,
+                config,
+                owner=self,
+                run_dir=str(run_dir) if run_dir is not None else None,
+                callbacks=callbacks,
+                trackers=trackers,
+                world=world,
+                attempt=attempt,
+                printer=printer,
+            )
+        )
+
+    @classmethod
+    def of_engine(cls, engine: Engine) -> Session:
+        """Returns the session by which a `Trainer` runs its own engine."""
+        session = cls.__new__(cls)
+        session._use(engine)
+        return session
+
+    def _use(self, engine: Engine) -> None:
+        self._engine = engine
+        self._has_started = self._has_finished = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, wrapped and sharded: call it for a forward pass.
+
+        Raises:
+            ConfigError: there are several; take one of `models`.
+        """
+        models = self._engine.models
+        if len(models) != 1:
+            raise ConfigError(
+                f"the run has {len(models)} models ({', '.join(models) or 'before setup'}): use run.models[name]"
+            )
+        return next(iter(models.values()))
+
+    def __enter__(self) -> Session:
+        self._has_started = self._has_finished = False
+        self._engine.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        status: Status = "failed"
+        try:
+            if error is None:
+                status = self.finish().status
+        except BaseException as raised:
+            self._engine.end(raised, status)
+            raise
+        self._engine.end(error, status)
+
+    def restore(
+        self,
+        resume: Literal["auto", "never"] | str = "auto",
+        restore: Collection[str] = COMPONENTS,
+        *,
+        accept_changes: bool = False,
+    ) -> Checkpoint | None:
+        """Continues from a checkpoint. Every rank must call this, before the loop.
+
+        Args:
+            resume: "auto" continues from the newest good checkpoint of `run_dir`, and starts fresh where there is
+                none; "never" starts fresh; a path continues from that checkpoint.
+            restore: the components to take from it, see `Trainer.fit`.
+            accept_changes: see `Trainer.fit`.
+
+        Returns:
+            The checkpoint; None if the run starts fresh.
+
+        Raises:
+            ConfigError, DataError, ResumeError, CheckpointError: as `Trainer.fit`.
+        """
+        return self._engine.loop.restore(resume, restore, accept_changes=accept_changes)
+
+    def start(self) -> bool:
+        """Does what comes before the first update; iterating does so by itself. Every rank must call this.
+
+        Checks the storage, starts the trackers, tries and makes the evaluations that are due before an update, and
+        closes an epoch whose evaluation a stop has cut short.
+
+        Returns:
+            Whether there is anything left to train.
+        """
+        self._has_started = True
+        return self._engine.loop.start()
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        """Yields global batches from where the run stands to its end. Update by each."""
+        if not self._has_started and not self.start():
+            return
+        while not self.should_stop:
+            yield from self.epoch()
+
+    def epoch(self) -> Generator[GlobalBatch, None, dict[str, float]]:
+        """Yields the rest of the epoch in progress and ends it; returns its metrics. Every rank must exhaust it."""
+        return self._engine.loop.epoch()
+
+    def accumulate(self, batch: Any) -> Iterator[Any]:
+        """Yields this rank's micro-batches of a global batch, on the device; gradients synchronise at the last one.
+
+        Inside the `for`, the forward pass computes in the precision of the config. A batch that is not one of `for
+        batch in run` is taken as one micro-batch of this rank; the position in the training data stays.
+        """
+        return self._engine.loop.accumulate(batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Replaces `loss.backward()` inside `accumulate`: weighs the mean loss of a micro-batch, and logs it.
+
+        Raises:
+            StepError: the loss is no single number with a gradient.
+        """
+        self._engine.loop.backward(loss)
+
+    def step(self, optimizer: Optimizer | None = None) -> Any:
+        """Completes the update: guards, clips, steps and does what is due. Every rank must call this.
+
+        Args:
+            optimizer: steps this one now, inside `accumulate`, as `Trainer.step` does; the update is completed by a
+                `step()` without.
+
+        Returns:
+            The metrics of the interval when `log_every` is due, otherwise an empty dict; with an `optimizer` the norm
+            of its gradient, or None while gradients are accumulated.
+
+        Raises:
+            StepError: `accumulate` has not been exhausted, or nothing got a gradient.
+            NonFiniteError: the gradient is not finite, and the policy has it raised.
+        """
+        if optimizer is not None:
+            return self._engine.loop.optimizer_step.step(optimizer)
+        return self._engine.loop.complete()
+
+    def finish(self) -> FitResult:
+        """Evaluates and saves the last state, and says how the run ended; leaving the block does so by itself."""
+        if not self._has_finished:
+            if not self._has_started:
+                self.start()
+            self.result = self._engine.loop.finish()
+            self._has_finished = True
+        return self.result
+
+
+class _Functions:
+    """The arguments of a `Session` as the engine asks for them."""
+
+    overrides_prepare_batch = False
+    scheduler_interval: Interval | Mapping[str, Interval]
+    scheduler_monitor: str | Mapping[str, str]
+
+    def __init__(
+        self,
+        run: Session,
+        model: Any,
+        optimizer: Callable[[Any], Any],
+        data: Any,
+        validation_step: Callable[[Session, Any], Any] | None,
+        loss_weight: Callable[[Any], LossWeight] | None,
+        num_tokens: Callable[[Any], int | torch.Tensor] | None,
+        metrics: Mapping[str, Any],
+    ) -> None:
+        self._run, self._make_model, self._make_optimizer, self._data = run, model, optimizer, data
+        self._validation_step, self._loss_weight, self._num_tokens = validation_step, loss_weight, num_tokens
+        self._metrics = metrics
+        self.overrides_loss_weight, self.overrides_num_tokens = loss_weight is not None, num_tokens is not None
+
+    def configure_models(self) -> Any:
+        # With values: an initialisation in a constructor is kept as it is.
+        with torch.device("cpu"):
+            return self._make_model if isinstance(self._make_model, (nn.Module, Mapping)) else self._make_model()
+
+    def init_weights(self) -> None:
+        raise AssertionError("models of a session have their weights")
+
+    def configure_optimizers(self) -> Any:
+        models = {name: self._run.unwrap(model) for name, model in self._run.models.items()}
+        return self._make_optimizer(next(iter(models.values())) if len(models) == 1 else models)
+
+    def configure_dataloaders(self) -> Any:
+        return self._data
+
+    def configure_metrics(self) -> Mapping[str, Any]:
+        return self._metrics
+
+    def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
+        return ()
+
+    def configure_trackers(self) -> Sequence[Tracker]:
+        return ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise StepError(
+            "a Session has no training_step: write `for micro_batch in run.accumulate(batch)`, and run.step()"
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self._validation_step is None:
+            raise ConfigError("an evaluation needs validation_step, a function (run, batch) that returns the loss")
+        return self._validation_step(self._run, batch)
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return batch
+
+    def loss_weight(self, batch: Any) -> LossWeight:
+        assert self._loss_weight is not None
+        return self._loss_weight(batch)
+
+    def num_tokens(self, batch: Any) -> int | torch.Tensor:
+        return 0 if self._num_tokens is None else self._num_tokens(batch)

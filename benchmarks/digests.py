@@ -81,28 +81,28 @@ def train(mode: str, seed: int, folder: str) -> None:
 
 
 def digests(mode: str) -> list[str]:
-    """Trains with each seed, in processes of their own, and returns the hashes of the weights."""
+    """Trains with each seed, in processes of its own, and returns the hashes of the weights."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = [sys.executable]
-        if mode in TWO_RANKS:
-            launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [*launch, __file__, mode, folder],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return ["failed:", done.stderr]
+        for seed in SEEDS:
+            launch = [sys.executable]
+            if mode in TWO_RANKS:
+                launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            done = subprocess.run(
+                [*launch, __file__, mode, str(seed), folder],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                return ["failed:", done.stderr]
         files = [sorted(Path(folder).glob(f"{seed}-*.safetensors")) for seed in SEEDS]
         return [hashlib.sha256(b"".join(file.read_bytes() for file in each)).hexdigest()[:16] for each in files]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        for each in SEEDS:
-            train(sys.argv[1], each, sys.argv[2])
+    if len(sys.argv) == 4:
+        train(sys.argv[1], int(sys.argv[2]), sys.argv[3])
     else:
-        for mode in MODES:
+        for mode in sys.argv[1:] or MODES:
             print(f"{mode:20}", *digests(mode), flush=True)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .loop.progress import Duration as Duration, Progress as Progress
     from .metrics.histogram import Histogram as Histogram, histograms as histograms
     from .result import FitResult as FitResult, Table as Table, read_history as read_history
+    from .session import Session as Session
     from .setup.dry_run import Estimate as Estimate
     from .supervised import SupervisedTrainer as SupervisedTrainer
     from .trackers.base import Tracker as Tracker
@@ -65,6 +66,7 @@ _PUBLIC = {
     "loop.progress": ("Duration", "Progress"),
     "metrics.histogram": ("Histogram", "histograms"),
     "result": ("FitResult", "Table", "read_history"),
+    "session": ("Session",),
     "setup.dry_run": ("Estimate",),
     "supervised": ("SupervisedTrainer",),
     "trackers.base": ("Tracker",),

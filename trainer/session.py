@@ -241,7 +241,7 @@ class Session(ActiveRun):
         Raises:
             StepError: the loss is no single number with a gradient.
         """
-        self._engine.loop.backward(loss)
+        self._engine.loop.optimizer_step.backward_and_log(loss)
 
     def step(self, optimizer: Optimizer | None = None) -> Any:
         """Completes the update: guards, clips, steps and does what is due. Every rank must call this.

@@ -143,13 +143,18 @@ def test_an_error_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None:
         def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
             ends.append(error)
 
-    with pytest.raises(ZeroDivisionError), session(run_dir=tmp_path, callbacks=[Ends()]) as run:
-        for batch in run:
-            for micro_batch in run.accumulate(batch):
-                run.backward(loss_of(run.model, micro_batch))
-            run.step()
-            if run.global_step == 2:
-                _ = 1 / 0
+    def fail(run: Session) -> None:
+        with run:
+            for batch in run:
+                for micro_batch in run.accumulate(batch):
+                    run.backward(loss_of(run.model, micro_batch))
+                run.step()
+                if run.global_step == 2:
+                    raise ZeroDivisionError
+
+    run = session(run_dir=tmp_path, callbacks=[Ends()])
+    with pytest.raises(ZeroDivisionError):
+        fail(run)
     assert [type(error) for error in ends] == [ZeroDivisionError]
     assert not hasattr(run, "result")
 
@@ -165,43 +170,64 @@ def test_the_guard_skips_a_gradient_that_is_not_finite() -> None:
         loss = loss_of(run.model, batch)
         return loss * float("nan") if run.progress.step_in_epoch == 2 and run.current_epoch == 0 else loss
 
-    for policy in ("skip", "raise"):
-        run = session(config_of(non_finite=policy))
-        with run if policy == "skip" else pytest.raises(NonFiniteError), run if policy == "raise" else _nothing():
+    def loop(policy: str) -> Session:
+        with session(config_of(non_finite=policy)) as run:
             for batch in run:
                 for micro_batch in run.accumulate(batch):
                     run.backward(poisoned(run, micro_batch))
                 run.step()
-        if policy == "skip":
-            assert run.result.metrics["skipped_steps"] == 1
-            assert all(value.isfinite().all() for value in weights(run).values())
+        return run
+
+    run = loop("skip")
+    assert run.result.metrics["skipped_steps"] == 1
+    assert all(value.isfinite().all() for value in weights(run).values())
+    with pytest.raises(NonFiniteError):
+        loop("raise")
 
 
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def test_a_batch_without_a_step_is_an_error() -> None:
-    with pytest.raises(StepError, match=r"run\.step\(\)"), session() as run:
-        for batch in run:
-            for micro_batch in run.accumulate(batch):
-                run.backward(loss_of(run.model, micro_batch))
+def _without_step(run: Session, batch: Any) -> None:
+    for micro_batch in run.accumulate(batch):
+        run.backward(loss_of(run.model, micro_batch))
 
 
-def test_a_step_without_its_micro_batches_is_an_error() -> None:
-    with pytest.raises(StepError, match="accumulate"), session() as run:
-        for _ in run:
-            run.step()
+def _without_accumulate(run: Session, batch: Any) -> None:
+    run.step()
 
 
-def test_a_step_inside_of_accumulate_is_an_error() -> None:
-    with pytest.raises(StepError, match="accumulate"), session(config_of(micro_batch_size=4)) as run:
-        for batch in run:
-            for micro_batch in run.accumulate(batch):
-                run.backward(loss_of(run.model, micro_batch))
-                run.step()
+def _step_inside(run: Session, batch: Any) -> None:
+    for micro_batch in run.accumulate(batch):
+        run.backward(loss_of(run.model, micro_batch))
+        run.step()
+
+
+def _without_backward(run: Session, batch: Any) -> None:
+    for _ in run.accumulate(batch):
+        pass
+    run.step()
+
+
+def _backward_outside(run: Session, batch: Any) -> None:
+    run.backward(loss_of(run.model, batch.micro_batches[0]))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (_without_step, r"call run\.step\(\)"),
+        (_without_accumulate, "run.accumulate"),
+        (_step_inside, "run.accumulate"),
+        (_without_backward, r"call run\.backward\(loss\)"),
+        (_backward_outside, "outside of `for micro_batch in run.accumulate"),
+    ],
+)
+def test_a_loop_that_leaves_something_out_is_told_what(body: Any, message: str) -> None:
+    def loop() -> None:
+        with session(config_of(micro_batch_size=4)) as run:
+            for batch in run:
+                body(run, batch)
+
+    with pytest.raises(StepError, match=message):
+        loop()
 
 
 @pytest.mark.parametrize(
@@ -265,18 +291,14 @@ def test_several_models_and_optimizers() -> None:
 
 
 def _on_ranks(world: World, strategy: str, exact: bool, folder: str, stop: bool) -> dict[str, torch.Tensor]:
-    config = config_of(
-        exact=exact,
-        micro_batch_size=4 if exact else None,
-        parallel=ParallelConfig(strategy=strategy),
-        max_grad_norm=0.5,
-    )  # type: ignore[arg-type]
+    parallel: Any = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
+    config = config_of(exact=exact, micro_batch_size=4 if exact else None, parallel=parallel, max_grad_norm=0.5)
     options: dict[str, Any] = {"model": lambda: model_of(0.0), "run_dir": folder, "world": world}
     if stop:
         train(session(config, callbacks=[StopAt(5)], **options))
     run = train(session(config, **options))
-    run.export(f"{folder}/weights.safetensors")
-    return load_weights(f"{folder}/weights.safetensors")
+    assert run.result.last_checkpoint is not None
+    return load_weights(run.result.last_checkpoint)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

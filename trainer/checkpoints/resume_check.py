@@ -17,7 +17,6 @@ from ..config import MAY_CHANGE, TrainerConfig, as_plain
 from ..data.protocols import BatchStream, Mergeable, Stateful, SupportsPeek
 from ..distributed.world import World
 from ..errors import ResumeError
-from ..exact.determinism import hardware_fingerprint
 from ..loop.progress import Progress
 from .state_codec import iter_tensors
 from .store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
@@ -40,6 +39,7 @@ class ResumeCertificate:
         progress: of the run, live.
         optimizers, schedulers: by name.
         data: the training data, opened.
+        exact: what the bits of a run in exact mode depend on besides config and code; empty in an ordinary run.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class ResumeCertificate:
         optimizers: Collection[str],
         schedulers: Collection[str],
         data: BatchStream,
+        exact: Mapping[str, str],
     ) -> None:
+        self._exact = exact
         self._code, self._config, self._world, self._progress = code, config, world, progress
         self._optimizers, self._schedulers, self._data = sorted(optimizers), sorted(schedulers), data
 
@@ -70,7 +72,7 @@ class ResumeCertificate:
                 "tensors": digests.tensors,
                 "ranks": digests.ranks,
                 "code": self._code,
-                **({"exact": self._exact_facts()} if self._config.exact else {}),
+                **({"exact": self._exact_facts()} if self._exact else {}),
             }
 
         return complete
@@ -88,7 +90,7 @@ class ResumeCertificate:
         if not accept_changes:
             before, now = checkpoint.meta.get("config", {}), as_plain(self._config)
             changes += [_Change(f"config.{path}", *pair, _ACCEPT) for path, pair in _differences(before, now)]
-            if self._config.exact and "exact" in info:
+            if self._exact and "exact" in info:
                 changes += self._changed_exact_facts(info["exact"])
             changes += self._changed_update_size(checkpoint, info)
         for kind, live in (("optimizers", self._optimizers), ("schedulers", self._schedulers)):
@@ -147,7 +149,7 @@ class ResumeCertificate:
         """Return what the bits of a run in exact mode depend on, beyond what no run may change."""
         return {
             "config.micro_batch_size": self._config.micro_batch_size,
-            **hardware_fingerprint(self._world.device),
+            **self._exact,
         }
 
     def _changed_exact_facts(self, before: Mapping[str, Any]) -> Iterator[_Change]:

@@ -1,7 +1,7 @@
 """Where a training in exact mode differs from an ordinary one. The only place that asks for `config.exact`.
 
-`Numerics` is ordinary floating-point training; a subclass promises the same bits at every number of ranks. The loop, the
-evaluation, the setup and the checks of a resumed run ask the one that `numerics_of` returns, and never the config.
+`Numerics` is ordinary floating-point training; its subclass promises the same bits at every number of ranks. The loop,
+the evaluation, the setup and the checks of a resumed run ask the one of `numerics_of`, and never the config.
 """
 
 from __future__ import annotations

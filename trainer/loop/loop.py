@@ -105,6 +105,7 @@ class Loop:
         self._evaluation: Evaluation | None = None
         self._accumulated: tuple[GlobalBatch, bool] | None = None
         self._epoch_batch: GlobalBatch | None = None
+        self._awaits_update = False
         self._must_save_best = False
         self._uneven_samples = 0
         self._has_warned = False
@@ -236,9 +237,9 @@ class Loop:
         self._callbacks.on_epoch_start()
         with closing(self._global_batches(epoch)) as batches:
             for batch in batches:
-                self._epoch_batch = batch
+                self._epoch_batch, self._awaits_update = batch, True
                 yield batch
-                if self._epoch_batch is not None:
+                if self._awaits_update:
                     raise StepError(
                         "a batch was not made an update of: call run.step() after `for micro_batch in "
                         "run.accumulate(batch)`, once for every batch"
@@ -286,7 +287,7 @@ class Loop:
 
     def accumulate(self, batch: Any) -> Generator[Any, None, None]:
         """Yields the micro-batches of a batch of `epoch`, or of another one, for `backward` and `complete`."""
-        of_epoch = batch is self._epoch_batch
+        of_epoch = self._awaits_update and batch is self._epoch_batch
         loaded: GlobalBatch = batch if of_epoch else self._as_own_batch(batch)
         self.recorder.in_update = True
         yield from self.optimizer_step.accumulate(loaded)
@@ -294,11 +295,9 @@ class Loop:
 
     def complete(self) -> dict[str, float]:
         """Makes the update of what was accumulated, does what is due and returns what it logs."""
-        batch, of_epoch = self._accumulated or (None, False)
-        self._accumulated = None
-        if batch is None:
-            self.optimizer_step.complete()  # raises, with what to do
-            raise AssertionError("nothing was accumulated")
+        accumulated, self._accumulated = self._accumulated, None
+        # Without a batch it raises, and says what to do.
+        batch, of_epoch = accumulated or (LoadedBatch([], [], 0), False)
         return self._run_due_actions(applied=self._run_step(batch, self.optimizer_step.complete, of_epoch=of_epoch))
 
     def _as_own_batch(self, batch: Any) -> LoadedBatch:
@@ -471,7 +470,7 @@ class Loop:
         if samples is None:
             samples = self._world.sum_ints(sum(batch.num_samples))[0]
         if of_epoch:
-            self._epoch_batch = None
+            self._awaits_update = False
             progress.step_in_epoch += 1
             progress.offset += samples
         if rejection is not None:

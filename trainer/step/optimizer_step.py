@@ -213,7 +213,7 @@ class OptimizerStep:
         """Counts the update as applied or rejected, and takes in its metrics if it was applied."""
         guard = self._guard
         if self._rejection is None:
-            guard.count_applied()
+            guard.applied()
             if self._scaler is not None:
                 self._scaler.grow()
         else:

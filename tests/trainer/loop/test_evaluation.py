@@ -278,7 +278,7 @@ def test_several_sets_are_told_apart_by_name() -> None:
     assert trainer.evaluate({"x": sets["news"]}) == {
         name.replace("validation/", "validation/x/"): value for name, value in alone.items()
     }
-    with pytest.raises(ConfigError, match="called by text, not by 1"):
+    with pytest.raises(ConfigError, match="need names that are text, not 1"):
         trainer.evaluate({1: sets["news"]})
 
 

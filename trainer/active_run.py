@@ -13,8 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .callbacks.base import CallbackList
-from .checkpoints.export import cast_weights, choose_model, gather_weights, write_on_main, write_pretrained, write_safetensors
+from .checkpoints.export import (
+    cast_weights,
+    choose_model,
+    gather_weights,
+    write_on_main,
+    write_pretrained,
+    write_safetensors,
+)
 from .checkpoints.store import Checkpoint
+from .config import as_plain
 from .distributed import dtensor
 from .distributed.world import World
 from .errors import DataError
@@ -25,7 +33,6 @@ from .loop.steps import LossWeight
 from .loop.timing import Activity, SetupTimes
 from .metrics.histogram import Histogram
 from .metrics.reductions import Reduce
-from .config import as_plain
 from .metrics.train_log import MetricSource
 from .result import History
 from .step.precision import autocast

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from headway.trainer.callbacks.progress_bar import human_duration
+from headway.trainer.metrics.units import human_duration
 
 from ..runs.goodput import GoodputReport, goodput_report_of
 from ..runs.run import SWEEP_RECORD, Record, Run, find_run

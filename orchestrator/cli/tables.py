@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from headway.trainer.callbacks.progress_bar import human_duration
+from headway.trainer.metrics.units import human_duration
 
 if TYPE_CHECKING:
     from ..runs.run import Run

@@ -12,8 +12,8 @@ from dataclasses import replace
 import ray
 from ray.util import placement_group_table
 
-from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError, HeadwayError
+from headway.trainer.metrics.units import human_duration
 
 from ..config.experiment import Scaling
 from ..train.elastic import slots_capped, target_workers

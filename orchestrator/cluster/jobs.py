@@ -24,8 +24,8 @@ from ray.exceptions import AuthenticationError
 
 import headway.datasets
 import headway.trainer
-from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError, HeadwayError
+from headway.trainer.metrics.units import human_duration
 
 from ..cli.tables import format_table, local_time
 from ..config.coerce import quote

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headway.trainer.callbacks.progress_bar import human_bytes, human_duration
 from headway.trainer.errors import ConfigError
+from headway.trainer.metrics.units import human_bytes, human_duration
 from headway.trainer.trackers.jsonl import read_records
 
 from ..config.coerce import parse_yaml

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headway.trainer.callbacks.progress_bar import human_duration
 from headway.trainer.errors import ConfigError
+from headway.trainer.metrics.units import human_duration
 
 from ..cli.sweep_console import SweepConsole, shown
 from ..cluster.ray_env import quiet_environment

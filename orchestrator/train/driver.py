@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headway.trainer.callbacks.progress_bar import human_duration
+from headway.trainer.metrics.units import human_duration
 
 from ..cli.console import RunConsole
 from ..cluster.connect import describe_wait, placed_groups, target_workers_now, wait_timeout_error

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..metrics.units import human_bytes
 from ..step.oom import is_out_of_memory, peak_bytes, reset_peak
 from .base import Callback
-from .progress_bar import human_bytes
 
 if TYPE_CHECKING:
     from ..trainer import Trainer

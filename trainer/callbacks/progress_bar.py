@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ..metrics.units import human_duration as human_duration
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -174,24 +175,6 @@ def progress_line(record: Mapping[str, Any], *, total_steps: int | None = None, 
     if left_s is not None:
         parts.append(f"{human_duration(left_s)} left")
     return " · ".join(parts)
-
-
-def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
-    """Return bytes for people, with `digits` significant digits: "512 B", "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.{digits}g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.{digits}g} TiB"
-
-
-def human_duration(seconds: float) -> str:
-    """Format seconds: "42s", "3m12s", "2h05m", "3d04h"."""
-    whole = round(seconds)
-    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= unit_s:
-            return f"{whole // unit_s}{unit}{whole % unit_s // part_s:02d}{part}"
-    return f"{whole}s"
 
 
 def _bar(share: float) -> str:

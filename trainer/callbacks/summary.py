@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.dtensor import unwrap
+from ..metrics.units import human_bytes
 from .base import Callback
-from .progress_bar import human_bytes
 
 if TYPE_CHECKING:
     from ..trainer import Trainer

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..loop.progress import Duration
+from ..metrics.units import human_duration
 from .base import Callback
-from .progress_bar import human_duration
 
 if TYPE_CHECKING:
     from ..trainer import Trainer

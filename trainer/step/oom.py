@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ..callbacks.progress_bar import human_bytes
 from ..config import TrainerConfig
 from ..distributed.world import World
+from ..metrics.units import human_bytes
 
 _STATM = Path("/proc/self/statm")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from headway.trainer import Callback, ConfigError, Duration, World, optimizers, schedules
 from headway.trainer.callbacks import EarlyStopping, GarbageCollection, PeakMemory, ProgressBar, Throughput, TimeLimit
-from headway.trainer.callbacks.progress_bar import human_bytes
 from headway.trainer.callbacks.throughput import flops_by_parameters, known_peak_flops, peak_flops_of
+from headway.trainer.metrics.units import human_bytes
 from headway.trainer.step.oom import is_out_of_memory
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer

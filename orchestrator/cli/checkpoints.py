@@ -30,13 +30,9 @@ def checkpoints(storage: Storage = None) -> None:
 def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: Json = False) -> None:
     """List checkpoints, and why each is kept.
 
-<<<<<<< HEAD
     In the order in which they were saved.
     """
-    from headway.trainer.callbacks.progress_bar import human_bytes
-=======
     from headway.trainer.metrics.units import human_bytes
->>>>>>> a6cd8c4 (Keep bytes and durations for people in one module without torch)
 
     from ..runs.checkpoints import RunCheckpoints
     from .tables import format_table, local_time

@@ -84,7 +84,7 @@ def _trainer(world: World, *, exact: bool) -> ExactBench:
     trainer = ExactBench(config, world=world, printer=lambda text: None)
     trainer.setup()
     # What `fit` does besides before the first epoch; in pieces, the two can take turns.
-    trainer._loop.recorder.start(resumed=False, began_s=time.perf_counter())
+    trainer._engine.loop.recorder.start(resumed=False, began_s=time.perf_counter())
     return trainer
 
 

@@ -171,7 +171,7 @@ def measure(
     by_hand = ByHand(case, world)
     trainer.setup()
     # What `fit` does besides before the first epoch; in pieces, the two loops can take turns.
-    trainer._loop.recorder.start(resumed=False, began_s=time.perf_counter())
+    trainer._engine.loop.recorder.start(resumed=False, began_s=time.perf_counter())
     trainer.callbacks.on_fit_start(trainer)
 
     def ours() -> float:

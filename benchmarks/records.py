@@ -113,7 +113,7 @@ def writing_row() -> Row:
     with tempfile.TemporaryDirectory() as folder:
         writing, silent = trainer_of(Path(folder, "run").as_posix()), trainer_of(None)
         took_s: list[float] = []
-        trackers = writing._loop.recorder.trackers
+        trackers = writing._engine.loop.recorder.trackers
         log = trackers.log
 
         def timed(*args: Any, **options: Any) -> None:
@@ -147,7 +147,7 @@ def trainer_of(run_dir: str | None) -> Tiny:
     trainer = Tiny(config(max_steps=10**9), world=World.single("cpu"), run_dir=run_dir, printer=lambda text: None)
     trainer.setup()
     # What `fit` does besides before the first epoch; in pieces, the two can take turns.
-    trainer._loop.recorder.start(resumed=False, began_s=time.perf_counter())
+    trainer._engine.loop.recorder.start(resumed=False, began_s=time.perf_counter())
     return trainer
 
 

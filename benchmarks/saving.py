@@ -100,13 +100,13 @@ def stalls(folder: str) -> list[Row]:
     state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
 
     def ours() -> float:
-        stall_s = seconds(trainer._loop._start_background_save)
-        saving = trainer._loop._saving
+        stall_s = seconds(trainer._engine.loop._start_background_save)
+        saving = trainer._engine.loop._saving
         assert saving is not None
         F.mse_loss(trainer.model(batch), batch).backward()
         stall_s += seconds(saving.hold)
         trainer.optimizer.zero_grad()
-        trainer._loop._finish_background_save()
+        trainer._engine.loop._finish_background_save()
         return stall_s
 
     def asynchronous(number: int, kind: AsyncCheckpointerType) -> float:
@@ -210,7 +210,7 @@ def _rise(sender: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder, saves=False)
         before = _peak_bytes()
-        trainer._loop._start_background_save()
+        trainer._engine.loop._start_background_save()
         trainer.train_epoch()
         trainer.save_checkpoint()
         sender.send(_peak_bytes() - before)

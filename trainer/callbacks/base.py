@@ -325,7 +325,7 @@ def _call_each(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) 
 
 
 @contextmanager
-def _nested(callbacks: Collection[Callback], trainer: Trainer[Any]) -> Iterator[None]:
+def _nested(callbacks: Collection[Callback], trainer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for callback in callbacks:
             stack.enter_context(_named(callback, trainer))
@@ -333,7 +333,7 @@ def _nested(callbacks: Collection[Callback], trainer: Trainer[Any]) -> Iterator[
 
 
 @contextmanager
-def _named(callback: Callback, trainer: Trainer[Any]) -> Iterator[None]:
+def _named(callback: Callback, trainer: Any) -> Iterator[None]:
     """Enter one callback's context; add a note to errors of the context itself, not to those from inside it."""
     inside: BaseException | None = None
     try:

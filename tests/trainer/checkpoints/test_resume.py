@@ -512,7 +512,7 @@ def test_what_an_error_has_left_is_no_part_of_the_fit_that_follows(
     broken.error = error
     with pytest.raises(kind):
         broken.fit()
-    assert broken._loop.recorder.step == broken.global_step == 6
+    assert broken._engine.loop.recorder.step == broken.global_step == 6
     broken.fit()
     undisturbed = TinyTrainer(config, run_dir=tmp_path / "whole", world=ALONE, callbacks=[expected])
     undisturbed.fit()

@@ -85,9 +85,9 @@ def _keeps_its_time_apart(world: World) -> None:
     if world.is_main:
         time.sleep(1.2)  # over a save, say
     apart.barrier()
-    assert trainer._loop._step_timeout is None
-    trainer._loop.rejoin()
-    assert trainer._loop._step_timeout == Duration(0.5, "seconds")
+    assert trainer._engine.loop._step_timeout is None
+    trainer._engine.loop.rejoin_process_group(lambda: None)
+    assert trainer._engine.loop._step_timeout == Duration(0.5, "seconds")
 
 
 def test_a_group_apart_keeps_its_longer_time_and_a_new_one_gets_the_shorter_after_its_first_step() -> None:

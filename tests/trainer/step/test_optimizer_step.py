@@ -192,7 +192,7 @@ def test_weights_that_are_numbers_get_to_the_device_without_a_copy_that_waits(de
         pytest.skip("needs a CUDA device")
     trainer = CountingTrainer(_config(max_steps=1), world=World.single(device))
     trainer.fit()
-    update = trainer._loop.optimizer_step
+    update = trainer._engine.loop.optimizer_step
     update._world = _Sums()  # type: ignore[assignment]
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")

@@ -129,7 +129,7 @@ class ScaleFrom(Callback):
 
 
 def _scaler(trainer: Trainer[Any]) -> LossScaler:
-    scaler = trainer._loop.optimizer_step._scaler
+    scaler = trainer._engine.loop.optimizer_step._scaler
     assert scaler is not None
     return scaler
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from headway.trainer.metrics.units import human_bytes
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from headway.trainer.loop.run_state import COMPONENTS
+from headway.trainer.metrics.units import human_bytes
 from headway.trainer.setup.dry_run import DataSize, Estimate
 
 from ..cluster.ray_env import quiet_environment

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .trackers.jsonl import read_records
-
 if TYPE_CHECKING:
     from .data.protocols import Guarantee
     from .metrics.reductions import Reduce
@@ -70,6 +68,9 @@ def read_history(path: str | os.PathLike[str]) -> Table:
         True
     """
     rows = Table()
+    # Late: the trackers import much that a list of runs does not need.
+    from .trackers.jsonl import read_records
+
     for record in read_records(path):
         means = {name.removeprefix(PER_EPOCH): value for name, value in record.items() if name.startswith(PER_EPOCH)}
         if means:

@@ -111,7 +111,7 @@ class SweepConsole:
         if result.status in ("interrupted", "stopped"):
             self.line("to go on, start it again as before")
         if result.failed:
-            self.line("to train those that failed again, once they can do better: start it again with --retry-failed")
+            self.line("to retry the failed trials: fix the cause, then rerun with --retry-failed")
 
     def close(self) -> None:
         """Takes the table away; lines stay."""

@@ -1,4 +1,4 @@
-"""The Ray to train on: the one that this process is connected to, the one of RAY_ADDRESS, or a quiet one of our own."""
+"""Connects to Ray: the one of this process, else that of RAY_ADDRESS, else a quiet one started here."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..train.elastic import slots_capped, target_workers
 from .ray_env import temporary_env
 
 _OWN = {
-    # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Ours has none; without this it
-    # would find that of another Ray on the machine, which does not know the run, and would end it.
+    # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Without this it would find the
+    # dashboard of another Ray on the machine, which does not know the run, and would end it.
     "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9",
-    # Nobody takes the machine away from under us with notice; the watcher is a process to start.
+    # This machine is not preempted with notice; the watcher would be one more process to start.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Processes without an environment, of which a run has no use: all of its own have one.
+    # Prestarted processes have no runtime environment; all of a run have one, so they would go unused.
     "RAY_prestart_worker_first_driver": "0",
     # Blocks of data that were used up stay in memory for so long: at Ray's 1000, a second of reading.
     "RAY_free_objects_period_milliseconds": "100",
@@ -33,22 +33,22 @@ _OWN = {
 
 
 def will_start_own_ray() -> bool:
-    """Whether `connected` would start a Ray."""
+    """Return whether `ray_connection` would start Ray."""
     return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
 
 
 def check_resources(scaling: Scaling) -> None:
-    """Refuses what this machine can never give, if Ray will be ours, or else what the connected Ray does not have.
+    """Check that this machine, if Ray is to be started here, or else the connected cluster has the resources.
 
     Raises:
-        ConfigError: says what there is and what was asked for.
+        ConfigError: it has not; with what there is and what was asked for.
     """
     if will_start_own_ray():
         _check_machine(scaling)
     elif ray.is_initialized() and scaling.wait is None and (lack := missing_resources(scaling)):
         raise ConfigError(
-            f"the cluster has {lack} that {scaling.min_workers} workers want: lower scaling.workers, or say how "
-            "long to wait for more machines, as in scaling.wait=10m"
+            f"the cluster has {lack} that {scaling.min_workers} workers need: lower scaling.workers, or set "
+            "scaling.wait=10m to wait for nodes"
         )
 
 
@@ -58,7 +58,7 @@ def _check_machine(scaling: Scaling) -> None:
     if wanted > cpus:
         share = math.floor(100 * cpus / workers) / 100
         raise ConfigError(
-            f"{workers} workers with {scaling.cpus_per_worker:g} CPU each want {wanted:g} CPUs, and this "
+            f"{workers} workers with {scaling.cpus_per_worker:g} CPU each need {wanted:g} CPUs, and this "
             f"machine has {cpus}: lower scaling.workers, let workers share (scaling.cpus_per_worker={share:.3g}), or "
             "connect to a cluster with RAY_ADDRESS"
         )
@@ -68,13 +68,13 @@ def _check_machine(scaling: Scaling) -> None:
         there = torch.cuda.device_count()
         if scaling.reserved_by(workers)["GPU"] > there:
             raise ConfigError(
-                f"{workers} workers with {scaling.gpus_per_worker:g} GPU each want "
+                f"{workers} workers with {scaling.gpus_per_worker:g} GPU each need "
                 f"{scaling.reserved_by(workers)['GPU']:g} GPUs, and this machine has {there}: lower one of them"
             )
 
 
 def missing_resources(scaling: Scaling) -> str:
-    """Says what the connected cluster lacks for the fewest workers, as "2 of 8 CPU"; empty if nothing."""
+    """Return what the connected cluster lacks for the fewest workers, such as "2 of 8 CPU"; empty if nothing."""
     there = ray.cluster_resources()
     lack = ", ".join(
         f"{there.get(name, 0):g} of {wanted:g} {name}"
@@ -88,36 +88,36 @@ def missing_resources(scaling: Scaling) -> str:
 
 
 def wait_timeout_error(what: str, scaling: Scaling) -> ConfigError:
-    """Returns the error of who has waited for workers as long as `Scaling.wait_timeout_s`.
+    """Return the error for workers that have not started within `Scaling.wait_timeout_s`.
 
     Args:
-        what: has not come up, as "the workers have".
-        scaling: what they want.
+        what: was waited for, such as "the workers".
+        scaling: their resources.
     """
     lack = missing_resources(scaling)
     return ConfigError(
-        f"{what} not come up in {human_duration(scaling.wait_timeout_s)}: "
-        + (f"the cluster has {lack}" if lack else "the cluster could hold them, and is busy with something else")
+        f"timed out after {human_duration(scaling.wait_timeout_s)} waiting for {what}: "
+        + (f"the cluster has {lack}" if lack else "the cluster is large enough, but its resources are in use")
         + "; to wait longer, set scaling.wait"
     )
 
 
 def placed_groups() -> set[str]:
-    """Returns the placement groups of the cluster that have their place, but for those that hold no CPU."""
+    """Return the placement groups that have been placed, except those that reserve no CPU."""
     return {
         name
         for name, group in placement_group_table().items()
-        # The process of a trial beside its workers reserves no more than a byte of memory.
+        # A trial's own process, beside its workers, reserves one byte of memory.
         if group["state"] == "CREATED" and any(bundle.get("CPU") for bundle in group["bundles"].values())
     }
 
 
 def describe_wait(scaling: Scaling, taken: set[str]) -> str | None:
-    """Says what workers wait for, as "waiting for 2 workers: 1 fits (1 CPU free of 4)"; None if there is room.
+    """Return what workers wait for, such as "waiting for 2 workers: 1 fits (1 CPU free of 4)"; None if there is room.
 
     Args:
-        scaling: what they want.
-        taken: `placed_groups` of when they began to wait; where there are others now, they are coming up.
+        scaling: their resources.
+        taken: `placed_groups` when they started to wait; if there are others now, they are starting.
     """
     there, free, wanted = ray.cluster_resources(), ray.available_resources(), scaling.min_workers
     fitting = min(slots_capped([free], scaling), slots_capped(live_node_resources(), scaling))
@@ -131,17 +131,17 @@ def describe_wait(scaling: Scaling, taken: set[str]) -> str | None:
 
 
 def live_node_resources() -> list[dict[str, float]]:
-    """Returns the resources of each machine of the connected cluster."""
+    """Return the resources of each live node of the connected cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def target_workers_now(scaling: Scaling, *, workers: int) -> int:
-    """Returns how many workers a group may have that has so many now, on the connected cluster."""
+    """Return how many workers a group with `workers` workers could have on the connected cluster now."""
     return target_workers(live_node_resources(), ray.available_resources(), scaling, workers=workers)
 
 
 def clamp_to_machine(scaling: Scaling) -> Scaling:
-    """Returns what of it there can be: as many workers as this machine holds, if Ray will be ours and cannot grow."""
+    """Return the scaling clamped to this machine, if Ray is to be started here, where no nodes can join."""
     if not scaling.is_elastic or not will_start_own_ray():
         return scaling
     import torch
@@ -153,11 +153,11 @@ def clamp_to_machine(scaling: Scaling) -> Scaling:
 
 @contextlib.contextmanager
 def ray_connection(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
-    """Makes sure of a Ray; who connects or starts one for this leaves or ends it. Gives whether it was started.
+    """Connect to Ray or start one, and undo that at the end. Yields whether it was started here.
 
     Args:
-        scaling: a Ray of our own gets CPUs for these workers, and some for reading data beside them.
-        verbose: shows what Ray and its workers print.
+        scaling: a Ray started here gets CPUs for these workers, and two more for reading data.
+        verbose: show the output of Ray and its workers.
     """
     if ray.is_initialized():
         yield False
@@ -168,7 +168,7 @@ def ray_connection(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
             check_resources(scaling)
             yield False
         finally:
-            # Or a thread that waits for workers, which have been given up, would crash the process at its exit.
+            # Otherwise a thread that waits for workers that were given up would crash the process at exit.
             ray.shutdown()
         return
     with temporary_env(_OWN):
@@ -203,5 +203,5 @@ def _level(verbose: bool) -> int:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use, which in a container are fewer than the machine has."""
+    """Return how many CPUs this process may use; in a container fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

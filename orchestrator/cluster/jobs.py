@@ -212,8 +212,8 @@ class Jobs:
                 raise ConfigError(f"the cluster at {self.address} is not ready: {error}") from error
             if not _is_of_the_network(error):
                 raise ConfigError(
-                    f"the current directory, of which the cluster gets a copy, cannot be read ({error}): mend it, or "
-                    "name what is not needed in .gitignore or .rayignore"
+                    f"the working directory cannot be packaged ({error}): fix it, or exclude the file in .gitignore "
+                    "or .rayignore"
                 ) from error
             raise ConfigError(
                 f"no cluster answers at {self.address}: start one (`ray start --head --dashboard-host=127.0.0.1`), "

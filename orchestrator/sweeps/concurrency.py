@@ -73,7 +73,7 @@ class ConcurrencyLimit:
         else:
             text = describe_wait(self._scaling, self._taken)
             if now_s - self._idle_since_s >= self._scaling.wait_timeout_s + (0.0 if text else _STARTING_S):
-                raise wait_timeout_error("a trial has", self._scaling)
+                raise wait_timeout_error("a trial", self._scaling)
             if text not in (None, self._waits_for):
                 self._waits_for = text
                 return text

@@ -117,7 +117,7 @@ def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
             return search.trial(experiment, "trial", search.suggest(index))
         except ConfigError as error:
             wrong = wrong or error
-    raise ConfigError(f"the values of no trial go together: {wrong}")
+    raise ConfigError(f"no trial in this space is valid; first error: {wrong}")
 
 
 def _end(

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .optuna_search import PastTrial
     from .search import Params
 
-PRUNED = "the scheduler "
-"""What the reason of a run begins with that a scheduler has stopped."""
+PRUNED = "pruned by "
+"""The prefix of the reason of a run that a scheduler has stopped."""
 
 TrialStatus = Literal["pending", "running"] | Status
 

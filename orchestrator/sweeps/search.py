@@ -164,13 +164,15 @@ class Search:
                 self._check_value(experiment, path, value)
         if experiment.scaling.max_workers > 1 and (isinstance(self.scheduler, PBT) or self.metric.startswith("train/")):
             raise ConfigError(
-                "trials of several workers report their evaluations, without a checkpoint: PBT and a metric of the "
-                f"training want scaling.workers=1, not {experiment.scaling}"
+                f"PBT and train/* metrics require single-worker trials (scaling.workers=1), got {experiment.scaling}: "
+                "trials of several workers report evaluations without a checkpoint"
             )
         if any(path.split(".")[0] == "scaling" for path in self.space):
-            raise ConfigError("all trials reserve the same: a space has no paths below scaling")
+            raise ConfigError("scaling.* cannot be searched: all trials use the same resources")
         if self.metric.startswith("train/") and self.scheduler is not None and self.scheduler.pauses:
-            raise ConfigError(f"{type(self.scheduler).__name__} goes by evaluations: give a metric of the validation")
+            raise ConfigError(
+                f"{type(self.scheduler).__name__} decides by evaluations: metric must be a validation/* metric"
+            )
 
     def _check_value(self, experiment: Experiment, path: str, value: Any) -> None:
         """Refuses a value with which no trial could train, whatever it tries besides."""

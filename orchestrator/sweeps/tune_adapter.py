@@ -311,7 +311,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
             self._stopped.add(trial.trial_id)
             count = result["evaluations"]
             counted = "record" if self._sweep.record.search["metric"].startswith("train/") else "evaluation"
-            reason = f"{PRUNED}({self._kind}) after {count} {counted}{'s'[: count != 1]}"
+            reason = f"{PRUNED}{self._kind} after {count} {counted}{'s'[: count != 1]}"
             folder = Folder(self._sweep.folder.path(_name(trial)))
             retry_storage(lambda: request_stop(folder, StopRequest(reason=reason)))
             return str(TrialScheduler.CONTINUE)

@@ -261,7 +261,7 @@ class RunDriver:
         """Says what workers wait for that do not come, and does not wait for ever."""
         scaling, now_s = self._experiment.scaling, time.monotonic()
         if now_s - self._waits_since >= self._patience_s:
-            raise wait_timeout_error("the workers have", scaling)
+            raise wait_timeout_error("the workers", scaling)
         if min(now_s - self._waits_since, now_s - self._told_waiting_s) > _TELL_WAITING_EVERY_S:
             self._told_waiting_s = now_s
             if (text := describe_wait(scaling, self._taken)) not in (None, self._told_waiting):

@@ -133,5 +133,8 @@ def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int
         driver.kill()
     assert driver.returncode == 2, shown
     assert "waiting for 1 worker: none fits (1 CPU free of " in shown
-    assert "the workers have not come up in 8s: the cluster has 0 of 1 GPU; to wait longer, set scaling.wait" in shown
+    assert (
+        "timed out after 8s waiting for the workers: the cluster has 0 of 1 GPU; to wait longer, set scaling.wait"
+        in shown
+    )
     assert Run(str(tmp_path / "runs/late")).status != "completed"

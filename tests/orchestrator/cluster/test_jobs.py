@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_copied_is_not_a_cluster_that_does_not_answer(tmp_
         def submit_job(self, **_: object) -> None:
             (tmp_path / "secret").read_text()
 
-    with pytest.raises(ConfigError, match="the cluster gets a copy, cannot be read .*secret.*: mend it"):
+    with pytest.raises(ConfigError, match="cannot be packaged .*secret.*: fix it"):
         jobs_with(Copying()).submit(experiment("s3://b"), [], {})
 
 

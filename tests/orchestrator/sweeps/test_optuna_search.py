@@ -111,7 +111,7 @@ def test_the_journal_of_a_dead_driver_gives_what_it_would_have_suggested(tmp_pat
         values = wanted.suggest(index, tried)
         metric = None if index == 5 else (math.log10(values[RATE]) + 2) ** 2
         status = ("failed" if index == 5 else "stopped") if index % 5 == 0 else "completed"
-        reason = "the scheduler (ASHA) after 1 evaluations" if status == "stopped" else ""
+        reason = "pruned by ASHA after 1 evaluations" if status == "stopped" else ""
         name = f"trial-{index:03}"
         # As the driver writes them down, in the files of the sweep; the last two were under way.
         journal.note("trial_suggested", trial=name, index=index, values=values)

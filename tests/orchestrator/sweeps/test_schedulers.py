@@ -85,7 +85,7 @@ def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(
     assert results.best is not None
     for trial in stopped:
         run = Run(trial.run_dir)
-        assert run.reason.startswith(f"the scheduler ({type(scheduler).__name__}) after ")
+        assert run.reason.startswith(f"pruned by {type(scheduler).__name__} after ")
         assert run.is_finished or trial.trial.has_ended
         assert 0 < run.record.steps < 48
         # With its last state, and an evaluation of it.

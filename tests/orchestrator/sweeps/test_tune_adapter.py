@@ -84,7 +84,7 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
         report = {"validation/loss": loss, "evaluations": 1, "step": 1}
         assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
         stop = read_stop_request(Folder(sweep.folder.path(name)))
-        assert (stop.reason if stop else None) == ("the scheduler (x) after 1 evaluation" if is_stopped else None)
+        assert (stop.reason if stop else None) == ("pruned by x after 1 evaluation" if is_stopped else None)
 
 
 def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(
         scheduler.on_trial_result(controller, trial, {"train/loss": 9.0, "evaluations": number, "step": number})
     stop = read_stop_request(Folder(sweep.folder.path("trial-001")))
     assert stop is not None
-    assert stop.reason == "the scheduler (x) after 3 records"
+    assert stop.reason == "pruned by x after 3 records"
 
 
 def lead(search: Search, folder: str) -> SweepDriver:

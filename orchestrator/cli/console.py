@@ -1,4 +1,4 @@
-"""What the person at the driver sees of a run: lines, and on a terminal a bar below them. Decides nothing."""
+"""Console output of a run: lines, and on a terminal a progress bar below them. Decides nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PERCENT_WIDTH = 6
 
 
 class RunConsole:
-    """Shows a run as it goes.
+    """Shows a run while it trains.
 
     Args:
-        console: where to; a terminal gets a bar, anything else one line per record.
+        console: output; a terminal gets a bar, anything else one line per record.
 
     Attributes:
-        goes_on: whether the run had begun before this start of it.
+        goes_on: whether the run existed before this start.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -41,12 +41,12 @@ class RunConsole:
         self._pace = Pace()
 
     def line(self, text: str, style: str | None = None) -> None:
-        """Shows one line that stays."""
-        # A style given to `print` would colour the bar below as well.
+        """Print one line."""
+        # A style passed to `print` would colour the bar, too.
         self._console.print(Text(text, style=style or ""), soft_wrap=True)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Shows a record of the metrics: on a terminal in the bar, elsewhere as a line."""
+        """Show a record of the metrics: on a terminal in the bar, elsewhere as a line."""
         if "elapsed_s" not in record:
             return
         training = {name: value for name, value in record.items() if not name.startswith("validation/")}
@@ -67,7 +67,7 @@ class RunConsole:
             self._update_bar(text)
 
     def event(self, event: Event) -> None:
-        """Shows an event of the run."""
+        """Show an event of the run."""
         match event["event"]:
             case "driver_started":
                 self._is_anew = event.get("resume") == "never"
@@ -126,7 +126,7 @@ class RunConsole:
         self._bar.update(self._task, description=text, completed=step, total=total, refresh=True)
 
     def close(self) -> None:
-        """Takes the bar away; lines stay."""
+        """Remove the bar; lines stay."""
         if self._bar is not None and self._task is not None:
             # The last numbers stay on the screen, but not that the run was starting.
             self._bar.update(self._task, visible=self._has_trained)

@@ -1,4 +1,4 @@
-"""What the person at the driver sees of a sweep: a line per trial that ends, and on a terminal a table below them."""
+"""Console output of a sweep: a line per ended trial, and on a terminal a table of the running ones below."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_ROWS = 12
 
 @dataclass
 class _Row:
-    """A trial that trains."""
+    """A running trial."""
 
     trial: Trial
     step: int = 0
@@ -33,11 +33,11 @@ class _Row:
 
 
 class SweepConsole:
-    """Shows a sweep as it goes. Any thread may call it.
+    """Shows a sweep while it runs. Any thread may call it.
 
     Args:
-        metric, mode: what is looked for.
-        console: where to; a terminal gets a table of the trials that train.
+        metric, mode: those of the search.
+        console: output; a terminal gets a table of the running trials.
     """
 
     def __init__(self, metric: str, mode: Mode, console: Console | None = None) -> None:
@@ -50,11 +50,11 @@ class SweepConsole:
         self._total = self._done = 0
 
     def line(self, text: str, style: str | None = None) -> None:
-        """Shows one line that stays."""
+        """Print one line."""
         self._console.print(Text(text, style=style or ""), soft_wrap=True)
 
     def begin(self, experiment: Experiment, search: Search, told: str, *, done: int, going_on: int) -> None:
-        """Shows what is about to be done."""
+        """Print the plan of the sweep, and start the table."""
         self._total, self._done = search.num_trials, done
         before = f", {done} of them done and {going_on} under way" if done or going_on else ""
         self.line(f"{experiment.name}: {self._total} trials{before}; its files: {experiment.run_dir}")
@@ -64,12 +64,12 @@ class SweepConsole:
             self._live.start()
 
     def started(self, trial: Trial) -> None:
-        """Takes in a trial that is about to train."""
+        """Add a trial that starts to train."""
         with self._lock:
             self._rows[trial.name] = _Row(trial)
 
     def reported(self, name: str, report: Mapping[str, Any]) -> None:
-        """Takes in what a trial has come to."""
+        """Update the step and metric of a trial."""
         with self._lock:
             if (row := self._rows.get(name)) is not None and self._metric in report:
                 # For the scheduler the worst stands in its place.
@@ -77,7 +77,7 @@ class SweepConsole:
                 row.step, row.value = int(report.get("step", 0)), value
 
     def ended(self, trial: Trial, *, before: bool = False) -> None:
-        """Shows how a trial ended; one that ended in an earlier life of the sweep counts for the best one only."""
+        """Print how a trial ended; one that ended before this start only counts for the best one."""
         with self._lock:
             self._rows.pop(trial.name, None)
             if trial.metric is not None and trial.status != "failed" and self._is_better(trial.metric):
@@ -90,17 +90,17 @@ class SweepConsole:
         self.line(told + (f"  {trial.error}" if trial.error else ""), "yellow" if trial.error else None)
 
     def left(self, trial: Trial) -> None:
-        """Shows a trial no more that has stopped and can go on."""
+        """Remove a stopped trial that can resume."""
         with self._lock:
             self._rows.pop(trial.name, None)
 
     def refresh(self) -> None:
-        """Shows the trials as they stand, on a terminal."""
+        """Redraw the table, on a terminal."""
         if self._live is not None:
             self._live.update(self._table())
 
     def end(self, result: SweepResult) -> None:
-        """Shows what came of it."""
+        """Print the result of the sweep."""
         ended = sum(each.trial.has_ended for each in result.trials)
         failed = f", {len(result.failed)} of them failed" if result.failed else ""
         self.line(f"{result.status}: {ended} trials{failed} ({result.reason})", "bold")
@@ -114,7 +114,7 @@ class SweepConsole:
             self.line("to retry the failed trials: fix the cause, then rerun with --retry-failed")
 
     def close(self) -> None:
-        """Takes the table away; lines stay."""
+        """Remove the table; lines stay."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -143,7 +143,7 @@ class SweepConsole:
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """Returns values by path for people."""
+    """Return hyperparameters as text, under their shortest unambiguous names."""
     named = labels(values)
     return "  ".join(
         f"{named[path]} {value:.4g}" if isinstance(value, float) else f"{named[path]} {value}"

@@ -1,7 +1,7 @@
-"""Runs as jobs of a cluster that is elsewhere: submitted, followed, listed, stopped, by Ray Jobs over HTTP.
+"""Submits, follows, lists and stops runs as Ray jobs of a remote cluster, over HTTP.
 
-The driver of a run is then a process of the cluster. It gets a copy of the working directory and of Headway, and does
-what `headway fit` does; what it leaves behind are the files of the run.
+The driver then runs on the cluster, with a copy of the working directory and of Headway, and executes `headway fit`.
+Its results are the files of the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
 _RUN, _STORAGE = "headway_run", "headway_storage"
-# `ray job stop` kills a driver that has not ended after 3 s: too soon to save.
+# By default `ray job stop` kills the driver after 3 s, too soon to save a checkpoint.
 _SAVES_WITHIN_S = 600
 _RECONNECTS_FOR_S = 60.0
 _INTERRUPTED = 143
@@ -52,19 +52,19 @@ class Jobs:
         address: of its dashboard, as http://127.0.0.1:8265.
 
     Raises:
-        ConfigError: nobody answers there.
+        ConfigError: no cluster answers there.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
-        # What the environment says would come first.
+        # The client prefers the variable to its argument.
         with temporary_env({"RAY_API_SERVER_ADDRESS": address}), self._asking():
             from ray.job_submission import JobSubmissionClient
 
             self._client = JobSubmissionClient(address)
 
     def submit(self, experiment: Experiment, arguments: Sequence[str], env: Mapping[str, str]) -> str:
-        """Has the cluster train an experiment, with a copy of the current directory, and returns the job's name.
+        """Submit an experiment with a copy of the current directory, and return the job's name.
 
         Args:
             experiment: what the arguments stand for.
@@ -88,15 +88,15 @@ class Jobs:
         return job
 
     def all(self) -> list[JobDetails]:
-        """Returns the jobs that were submitted, the last one first."""
+        """Return the submitted jobs, the last one first."""
         with self._asking():
             jobs = [job for job in self._client.list_jobs() if job.submission_id]
         return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
 
     def find(self, name: str) -> JobDetails:
-        """Returns a job by its own name, or the last one of the run of that name: of those that have not ended, if any.
+        """Return a job by name, or the last job of the run of that name, preferring jobs that have not ended.
 
-        A second job of a run that trains is refused, and has ended at once.
+        A second job of a running run is refused and ends immediately, so the last one may not be the one that trains.
 
         Raises:
             ConfigError: there is none, with the names that there are.
@@ -112,17 +112,17 @@ class Jobs:
         raise ConfigError(f"there is no job {name!r} at {self.address}; there is {names or 'none at all'}")
 
     def log(self, job: str) -> str:
-        """Returns what a job has printed so far."""
+        """Return the output of a job so far."""
         with self._asking():
             return str(self._client.get_job_logs(job))
 
     def follow(self, job: str, show: Callable[[str], None]) -> int:
-        """Shows what a job prints until it has ended, and returns its exit code.
+        """Show the output of a job until it ends, and return its exit code.
 
-        A connection that breaks is made again, for a minute.
+        A lost connection is retried for a minute.
 
         Raises:
-            HeadwayError: the cluster does not answer any more; the job may go on.
+            HeadwayError: the cluster no longer answers; the job may still run.
         """
         news, lost_since_s = _News(show), None
         while True:
@@ -144,7 +144,7 @@ class Jobs:
             time.sleep(0.5)
 
     async def _tail(self, job: str, news: _News) -> None:
-        """Shows what is new, until the job ends. Each time the cluster sends all of it, from the beginning."""
+        """Show what is new, until the job ends. Each time the cluster sends all of it, from the beginning."""
         texts, passed = self._client.tail_job_logs(job), 0
         while True:
             with _connected():
@@ -164,7 +164,7 @@ class Jobs:
         return 1
 
     def stop(self, name: str, *, now: bool = False, wait: bool = False) -> str:
-        """Ends a job, and returns what came of it, for people. Its run saves, and has the status "stopped" then.
+        """End a job, and returns what came of it, for people. Its run saves, and has the status "stopped" then.
 
         Args:
             name: of the job, or of its run.
@@ -252,7 +252,7 @@ class _News:
         self._show, self._shown = show, 0
 
     def show(self, text: str, begin: int) -> None:
-        """Shows what is new in the part that begins after so many characters."""
+        """Show what is new in the part that begins after so many characters."""
         if (end := begin + len(text)) > self._shown:
             fresh = text[max(0, self._shown - begin) :]
             self._shown = end
@@ -287,7 +287,7 @@ def jobs_table(jobs: Sequence[JobDetails]) -> str:
 def fit_arguments(
     target: str, experiment: Experiment, *, overrides: Sequence[str], options: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the arguments with which `headway`, in a copy of the current directory, trains an experiment.
+    """Return the arguments with which `headway`, in a copy of the current directory, trains an experiment.
 
     Args:
         target: of the experiment.
@@ -304,7 +304,7 @@ def fit_arguments(
 
 
 def env_from_options(named: Sequence[str]) -> dict[str, str]:
-    """Returns environment variables from "NAME", which takes the value from here, and "NAME=VALUE".
+    """Return environment variables from "NAME", which takes the value from here, and "NAME=VALUE".
 
     Raises:
         ConfigError: one is not set here.
@@ -332,7 +332,7 @@ def _from_here(target: str) -> str:
 
 
 def _check_storage(experiment: Experiment, overrides: Sequence[str]) -> None:
-    """Refuses a storage that would lie in the copy of the current directory, and go with it."""
+    """Refuse a storage that would lie in the copy of the current directory, and go with it."""
     storage = experiment.storage
     given = next((each.partition("=")[2] for each in reversed(overrides) if each.startswith("storage=")), "")
     if "://" in storage or os.path.isabs(given) or not Path(storage).is_relative_to(Path.cwd()):

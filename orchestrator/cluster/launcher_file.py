@@ -1,4 +1,4 @@
-"""`cluster.yaml`, the file of Ray's cluster launcher, held against Ray's schema and an experiment, without a cloud."""
+"""Checks `cluster.yaml`, the file of Ray's cluster launcher, against Ray's schema and an experiment, offline."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Cluster:
 
 
 def load_cluster(path: str) -> Cluster:
-    """Reads a file of the cluster launcher, and holds it against the schema that this Ray has.
+    """Read a file of the cluster launcher, and holds it against the schema that this Ray has.
 
     Raises:
         ConfigError: there is no such file, or what is wrong with it, all of it.
@@ -118,7 +118,7 @@ def load_cluster(path: str) -> Cluster:
 
 
 def misfits_of(cluster: Cluster, experiment: Experiment) -> list[str]:
-    """Returns what keeps an experiment from ever being trained on a cluster, each with what to change."""
+    """Return what keeps an experiment from ever being trained on a cluster, each with what to change."""
     # What machines of one's own have is known when they are up.
     workers = () if cluster.is_own else _worker_faults(cluster, experiment.scaling)
     return [*workers, *_storage_faults(cluster, experiment.storage)]

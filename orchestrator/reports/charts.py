@@ -1,4 +1,4 @@
-"""The figures of a report, by plotly, which is imported when the first one is drawn. Names and values are anybody's."""
+"""The figures of a report, drawn by plotly (imported with the first one). Names and values are untrusted text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Line:
 
 
 def library() -> str:
-    """Returns plotly's JavaScript, about 4.8 MB, for a page to have once.
+    """Return plotly's JavaScript, about 4.8 MB, for a page to have once.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -75,7 +75,7 @@ def library() -> str:
 def curves(
     title: str, lines: Sequence[Line], *, x_title: str = "step", marks: Sequence[float] = (), legend: bool = True
 ) -> Html:
-    """Draws curves over one axis; nothing if no point of them is finite.
+    """Draw curves over one axis; nothing if no point of them is finite.
 
     Args:
         title: of the figure.
@@ -119,7 +119,7 @@ def curves(
 
 
 def bar(title: str, parts: Mapping[str, float], colors: Mapping[str, str]) -> Html:
-    """Draws one bar whose parts add up to its length.
+    """Draw one bar whose parts add up to its length.
 
     Args:
         title: of the figure.
@@ -148,7 +148,7 @@ def bar(title: str, parts: Mapping[str, float], colors: Mapping[str, str]) -> Ht
 def parallel_coordinates(
     title: str, axes: Mapping[str, Sequence[Any]], *, names: Sequence[str], worth: Sequence[float]
 ) -> Html:
-    """Draws one line for each trial through what it tried, by lines of SVG: plotly's own figure needs WebGL.
+    """Draw one line for each trial through what it tried, by lines of SVG: plotly's own figure needs WebGL.
 
     An axis is logarithmic where its values are positive and far apart, and one of places where they are no numbers.
 
@@ -191,7 +191,7 @@ def parallel_coordinates(
 
 
 def shown(value: Any) -> str:
-    """Returns a value as people read it: a number in at most five digits."""
+    """Return a value as people read it: a number in at most five digits."""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 

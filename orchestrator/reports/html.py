@@ -1,4 +1,4 @@
-"""One HTML page by itself: its style, its tables, and text that cannot become markup. Knows nothing of runs."""
+"""A self-contained HTML page: style, tables, and escaped text. Knows nothing of runs."""
 
 from __future__ import annotations
 
@@ -50,34 +50,34 @@ class Html(str):
 
 
 def escaped(value: Any) -> Html:
-    """Returns a value as text of a page, whatever is in it."""
+    """Return a value as text of a page, whatever is in it."""
     return value if isinstance(value, Html) else Html(html.escape(str(value)))
 
 
 def joined(parts: Iterable[Html]) -> Html:
-    """Puts parts of a page one after the other."""
+    """Put parts of a page one after the other."""
     return Html("\n".join(parts))
 
 
 def element(tag: str, content: Any, **attributes: str) -> Html:
-    """Returns `<tag>content</tag>`; an attribute that Python keeps for itself ends with an underscore: `class_`."""
+    """Return `<tag>content</tag>`; an attribute that Python keeps for itself ends with an underscore: `class_`."""
     given = "".join(f' {name.rstrip("_")}="{html.escape(value)}"' for name, value in attributes.items() if value)
     return Html(f"<{tag}{given}>{escaped(content)}</{tag}>")
 
 
 def section(title: str, *parts: Html) -> Html:
-    """Returns a heading, and what belongs to it; nothing where there is nothing."""
+    """Return a heading, and what belongs to it; nothing where there is nothing."""
     there = [part for part in parts if part]
     return Html(f"<section>\n{element('h2', title)}\n{joined(there)}\n</section>") if there else Html("")
 
 
 def note(text: Any) -> Html:
-    """Returns a line that explains."""
+    """Return a line that explains."""
     return element("p", text, class_="note")
 
 
 def facts(pairs: Mapping[str, Any]) -> Html:
-    """Returns a table of two columns; what is None or empty is left out."""
+    """Return a table of two columns; what is None or empty is left out."""
     rows = [
         f"<tr>{element('th', name, scope='row')}{element('td', value)}</tr>"
         for name, value in pairs.items()
@@ -94,7 +94,7 @@ def table(
     texts: Iterable[str] = (),
     best: int | None = None,
 ) -> Html:
-    """Returns a table as wide as it must be, which scrolls by itself.
+    """Return a table as wide as it must be, which scrolls by itself.
 
     Args:
         headings: of the columns.
@@ -122,12 +122,12 @@ def table(
 
 
 def details(summary: str, content: Html) -> Html:
-    """Returns what is shown when the summary is clicked on."""
+    """Return what is shown when the summary is clicked on."""
     return Html(f"<details>{element('summary', summary)}\n{content}\n</details>")
 
 
 def page(title: str, body: Html, *, library: str = "", last: str = "") -> str:
-    """Returns the whole file. Nothing in it is fetched from anywhere, and it says so to the browser.
+    """Return the whole file. Nothing in it is fetched from anywhere, and it says so to the browser.
 
     Args:
         title: for the window.

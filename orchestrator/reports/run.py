@@ -1,4 +1,4 @@
-"""`headway report`: one HTML file of a run or a sweep from the files that it left behind, read without a network."""
+"""`headway report`: one HTML file about a run or a sweep, made from its files, readable without a network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COLORS = dict(
 
 
 def write_report(name: str, storage: str = "runs", output: str | None = None) -> str:
-    """Writes one HTML file of a run, or of a sweep, as far as it is, and returns where that lies.
+    """Write one HTML file of a run, or of a sweep, as far as it is, and returns where that lies.
 
     Needs neither Ray nor the code that was trained; the file needs no other one, and no network.
 

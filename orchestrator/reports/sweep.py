@@ -1,4 +1,4 @@
-"""The body of a sweep's report: which trial was best, what all have tried, and how they came there."""
+"""The body of a sweep's report: the best trial, the hyperparameters of all, and their curves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BEST = "#0969da"
 
 
 def sweep_body(result: SweepResult) -> Html:
-    """Returns the body of the page."""
+    """Return the body of the page."""
     status = element("span", result.status.replace("_", " "), class_=f"status {result.status}")
     name = result.sweep_dir.rstrip("/").rpartition("/")[2]
     counts = {each.status: 0 for each in result.trials}

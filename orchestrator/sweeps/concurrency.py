@@ -1,4 +1,4 @@
-"""How many trials of a sweep train at once on the machines that there are, which come and go, and the wait for any."""
+"""How many trials of a sweep run concurrently on the current nodes, and the wait for the first node."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ConcurrencyLimit:
 
 
 def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
-    """Refuses a sweep for which there are not the machines, and whose trials wait for none.
+    """Refuse a sweep for which there are not the machines, and whose trials wait for none.
 
     Raises:
         ConfigError: not even one trial fits, or PBT has a single one at a time.
@@ -114,7 +114,7 @@ def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
 
 
 def concurrency_for(scaling: Scaling, search: Search, machines: Machines) -> tuple[int, str]:
-    """Returns how many trials may train at once, and the same in words.
+    """Return how many trials may train at once, and the same in words.
 
     Where machines are waited for, as many as the search says: those that have no room yet make machines come.
 
@@ -139,7 +139,7 @@ def concurrency_for(scaling: Scaling, search: Search, machines: Machines) -> tup
 
 
 def trials_that_fit(scaling: Scaling, machines: Machines) -> int:
-    """Returns how many trials there is room for: each worker on one machine, those of a trial on one or several.
+    """Return how many trials there is room for: each worker on one machine, those of a trial on one or several.
 
     A trial whose number of workers may vary has as many as there is room for, so that others wait for its end.
     """

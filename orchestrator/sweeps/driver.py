@@ -46,7 +46,7 @@ def sweep(
     verbose: bool = False,
     display: SweepConsole | None = None,
 ) -> SweepResult:
-    """Trains trials of an experiment, or goes on with them, and shows how they stand.
+    """Train trials of an experiment, or goes on with them, and shows how they stand.
 
     Uses the Ray that `fit` would use. In the main thread, the first SIGINT or SIGTERM saves a checkpoint of each trial
     and ends the sweep as "interrupted"; a second Ctrl-C ends it at once. The same call again goes on: what has ended is
@@ -106,7 +106,7 @@ def sweep(
 
 
 def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
-    """Returns the first trial whose values go together.
+    """Return the first trial whose values go together.
 
     Raises:
         ConfigError: there is none among them all: says what is wrong with the first one.
@@ -130,7 +130,7 @@ def _end(
 
 
 class SweepDriver:
-    """One start of a sweep: Ray Tune in a thread, and beside it one that shows the sweep and hears the signals."""
+    """One start of a sweep: Ray Tune in a thread, and a loop that shows the sweep and handles stop requests."""
 
     def __init__(
         self, experiment: Experiment, search: Search, sweep: Sweep, signals: Any, display: SweepConsole
@@ -158,7 +158,7 @@ class SweepDriver:
         self._patience = StorageOutage()
 
     def run(self, capacity: ConcurrencyLimit, *, leave_s: float) -> tuple[Any, str]:
-        """Runs the trials, and returns how that ended, and why.
+        """Run the trials, and returns how that ended, and why.
 
         Args:
             capacity: says how many may train at a time.
@@ -283,7 +283,7 @@ class SweepDriver:
             self._error = error
 
     def _next(self) -> tuple[Trial, Params] | None:
-        """Returns the trial to train next and what it is told, or None: first those that an earlier driver began.
+        """Return the trial to train next and what it is told, or None: first those that an earlier driver began.
 
         Where the storage is away, the same call again does the same.
         """
@@ -322,7 +322,7 @@ class SweepDriver:
         return True
 
     def _record_invalid(self, trial: Trial, error: ConfigError) -> None:
-        """Writes down that no experiment has the values of a trial, each of which is fine with those of others."""
+        """Write down that no experiment has the values of a trial, each of which is fine with those of others."""
         failed = replace(trial, status="failed", error=summarize_error(error))
         self._log_end(failed)
         del self._waiting[0]
@@ -351,7 +351,7 @@ class SweepDriver:
             self._delete_surplus(self._search.keep_best_trials)
 
     def _record_end(self, name: str, error: str | None) -> Trial:
-        """Returns a trial as its files say, once it stands in the journal if it has ended."""
+        """Return a trial as its files say, once it stands in the journal if it has ended."""
         self._sweep.check_lease()
         # What was ended at once has not failed.
         if error is not None and self._stop is None:
@@ -369,7 +369,7 @@ class SweepDriver:
         )  # fmt: skip
 
     def _delete_surplus(self, keep: int) -> None:
-        """Deletes the checkpoints of finished trials that are not among the best so far."""
+        """Delete the checkpoints of finished trials that are not among the best so far."""
         for trial in surplus(self._trials.values(), mode=self._search.mode, keep=keep):
             if trial.name not in self._emptied:
                 self._emptied.add(trial.name)
@@ -382,7 +382,7 @@ class SweepDriver:
                 retry_storage(note)
 
     def _exploited(self, name: str, checkpoint: str, values: Params) -> tuple[Params, str]:
-        """Writes down that a trial goes on from another one's checkpoint with other values.
+        """Write down that a trial goes on from another one's checkpoint with other values.
 
         Returns:
             All that it is told, and the checkpoint, which is not deleted before the trial has saved one of its own.

@@ -37,7 +37,7 @@ class PastTrial:
 def suggest(
     space: Mapping[str, Any], *, mode: Mode, seed: int, index: int, tried: Sequence[PastTrial]
 ) -> dict[str, Any]:
-    """Returns what a trial is to try; equal arguments give equal values, in any process.
+    """Return what a trial is to try; equal arguments give equal values, in any process.
 
     The first ten ended trials are random. A trial that trains counts as none of the best (a constant liar), so that
     several at a time do not try the same; one that failed, or measured nothing finite, as worse than all others.
@@ -77,7 +77,7 @@ def suggest(
 
 
 def required() -> Any:
-    """Returns the module `optuna`.
+    """Return the module `optuna`.
 
     Raises:
         ConfigError: it is not installed.

@@ -13,7 +13,7 @@ from ..storage.events import Event
 
 
 class PBTCheckpoints:
-    """Who goes on from whose checkpoint. What a person has pinned stays pinned.
+    """Keeps the checkpoints that trials are about to resume from. Checkpoints pinned by a user stay pinned.
 
     Args:
         changes: events "trial_changed" of earlier lives of the sweep, in whose pins nobody can be told from them.
@@ -48,7 +48,7 @@ class PBTCheckpoints:
         raise CheckpointError(f"{checkpoint} is gone, and there is no other one beside it for {trial} to go on from")
 
     def is_waiting(self, trial: str) -> bool:
-        """Whether a checkpoint is held for a trial."""
+        """Return whether a checkpoint is held for a trial."""
         return trial in self._held
 
     def release(self, trial: str) -> None:

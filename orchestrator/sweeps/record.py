@@ -64,7 +64,7 @@ class SweepRecord:
 
     @classmethod
     def from_json(cls, text: str) -> SweepRecord:
-        """Reads a record; fields that a later version added are passed over."""
+        """Read a record; fields that a later version added are passed over."""
         plain = json.loads(text)
         known = {each.name for each in fields(cls)}
         settings = {name: value for name, value in plain.items() if name in known}
@@ -160,11 +160,11 @@ class Sweep:
         return self.record.status
 
     def note(self, kind: str, **details: Any) -> None:
-        """Writes into the journal. For the driver alone."""
+        """Write into the journal. For the driver alone."""
         self._journal.add(kind, **details)
 
     def check_lease(self) -> None:
-        """Makes sure that no other driver has claimed the sweep since: one that was silent for long is taken for dead.
+        """Make sure that no other driver has claimed the sweep since: one that was silent for long is taken for dead.
 
         Raises:
             RunConflictError: one has.
@@ -174,7 +174,7 @@ class Sweep:
             raise RunConflictError(takeover_message(self.folder, "sweep"))
 
     def update(self, **changes: Any) -> None:
-        """Changes the record, on storage too. For the driver alone; with another `driver` this one claims the sweep.
+        """Change the record, on storage too. For the driver alone; with another `driver` this one claims the sweep.
 
         Raises:
             RunConflictError: another driver has claimed it since; its record is left alone.
@@ -192,7 +192,7 @@ class Sweep:
             self.update()
 
     def trials(self) -> list[Trial]:
-        """Returns the trials that have been suggested, in that order, each as far as it is."""
+        """Return the trials that have been suggested, in that order, each as far as it is."""
         found: dict[str, Trial] = {}
         changed: dict[str, Event] = {}
         ended: dict[str, Event] = {}
@@ -233,13 +233,13 @@ class Sweep:
                 self.note("trial_retried", trial=trial.name)
 
     def has_saved_since_change(self, name: str) -> bool:
-        """Whether a trial has saved a checkpoint of its own since it was last told to go on from another one's."""
+        """Return whether a trial has saved its own checkpoint since it was last told to resume from another's."""
         changes = (each for each in read_events(self.folder) if each["event"] == "trial_changed")
         times = [change["time"] for change in changes if change["trial"] == name]
         return not times or _has_saved_since(self.folder.path(name), times[-1])
 
     def refreshed(self, trial: Trial) -> Trial:
-        """Returns a trial as the files of its run say now."""
+        """Return a trial as the files of its run say now."""
         return self._refreshed(trial, None, None)
 
     def _refreshed(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
@@ -299,7 +299,7 @@ def _without_checkpoints(trial: Trial) -> Trial:
 
 
 def is_committed(path: str) -> bool:
-    """Whether a checkpoint is there: one that was pinned stays."""
+    """Return whether a checkpoint is there: one that was pinned stays."""
     return Folder(path).exists("manifest.json")
 
 
@@ -329,6 +329,6 @@ def _with_run(trial: Trial, run: Run) -> Trial:
 
 
 def _is_unfinished(run: Run) -> bool:
-    """Whether a run was stopped from outside, and not by a scheduler."""
+    """Return whether a run was stopped from outside, and not by a scheduler."""
     stop = read_stop_request(run.folder)
     return run.record.status == "stopped" and stop is not None and not stop.reason.startswith(PRUNED)

@@ -13,7 +13,7 @@ from .trial import make_report
 
 
 def reports_of_ended_trials(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
-    """Returns the evaluations of trials that have ended, by name, as Ray Tune was told of them.
+    """Return the evaluations of trials that have ended, by name, as Ray Tune was told of them.
 
     None for a `PBT`: it chooses among trials that train.
     """

@@ -96,7 +96,7 @@ class SweepResult:
 
     @classmethod
     def read(cls, sweep_dir: str, *, signal: int | None = None) -> SweepResult:
-        """Returns the result of a sweep from its folder.
+        """Return the result of a sweep from its folder.
 
         Args:
             sweep_dir: a path or a URI.
@@ -143,7 +143,7 @@ class SweepResult:
         )
 
     def dataframe(self) -> Any:
-        """Returns the table as a `pandas.DataFrame`.
+        """Return the table as a `pandas.DataFrame`.
 
         Raises:
             ImportError: pandas is not installed.
@@ -151,13 +151,13 @@ class SweepResult:
         return self.table.dataframe()
 
     def ranked(self) -> list[TrialResult]:
-        """Returns the trials that have a finite value of the metric and did not fail, the best first."""
+        """Return the trials that have a finite value of the metric and did not fail, the best first."""
         judged = [each for each in self.trials if each.metric is not None and each.status != "failed"]
         return sorted(judged, key=lambda each: (each.metric or 0.0) * (1 if self.mode == "min" else -1))
 
 
 def labels(paths: Iterable[str]) -> dict[str, str]:
-    """Returns for each dotted path the shortest end of it that is no other's, for people."""
+    """Return for each dotted path the shortest end of it that is no other's, for people."""
     parts = {path: path.split(".") for path in paths}
     ends = Counter(".".join(each[-size:]) for each in parts.values() for size in range(1, len(each) + 1))
     found = {}

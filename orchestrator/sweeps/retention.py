@@ -15,7 +15,7 @@ _DONE = ("completed", "stopped", "time_limit")
 
 
 def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
-    """Returns the trials that came to their end and are not among the best so far.
+    """Return the trials that came to their end and are not among the best so far.
 
     Trials that failed are left as they are: somebody may want to look. As long as no trial has the metric, none is
     better than another, and all are kept.
@@ -35,7 +35,7 @@ def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
 
 
 def delete_checkpoints(trial: Trial) -> int:
-    """Deletes the checkpoints of a trial that nobody has pinned, and returns how many."""
+    """Delete the checkpoints of a trial that nobody has pinned, and returns how many."""
     storage = open_storage(join(trial.run_dir, "checkpoints"))
     names = [entry.name for entry in scan(storage) if not is_kept(storage, entry.name)]
     for name in names:

@@ -81,7 +81,7 @@ class HyperBand:
         return [self.grace * self.reduction**each for each in range(self.brackets or self._most_brackets)]
 
     def bracket_of(self, index: int) -> int:
-        """Returns the bracket of a trial, from 0: in turn, so that each has its share at any time."""
+        """Return the bracket of a trial, from 0: in turn, so that each has its share at any time."""
         # Each bracket is to cost the same: s halvings, s + 1 looks, reduction**s trials for each that survives.
         halvings = [self._most_brackets - 1 - each for each in range(len(self.first_looks))]
         shares = [self.reduction**s / (s + 1) for s in halvings]

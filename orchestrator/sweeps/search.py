@@ -103,7 +103,7 @@ class Search:
         }
 
     def suggest(self, index: int, tried: Sequence[PastTrial] = ()) -> Params:
-        """Returns what a trial is to try: a function of the seed and the index, and for "tpe" of what came of others.
+        """Return what a trial is to try: a function of the seed and the index, and for "tpe" of what came of others.
 
         Args:
             index: of the trial, from 0.
@@ -129,7 +129,7 @@ class Search:
         return values
 
     def grid(self) -> list[Params]:
-        """Returns all combinations of choices, the last field changing fastest."""
+        """Return all combinations of choices, the last field changing fastest."""
         return list(self._grid)
 
     @cached_property
@@ -149,7 +149,7 @@ class Search:
         return grid
 
     def check(self, experiment: Experiment) -> None:
-        """Refuses what no trial of an experiment could be.
+        """Refuse what no trial of an experiment could be.
 
         Raises:
             ConfigError: names the path, the value, and the nearest valid name.
@@ -175,7 +175,7 @@ class Search:
             )
 
     def _check_value(self, experiment: Experiment, path: str, value: Any) -> None:
-        """Refuses a value with which no trial could train, whatever it tries besides."""
+        """Refuse a value with which no trial could train, whatever it tries besides."""
         wrong: ConfigError | None = None
         for conditions in self._conditions(path):
             # Alone, or else beside what trials may try: a width that only some numbers of heads take.
@@ -189,20 +189,20 @@ class Search:
         raise ConfigError(f"space: {wrong}") from wrong
 
     def _conditions(self, path: str) -> list[Params]:
-        """Returns the ways in which an axis can be there: what other fields must be."""
+        """Return the ways in which an axis can be there: what other fields must be."""
         axis = self.space[path]
         if not isinstance(axis, When):
             return [{}]
         return [{**above, axis.path: value} for above in self._conditions(axis.path) for value in axis.wanted]
 
     def trial(self, experiment: Experiment, name: str, values: Params) -> Experiment:
-        """Returns the experiment of one trial, whose run lies in the folder of the sweep."""
+        """Return the experiment of one trial, whose run lies in the folder of the sweep."""
         settings = self.settings(experiment, values)
         changed: Experiment = override(experiment, settings)
         return replace(changed, name=name, storage=experiment.run_dir)
 
     def settings(self, experiment: Experiment, values: Params) -> Params:
-        """Returns the values of a trial, and what it is told besides, for the sake of the sweep."""
+        """Return the values of a trial, and what it is told besides, for the sake of the sweep."""
         return {**self._besides(experiment), **values}
 
     def _besides(self, experiment: Experiment) -> Params:
@@ -253,7 +253,7 @@ class Search:
                 )
 
     def _check_occurs(self, path: str, axis: When) -> None:
-        """Refuses a condition that never holds."""
+        """Refuse a condition that never holds."""
         above = self.space[axis.path]
         above = above.then if isinstance(above, When) else above
         if isinstance(above, (Uniform, LogUniform, RandInt)):
@@ -267,7 +267,7 @@ class Search:
 
 
 def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search") -> tuple[Experiment, Search]:
-    """Returns the experiment of a target, and the search that its file has beside it, both with their overrides.
+    """Return the experiment of a target, and the search that its file has beside it, both with their overrides.
 
     Args:
         target: what `resolve` takes.

@@ -29,11 +29,11 @@ class Uniform:
         _check_limits(self, self.low, self.high)
 
     def draw(self, generator: random.Random) -> float:
-        """Returns one."""
+        """Return one."""
         return generator.uniform(self.low, self.high)
 
     def samples(self) -> tuple[float, ...]:
-        """Returns values that stand for all, to be checked."""
+        """Return values that stand for all, to be checked."""
         return (self.low, self.low + 0.382 * (self.high - self.low), self.high)
 
 
@@ -58,12 +58,12 @@ class LogUniform:
             raise ConfigError(f"LogUniform begins above zero, not at {self.low!r}")
 
     def draw(self, generator: random.Random) -> float:
-        """Returns one."""
+        """Return one."""
         drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         return min(max(drawn, self.low), self.high)
 
     def samples(self) -> tuple[float, ...]:
-        """Returns values that stand for all, to be checked."""
+        """Return values that stand for all, to be checked."""
         return (self.low, math.sqrt(self.low * self.high), self.high)
 
 
@@ -88,11 +88,11 @@ class RandInt:
             raise ConfigError(f"RandInt takes whole numbers, not {self.low!r} and {self.high!r}")
 
     def draw(self, generator: random.Random) -> int:
-        """Returns one."""
+        """Return one."""
         return generator.randint(self.low, self.high)
 
     def samples(self) -> tuple[int, ...]:
-        """Returns values that stand for all, to be checked."""
+        """Return values that stand for all, to be checked."""
         return (self.low, self.high)
 
 
@@ -118,11 +118,11 @@ class Choice:
             raise ConfigError("Choice needs a value to choose")
 
     def draw(self, generator: random.Random) -> Any:
-        """Returns one."""
+        """Return one."""
         return generator.choice(self.values)
 
     def samples(self) -> tuple[Any, ...]:
-        """Returns all values, to be checked."""
+        """Return all values, to be checked."""
         return self.values
 
 
@@ -148,7 +148,7 @@ class When:
     then: Axis
 
     def holds(self, values: dict[str, Any]) -> bool:
-        """Whether it is there, given the values so far."""
+        """Return whether it is there, given the values so far."""
         return self.path in values and values[self.path] in self.wanted
 
     @property

@@ -76,7 +76,7 @@ class SweepTask:
 
 
 def run_trial(config: dict[str, Any], task: SweepTask) -> None:
-    """Trains one trial to its end, whatever it is; its run says which."""
+    """Train one trial to its end, whatever it is; its run says which."""
     # A trial that is paused still writes a checkpoint.
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
     if os.path.isdir(task.current_dir):
@@ -146,7 +146,7 @@ def _train_here(
     resume_options: ResumeOptions,
     verbose: bool,
 ) -> dict[str, Any]:
-    """Trains in this process, again and again as the retries of the experiment allow. A process that dies is Tune's."""
+    """Train in this process, again and again as the retries of the experiment allow. A process that dies is Tune's."""
     task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
     # Who would give notice is Ray Train.
     task = replace(task, noticed=False)
@@ -159,7 +159,7 @@ def _train_here(
 
 
 class EventTuneReporter(RunConsole):
-    """Tells Ray Tune of the evaluations of a run of several workers, from their events. Shows nothing.
+    """Reports the evaluations of a run of several workers to Ray Tune, from their events. Prints nothing.
 
     The workers do not wait for it; what the scheduler says they hear as any wish to stop.
 
@@ -174,7 +174,7 @@ class EventTuneReporter(RunConsole):
         self._evaluated = set(retry_storage(lambda: metric_by_step(run.folder, task.metric)))
 
     def event(self, event: Event) -> None:
-        """Reports an evaluation.
+        """Report an evaluation.
 
         Raises:
             ConfigError: it does not give the metric of the sweep.
@@ -193,7 +193,7 @@ def _count_up_to(steps: Collection[int], step: int) -> int:
 
 
 def make_report(asked: SweepTask | Search, value: float, evaluations: int, step: int) -> dict[str, Any]:
-    """Returns what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
+    """Return what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
     worst = _WORST if asked.mode == "min" else -_WORST
     is_finite = math.isfinite(value)
     return {
@@ -207,7 +207,7 @@ def _check_metric(metric: str, metrics: Mapping[str, float], of: str) -> None:
 
 
 class TuneReportCallback(Callback):
-    """Tells Ray Tune the metric of the sweep, waits for what its scheduler says, and obeys. On a run of one worker.
+    """Reports the sweep's metric of a single-worker trial to Ray Tune, and follows the scheduler's decision.
 
     Args:
         task: of the sweep.
@@ -244,14 +244,14 @@ class TuneReportCallback(Callback):
             self._report(trainer, *evaluated)
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Reports a metric of the training."""
+        """Report a metric of the training."""
         if self._task.metric.startswith("train/") and self._task.metric in metrics:
             step = trainer.global_step
             self._logged.add(step)
             self._report(trainer, _count_up_to(self._logged, step), step, metrics[self._task.metric])
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Reports the evaluation before, with a pointer to the checkpoint; one that came while it was saved waits."""
+        """Report the evaluation before, with a pointer to the checkpoint; one that came while it was saved waits."""
         while self._evaluated and self._evaluated[0][1] <= checkpoint.step:
             self._report(trainer, *self._evaluated.pop(0), str(checkpoint.path))
 
@@ -280,7 +280,7 @@ class TuneReportCallback(Callback):
 
 
 class KeepOwnHyperparameters(Callback):
-    """Keeps the settings of this trial's optimizers when it goes on from a checkpoint of another one.
+    """Keeps this trial's optimizer hyperparameters when it resumes from a checkpoint of another trial.
 
     A checkpoint has the settings that it was saved with. Where a schedule moves the learning rate, it goes on from
     where it is, in proportion to the new one.
@@ -298,7 +298,7 @@ class KeepOwnHyperparameters(Callback):
         ]
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
-        """Puts them in force."""
+        """Put them in force."""
         groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
         for group, (_, wanted) in zip(groups, self._wanted, strict=True):
             if "initial_lr" in wanted and group.get("initial_lr"):
@@ -316,7 +316,7 @@ def _experiment_of(pickled: bytes) -> Any:
 
 
 def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a dataclass with the values at some dotted paths, which the driver has checked; others are passed over.
+    """Return a dataclass with the values at some dotted paths, which the driver has checked; others are passed over.
 
     Without the types of the fields, unlike `config.override`: a class that came by value cannot tell them.
     """
@@ -329,20 +329,20 @@ def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _resume_from(run: Run, resume: str) -> str:
-    """Returns "auto", or the checkpoint of another trial that the driver says, until this one has saved its own."""
+    """Return "auto", or the checkpoint of another trial that the driver says, until this one has saved its own."""
     checkpoint = tune.get_checkpoint()
     has_saved = checkpoint is not None and read_pointer(checkpoint)["run_dir"] == run.run_dir
     return "auto" if has_saved else resume
 
 
 def trial_resources(scaling: Scaling) -> Any:
-    """Returns what the process of a trial reserves: as the only worker, or next to nothing beside workers."""
+    """Return what the process of a trial reserves: as the only worker, or next to nothing beside workers."""
     # Ray Tune refuses nothing at all, and any part of a CPU would be missing for the workers.
     return tune.PlacementGroupFactory([scaling.worker_resources if scaling.is_single_worker else {"memory": 1}])
 
 
 def read_pointer(checkpoint: Any) -> dict[str, str]:
-    """Returns the run and the checkpoint of ours that a checkpoint of Ray Tune points to."""
+    """Return the run and the checkpoint of ours that a checkpoint of Ray Tune points to."""
     with checkpoint.as_directory() as folder:
         pointer: dict[str, str] = json.loads(Path(folder, _POINTER).read_text())
     return pointer

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def train_trial(config: dict[str, Any], packed: bytes, trains_here: bool) -> None:
-    """Trains one trial in a process that trains one after another.
+    """Train one trial in a process that trains one after another.
 
     Args:
         config: the values of the trial.

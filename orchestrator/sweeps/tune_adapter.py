@@ -75,7 +75,7 @@ def tune_trials(
     at_once: Callable[[], int],
     max_failures: int,
 ) -> None:
-    """Runs trials until there are no more.
+    """Run trials until there are no more.
 
     Args:
         sweep: with the journal.
@@ -163,14 +163,14 @@ def _name(trial: TuneTrial) -> str:
 
 
 class NotPickled:
-    """Ray Tune pickles what it is given, for a restoration that nobody will ask for: it gets nothing."""
+    """Base of objects that Ray Tune pickles for its own restore, which Headway does not use: pickles as nothing."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (object, ())
 
 
 class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
-    """Gives Ray Tune one trial after another, as long as there is room, and passes on what it hears of them.
+    """Gives Ray Tune one trial after another while there is room, and forwards their reports.
 
     Not as its callback: where it is given any, Ray Tune imports all that it knows, with MLflow and wandb: two seconds.
 
@@ -190,7 +190,7 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
         self._names: dict[str, str] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        """Returns a trial, None to be asked again later, or FINISHED."""
+        """Return a trial, None to be asked again later, or FINISHED."""
         if not self._scheduler.has_room():
             return None
         found = self._next()
@@ -213,14 +213,14 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
         self._on_end(self._names[trial_id], self._scheduler.training_error(trial_id) if error else None)
 
     def save(self, checkpoint_path: str) -> None:
-        """Saves nothing: the journal has it."""
+        """Save nothing: the journal has it."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Restores nothing."""
+        """Restore nothing."""
 
 
 class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
-    """Ends all trials without a word, for who cannot wait for their checkpoints.
+    """Aborts all trials without checkpoints.
 
     Args:
         is_over: says when.
@@ -230,16 +230,16 @@ class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
         self._is_over = is_over
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Ends no trial by itself."""
+        """End no trial by itself."""
         return False
 
     def stop_all(self) -> bool:
-        """Returns whether it is time."""
+        """Return whether it is time."""
         return self._is_over()
 
 
 class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
-    """Stops trials through their own run, so that they save a checkpoint and say why; limits how many train at once.
+    """Stops trials through their runs, so that they save a checkpoint first; limits how many run concurrently.
 
     Args:
         inner: which decides.
@@ -270,12 +270,12 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         self._supports_buffered_results = False
 
     def has_room(self) -> bool:
-        """Whether one more trial may train."""
+        """Return whether one more trial may train."""
         trials = self._controller.get_live_trials() if self._controller is not None else ()
         return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
 
     def training_error(self, trial_id: str) -> str:
-        """Returns the last line of what has ended a trial, from the file that Ray Tune keeps of it on this machine."""
+        """Return the last line of what has ended a trial, from the file that Ray Tune keeps of it on this machine."""
         lines = Path(self._controller.get_trial(trial_id).error_file).read_text().strip().splitlines()
         return lines[-1] if lines else "its process died"
 
@@ -337,14 +337,14 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         return chosen
 
     def debug_string(self) -> str:
-        """Returns that of the inner one."""
+        """Return that of the inner one."""
         return str(self._inner.debug_string())
 
     def save(self, checkpoint_path: str) -> None:
-        """Saves nothing: the journal has it."""
+        """Save nothing: the journal has it."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Restores nothing."""
+        """Restore nothing."""
 
     def _replay(self, controller: Any) -> None:
         """Tells the inner one of the trials that it has not seen."""
@@ -367,7 +367,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
 
 
 class ReplayedTrial:
-    """As much of a trial that Ray Tune does not know as a scheduler asks of one.
+    """The attributes that a scheduler reads of a trial, for a trial that ended under an earlier driver.
 
     Args:
         name: of the trial.
@@ -380,7 +380,7 @@ class ReplayedTrial:
 
 
 class ControllerWithoutSearch:
-    """Ray Tune's controller without its search: PBT refuses any, as one might draw other values for a trial."""
+    """Ray Tune's controller without its searcher, because PBT refuses to run with one."""
 
     search_alg = None
 
@@ -395,14 +395,14 @@ class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]
     """In place of what prints how trials stand. Ray Tune makes it, by its name in the environment."""
 
     def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
-        """Prints nothing."""
+        """Print nothing."""
 
     def _print(self, msg: str) -> None:
-        """Prints nothing."""
+        """Print nothing."""
 
 
 def _with_no_progress_output(callbacks: str | None) -> str:
-    """Returns the names of callbacks, among them once what keeps Ray Tune from printing."""
+    """Return the names of callbacks, among them once what keeps Ray Tune from printing."""
     silence = f"{__name__}.{NoProgressOutput.__name__}"
     return ",".join([*(name for name in (callbacks or "").split(",") if name not in ("", silence)), silence])
 
@@ -433,7 +433,7 @@ def _scheduler(search: Search) -> TrialScheduler:
 
 
 class SeededHyperBand(AsyncHyperBandScheduler):  # type: ignore[misc]
-    """Ray Tune's draws the bracket of a trial anew each time; here it follows from its number."""
+    """Asynchronous HyperBand whose bracket follows from the trial's index; Ray Tune draws it at random."""
 
     def __init__(self, wanted: HyperBand, **common: Any) -> None:
         super().__init__(
@@ -448,7 +448,7 @@ class SeededHyperBand(AsyncHyperBandScheduler):  # type: ignore[misc]
         self._wanted = wanted
 
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """Puts it into its bracket."""
+        """Put it into its bracket."""
         index = int(_name(trial).rpartition("-")[2])
         self._trial_info[trial.trial_id] = self._brackets[self._wanted.bracket_of(index)]
 

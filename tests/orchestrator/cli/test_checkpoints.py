@@ -176,7 +176,7 @@ def test_what_is_not_there_is_one_line_and_exit_code_2(
         (("pin", "one", "17"), "there is no checkpoint '17' in "),
         (("verify", "one", "last"), "there is no checkpoint 'last'"),
         (("prune", "one", "--keep-last", "0"), "keep_last must be an integer >= 1"),
-        (("export", "one", str(tmp_path / "x"), "--dtype", "half-ish"), "--dtype is the name of one of torch's"),
+        (("export", "one", str(tmp_path / "x"), "--dtype", "half-ish"), "--dtype must be the name of a torch dtype"),
     ):
         code, out, err = run(capsys, *arguments, "--storage", str(storage))
         assert (code, out) == (2, "")

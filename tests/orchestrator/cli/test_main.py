@@ -331,7 +331,7 @@ def test_data_is_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_path
     output = str(tmp_path / "tokens")
     code, out, _ = run(capsys, "data", "prepare", str(tmp_path / "a.txt"), "--output", output, "--row-length", "16")
     assert code == 0
-    assert "is prepared" in out
+    assert " prepared: " in out
     code, out, _ = run(capsys, "data", "show", output)
     assert code == 0
     assert "fingerprint" in out

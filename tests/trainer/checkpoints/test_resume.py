@@ -428,7 +428,7 @@ def test_what_an_error_broke_off_without_a_checkpoint_is_refused(in_update: int)
     with pytest.raises(LookupError):
         broken.fit()
     for _ in range(2):
-        with pytest.raises(ConfigError, match="no checkpoint to go back to: make a new trainer"):
+        with pytest.raises(ConfigError, match="no checkpoint to restore: create a new Trainer"):
             broken.fit()
     assert broken.global_step == in_update - 1
 
@@ -482,7 +482,7 @@ def test_a_run_that_began_anew_and_failed_does_not_go_on_from_the_one_before(tmp
         if damage:
             manifest = Path(earlier.last_checkpoint, "manifest.json")
             manifest.write_bytes(manifest.read_bytes()[:20])
-        with pytest.raises(ConfigError, match="there is no checkpoint to go back to: make a new trainer"):
+        with pytest.raises(ConfigError, match="there is no checkpoint to restore: create a new Trainer"):
             trainer.fit()
 
 

@@ -164,7 +164,7 @@ class Jobs:
         return 1
 
     def stop(self, name: str, *, now: bool = False, wait: bool = False) -> str:
-        """End a job, and returns what came of it, for people. Its run saves, and has the status "stopped" then.
+        """End a job, and return what happened, in words. Its run saves a checkpoint and becomes "stopped".
 
         Args:
             name: of the job, or of its run.

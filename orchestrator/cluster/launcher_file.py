@@ -89,7 +89,7 @@ class Cluster:
 
 
 def load_cluster(path: str) -> Cluster:
-    """Read a file of the cluster launcher, and holds it against the schema that this Ray has.
+    """Read a cluster launcher file, and check it against the schema of the installed Ray.
 
     Raises:
         ConfigError: there is no such file, or what is wrong with it, all of it.

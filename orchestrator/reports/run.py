@@ -44,7 +44,7 @@ _COLORS = dict(
 
 
 def write_report(name: str, storage: str = "runs", output: str | None = None) -> str:
-    """Write one HTML file of a run, or of a sweep, as far as it is, and returns where that lies.
+    """Write one HTML file about a run or a sweep in its current state, and return its path.
 
     Needs neither Ray nor the code that was trained; the file needs no other one, and no network.
 

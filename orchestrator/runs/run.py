@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,8 +159,7 @@ class Record:
     def from_json(cls, text: str) -> Record:
         """Reads a record; fields that a later version added are passed over."""
         plain = json.loads(text)
-        known = {each.name for each in fields(cls)}
-        settings = {name: value for name, value in plain.items() if name in known}
+        settings = {name: plain[name] for name in cls.__dataclass_fields__.keys() & plain.keys()}
         return cls(**{**settings, "driver": Driver(**settings["driver"])})
 
     def to_plain(self) -> dict[str, Any]:

@@ -9,11 +9,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 from headway.trainer.errors import ConfigError
 
@@ -103,15 +101,27 @@ class Folder:
 
     def __init__(self, place: str) -> None:
         self.place = place
+        scheme, separator, rest = place.partition("://")
+        # Whether it lies on a disk of this machine, or on one that is mounted.
+        self.is_local = not separator or scheme in ("file", "local")
+        if self.is_local:
+            self._root = os.path.abspath(rest if separator else place)
+            return
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
+
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(place)
+            self._fs, self._root = url_to_fs(place)
         except (ImportError, ValueError, OSError) as error:
             raise StorageError(f"{place} cannot be used: {error}") from error
+        self.is_local = isinstance(self._fs, LocalFileSystem)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it lies on a disk (this machine's, or one that is mounted)."""
-        return isinstance(self._fs, LocalFileSystem)
+    @cached_property
+    def _fs(self) -> Any:
+        # fsspec imports asyncio, which takes as long as a list of hundreds of runs.
+        from fsspec.implementations.local import LocalFileSystem
+
+        return LocalFileSystem()
 
     @property
     def name(self) -> str:
@@ -159,8 +169,8 @@ class Folder:
         """Returns the text of a file; None if there is none."""
         try:
             if self.is_local:
-                # fsspec takes twice as long, which a list of many runs feels.
-                return Path(self._root, name).read_bytes().decode()
+                with open(join(self._root, name), "rb") as file:
+                    return file.read().decode()
             return str(self._fs.cat_file(join(self._root, name)).decode())
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -231,7 +241,11 @@ class Folder:
     def exists(self, name: str) -> bool:
         """Whether there is such a file or folder."""
         try:
-            return bool(self._fs.exists(join(self._root, name)))
+            return (
+                os.path.exists(join(self._root, name))
+                if self.is_local
+                else bool(self._fs.exists(join(self._root, name)))
+            )
         except Exception as error:
             raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
 
@@ -245,6 +259,9 @@ class Folder:
 
     def _entries(self) -> list[dict[str, Any]]:
         try:
+            if self.is_local:
+                with os.scandir(self._root) as found:
+                    return [{"name": each.name, "type": "directory" if each.is_dir() else "file"} for each in found]
             self._fs.invalidate_cache(self._root)
             entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
         except (FileNotFoundError, NotADirectoryError):

@@ -158,7 +158,7 @@ class SweepDriver:
         self._patience = StorageOutage()
 
     def run(self, capacity: ConcurrencyLimit, *, leave_s: float) -> tuple[Any, str]:
-        """Run the trials, and returns how that ended, and why.
+        """Run the trials, and return the final status and its reason.
 
         Args:
             capacity: says how many may train at a time.

@@ -36,6 +36,12 @@ from headway.trainer.errors import ConfigError
 from tests.orchestrator.runs.test_run import experiment, left_by_a_dead_driver
 
 
+@pytest.fixture(autouse=True)
+def no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver asks for the groups of its cluster. Asked without one, Ray would look for any on this machine, or start one."""
+    monkeypatch.setattr("headway.orchestrator.train.driver.placed_groups", set)
+
+
 @pytest.mark.parametrize("place", ["disk", "memory://stopping"])
 def test_what_is_asked_for_can_be_read_wherever_the_run_lies(tmp_path: Path, place: str) -> None:
     folder = Folder(str(tmp_path) if place == "disk" else place)

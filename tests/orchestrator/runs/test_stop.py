@@ -38,7 +38,7 @@ from tests.orchestrator.runs.test_run import experiment, left_by_a_dead_driver
 
 @pytest.fixture(autouse=True)
 def no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver asks for the groups of its cluster. Asked without one, Ray would look for any on this machine, or start one."""
+    """A driver asks Ray for the groups of its cluster. Without one, Ray would look for another, or start it."""
     monkeypatch.setattr("headway.orchestrator.train.driver.placed_groups", set)
 
 

@@ -155,7 +155,7 @@ def test_it_evaluates_and_resumes(tmp_path: Any) -> None:
         ({"optimizer": _sgd(_model().parameters())}, ConfigError, "holds none of the model's parameters"),
         ({"config": {"max_epochs": 1}}, ConfigError, "SupervisedTrainer needs a TrainerConfig"),
         ({"optimizer_settings": {"lr": 0.1}}, ConfigError, "optimizer_settings are those of an optimizer by name"),
-        ({"model": nn.ReLU()}, ConfigError, "set no module as an attribute"),
+        ({"model": nn.ReLU()}, ConfigError, "made no module with parameters"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

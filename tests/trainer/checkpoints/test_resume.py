@@ -342,9 +342,7 @@ def test_the_result_and_the_warning_say_what_the_data_guarantees(
 
     result, _ = _fit(tmp_path / "epoch", StopAt(6), trainer_class=Iterable)
     assert result.data_guarantee == "epoch"
-    assert (
-        "guarantees 'epoch', not 'exact': a resumed run begins the epoch in progress again" in capsys.readouterr().out
-    )
+    assert "guarantees 'epoch', not 'exact': a resumed run restarts the epoch in progress" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="guarantees 'epoch', not 'exact': epoch 2 begins again"):
         _fit(tmp_path / "epoch", trainer_class=Iterable)
 
@@ -379,7 +377,7 @@ def test_a_second_fit_goes_on_from_memory_unless_an_error_ended_the_first(tmp_pa
 def test_what_has_trained_cannot_begin_anew_and_its_records_stay(tmp_path: Path) -> None:
     _, trainer = _fit(tmp_path)
     records = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="begins anew, and this trainer has made 8 updates: make another"):
+    with pytest.raises(ConfigError, match="starts fresh, and this trainer has made 8 updates: create another"):
         trainer.fit(resume="never")
     assert (tmp_path / "metrics.jsonl").read_bytes() == records
 
@@ -391,7 +389,7 @@ def test_a_piece_alone_does_not_begin_over_a_run_that_is_there(tmp_path: Path, p
     trainer = TinyTrainer(_config(), run_dir=tmp_path, world=ALONE)
     arguments = [torch.utils.data.default_collate([Rows(4)[0]])] if piece == "train_step" else []
     for _ in range(2):
-        with pytest.raises(ConfigError, match="there are checkpoints of a run in .*: call fit.*, or take another run_"):
+        with pytest.raises(ConfigError, match="there are checkpoints of a run in .*: call fit.*, or use another run_"):
             getattr(trainer, piece)(*arguments)
     assert (sorted(tmp_path.rglob("*")), trainer.global_step) == (before, 0)
     # What only looks may, and what has gone on may do all.

@@ -170,16 +170,16 @@ def test_a_model_that_has_its_values_keeps_them() -> None:
 @pytest.mark.parametrize(
     ("methods", "error", "message"),
     [
-        ({"configure_models": lambda self: None}, ConfigError, r"configure_models\(\) of Wrong set no module"),
+        ({"configure_models": lambda self: None}, ConfigError, r"configure_models\(\) of Wrong made no module"),
         (
             {"configure_optimizers": lambda self: None},
             ConfigError,
-            r"configure_optimizers\(\) of Wrong set no optimizer",
+            r"configure_optimizers\(\) of Wrong made no optimizer",
         ),
         (
             {"configure_models": lambda self: setattr(self, "loss", nn.CrossEntropyLoss())},
             ConfigError,
-            "set no module as an attribute",
+            "made no module with parameters",
         ),
     ],
 )

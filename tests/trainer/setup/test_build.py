@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
 from headway.trainer import ConfigError, World
-from tests.tiny import Losses, TinyConfig, TinyTrainer
+from tests.tiny import Deep, Losses, TinyConfig, TinyTrainer
 
 ALONE = World.single("cpu")
 
@@ -66,3 +69,81 @@ def test_models_that_share_a_weight_are_refused_with_its_name() -> None:
 
     with pytest.raises(ConfigError, match=r"model and critic share model\.0\.weight, and each"):
         Share(TinyConfig(max_steps=2), world=ALONE).fit()
+
+
+class Returning(TinyTrainer):
+    """What `TinyTrainer` sets as attributes, returned."""
+
+    def configure_models(self) -> Any:
+        return Deep(self.config.width, self.config.dropout)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate)
+        return optimizer, lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+
+
+def test_configure_methods_may_return_what_they_make() -> None:
+    returned, assigned = (
+        Returning(TinyConfig(max_steps=3), world=ALONE),
+        TinyTrainer(TinyConfig(max_steps=3), world=ALONE),
+    )
+    for trainer in (returned, assigned):
+        trainer.fit()
+    assert (list(returned.models), list(returned.optimizers), list(returned.schedulers)) == (
+        ["model"],
+        ["optimizer"],
+        ["scheduler"],
+    )
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(returned.model.parameters(), assigned.model.parameters(), strict=True)
+    )
+
+
+def test_several_models_are_returned_by_name_and_dataloaders_may_be_attributes() -> None:
+    class Named(TinyTrainer):
+        def configure_models(self) -> Any:
+            return {"encoder": nn.Linear(6, 4), "head": nn.Linear(4, 3)}
+
+        def configure_optimizers(self) -> Any:
+            made = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in self.models.items()}
+            return {**made, "encoder": (made["encoder"], lr_scheduler.StepLR(made["encoder"], 2))}
+
+        def configure_dataloaders(self) -> Any:
+            self.train_dataloader, self.val_dataloader = super().configure_dataloaders()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self.models["head"](self.models["encoder"](batch["x"])), batch["y"])
+
+    trainer = Named(TinyConfig(max_steps=3), world=ALONE)
+    assert trainer.fit().metrics.keys() >= {"train/loss", "validation/loss"}
+    assert list(trainer.models) == ["encoder", "head"]
+    assert list(trainer.schedulers) == ["encoder_scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("configure_models", 3, r"configure_models\(\) returned int 3; return Module objects"),
+        ("configure_models", (nn.Linear(1, 1), nn.Linear(1, 1)), "several without names"),
+        (
+            "configure_optimizers",
+            "Adam",
+            r"configure_optimizers\(\) returned str 'Adam'; return Optimizer or LRScheduler",
+        ),
+    ],
+)
+def test_what_a_configure_method_must_not_return_is_refused(method: str, returned: Any, message: str) -> None:
+    trainer = type("Wrong", (TinyTrainer,), {method: lambda self: returned})(TinyConfig(max_steps=1), world=ALONE)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit()
+
+
+def test_a_model_under_a_private_name_is_refused_with_the_name_to_give_it() -> None:
+    class Hidden(TinyTrainer):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self._teacher = nn.Linear(6, 3)
+
+    with pytest.raises(ConfigError, match=r"self\._teacher of Hidden .* private name.* call it self\.teacher"):
+        Hidden(TinyConfig(max_steps=1), world=ALONE).fit()

@@ -440,7 +440,7 @@ def test_weights_whose_norms_are_still_on_their_way_do_not_leave_the_run(
     trainer = Last(config, world=ALONE)
     with pytest.raises(NonFiniteError, match="the norm of the gradient of step 6 is nan"):
         trainer.fit()
-    with pytest.raises(ConfigError, match="nobody knows where it has left the models"):
+    with pytest.raises(ConfigError, match="the model state is undefined"):
         trainer.fit()
     batch = torch.utils.data.default_collate([Rows(4)[row] for row in range(4)])
     for look in ("evaluate", "export"):

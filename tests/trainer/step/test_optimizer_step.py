@@ -511,7 +511,7 @@ def test_two_optimizers_train_as_in_a_loop_written_by_hand() -> None:
     by_hand = Gan(_config(max_steps=8), world=ALONE)
     by_hand.setup()
     generator, critic = by_hand.generator, by_hand.critic
-    batches = [batch for epoch in range(2) for batch in by_hand._data.epoch(epoch)]
+    batches = [batch for epoch in range(2) for batch in by_hand._engine.data.epoch(epoch)]
     for batch in (micro_batch for each in batches for micro_batch in each.micro_batches):
         fake = generator(torch.randn_like(batch["x"]))
         by_hand.critic_optimizer.zero_grad()

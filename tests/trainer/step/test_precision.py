@@ -174,7 +174,7 @@ def test_a_scale_that_overflows_is_halved_and_nothing_else_moves() -> None:
 
     exact = Sgd(_config(), world=ALONE)
     exact.setup()
-    stream = exact._data
+    stream = exact._engine.data
     assert stream is not None
     for batch in list(stream.epoch(0))[skipped : skipped + 4]:
         loss = sum(F.cross_entropy(exact.model(each["x"]), each["y"]) / 4 for each in batch.micro_batches)

@@ -1,11 +1,11 @@
-"""The errors of runs and of their storage, below those of the trainer. All survive pickling.
+"""Errors of runs and their storage, in the trainer's hierarchy. All can be pickled.
 
 HeadwayError (headway.trainer.errors)
 ├── ConfigError
-│   └── RunConflictError     the run of this name was begun with another config, or somebody trains it right now
-├── StorageError             a place for runs cannot be written or read
-│   └── DamagedRecordError   the record of a run is there and cannot be made out
-└── TrainingFailedError      a worker raised, or died more often than the retries allow
+│   └── RunConflictError     a run of this name has another config, or is being trained by another process
+├── StorageError             the storage of runs cannot be read or written
+│   └── DamagedRecordError   the record of a run or a sweep exists but cannot be parsed
+└── TrainingFailedError      a worker raised, or workers failed more often than the retries allow
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from headway.trainer.errors import ConfigError, HeadwayError
 
 
 class RunConflictError(ConfigError):
-    """The run of this name was begun with another config, or somebody trains it right now."""
+    """A run of this name has another config, or is being trained by another process."""
 
 
 class StorageError(HeadwayError, OSError):
-    """A place for runs cannot be written or read."""
+    """The storage of runs cannot be read or written."""
 
 
 class DamagedRecordError(StorageError):
-    """The record of a run or a sweep is there and cannot be made out: to wait does not mend it."""
+    """The record of a run or a sweep exists but cannot be parsed, so waiting does not help."""
 
 
 class TrainingFailedError(HeadwayError, RuntimeError):
-    """A worker raised, or workers died more often than the retries allow. `__cause__` is what was raised, if anything.
+    """A worker raised, or workers failed more often than the retries allow. `__cause__` is the exception, if any.
 
     Attributes:
-        rank: of the worker that failed first, or None where nobody can tell.
-        attempt: in which that was.
-        step: completed updates when it failed, or None if it had not begun to train.
-        worker_traceback: the traceback in the worker, as text; empty if the worker just died.
+        rank: the rank that failed first; None if unknown.
+        attempt: the attempt in which it failed.
+        step: completed updates at the failure; None if training had not started.
+        worker_traceback: the worker's traceback as text; empty if its process died.
     """
 
     def __init__(

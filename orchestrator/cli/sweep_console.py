@@ -109,7 +109,7 @@ class SweepConsole:
             self.line(f"its checkpoint: {best.checkpoint}")
         self.line(f"its files: {result.sweep_dir}")
         if result.status in ("interrupted", "stopped"):
-            self.line("to go on, start it again as before")
+            self.line("to resume, start it again as before")
         if result.failed:
             self.line("to retry the failed trials: fix the cause, then rerun with --retry-failed")
 

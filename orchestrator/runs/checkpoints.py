@@ -1,4 +1,4 @@
-"""A run's checkpoints as a person asks for them: by name, by step, "newest" or "best", with what keeps each of them."""
+"""The checkpoints of a run: found by name, step, "newest" or "best", with the retention rules that keep them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from .run import find_run
 
 @dataclass(frozen=True)
 class RunCheckpoints:
-    """The checkpoints of one run, as they lay there when it was made.
+    """The checkpoints of one run at the time of the call.
 
     Attributes:
+        storage: where they are.
         entries: in the order of their commits; never empty.
-        rules: what the run keeps.
-        began_after: the number of the last commit before the run began anew: its rules are not for what was saved then.
+        rules: the run's retention rules.
+        began_after: number of the last commit before the run was restarted from scratch; the rules do not apply to
+            checkpoints up to it.
     """
 
     storage: Storage
@@ -34,15 +36,15 @@ class RunCheckpoints:
 
     @classmethod
     def of(cls, run: str, storage: str, **rules: int | None) -> RunCheckpoints:
-        """Looks into the folder of a run. A bare Trainer's `run_dir` will do: there need not be a `run.json`.
+        """Scan the folder of a run, or the `run_dir` of a plain Trainer, which has no `run.json`.
 
         Args:
-            run: its name.
-            storage: folder or URI that holds the runs.
-            rules: fields of `CheckpointConfig`, in place of the run's own where they are not None.
+            run: name of the run.
+            storage: folder or URI of the runs.
+            rules: fields of `CheckpointConfig` that override the run's own, unless None.
 
         Raises:
-            ConfigError: there is no run, or it has no checkpoints.
+            ConfigError: there is no such run, or it has no checkpoints.
         """
         place = join(absolute(storage), run)
         opened = open_storage(join(place, "checkpoints"))
@@ -55,31 +57,31 @@ class RunCheckpoints:
         return cls(opened, entries, _rules(meta, rules), meta.get("began_after", 0))
 
     def is_pinned(self, entry: ScannedCheckpoint) -> bool:
-        """Whether somebody wants to keep it."""
+        """Return whether a checkpoint has a keep mark."""
         return is_kept(self.storage, entry.name)
 
     def reasons(self) -> dict[str, list[str]]:
-        """What keeps each checkpoint that can be read, by its name."""
+        """Return the rules that keep each readable checkpoint, by its name."""
         reasons = self.rules.reasons(self._own())
         return {
-            entry.name: reasons.get(entry.checkpoint.path, ["before it began anew"])
+            entry.name: reasons.get(entry.checkpoint.path, ["before the run was restarted"])
             + ["pinned"] * self.is_pinned(entry)
             for entry in self.entries
             if entry.checkpoint
         }
 
     def problems(self, entry: ScannedCheckpoint) -> list[str]:
-        """What is wrong with one; reads all of it."""
+        """Return the problems of a checkpoint; reads all of it."""
         if entry.problem:
             return [entry.problem]
         found = (verify_file(self.storage, entry.name, file, expected) for file, expected in entry.files.items())
         return [each for each in found if each]
 
     def digest(self, entry: ScannedCheckpoint) -> str:
-        """A digest of the weights of all models: equal for equal bits, however many ranks have trained and saved them.
+        """Return a digest of the weights of all models, which does not depend on the number of ranks.
 
         Raises:
-            ConfigError: the checkpoint cannot be read, or has no sums of its tensors.
+            ConfigError: the checkpoint cannot be read, or has no checksums of its tensors.
         """
         # Late, for it imports torch: checkpoints are listed without.
         from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
@@ -88,23 +90,23 @@ class RunCheckpoints:
         try:
             sums: dict[str, str] = json.loads(self.storage.read(entry.name, TENSOR_CHECKSUMS))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.storage.path_of(entry.name)} has no sums of its tensors: {error}") from error
+            raise ConfigError(f"{self.storage.path_of(entry.name)} has no checksums of its tensors: {error}") from error
         return digest_of({name: each for name, each in sums.items() if name.startswith("models/")})
 
     def newest_good(self) -> ScannedCheckpoint | None:
-        """The one that the run would go on from; reads it."""
+        """Return the checkpoint from which the run would resume; reads it."""
         return next((each for each in reversed(self.entries) if not self.problems(each)), None)
 
     def chosen(self, which: list[str]) -> list[ScannedCheckpoint]:
-        """The checkpoints of these names: as they are called, or by step, "newest" (the newest good one), "best".
+        """Return checkpoints by name, step, "newest" (the newest good one) or "best".
 
         Raises:
-            ConfigError: there is no such one.
+            ConfigError: there is no such checkpoint.
         """
         return [self._chosen(each) for each in dict.fromkeys(which)]
 
     def _own(self) -> list[Checkpoint]:
-        """Those of the run as it began last."""
+        """Return the checkpoints since the run was last started from scratch."""
         found = (each.checkpoint for each in self.entries)
         return [each for each in found if each is not None and each.sequence > self.began_after]
 
@@ -116,22 +118,22 @@ class RunCheckpoints:
             best = self.rules.best(self._own())
             found = next((each for each in self.entries if best is not None and each.checkpoint == best), None)
         else:
-            # A step that was saved twice: the one saved last.
+            # Of a step that was saved twice, the last one.
             of_step = f"step-{int(which):08d}" if which.isdecimal() else which
             named = [each for each in self.entries if each.name == which]
             named += [each for each in reversed(self.entries) if each.name.partition(".")[0] == of_step]
             found = next(iter(named), None)
         if found is None:
             raise ConfigError(
-                f"there is no checkpoint {which!r} in {self.storage.path_of('')}; there is "
+                f"there is no checkpoint {which!r} in {self.storage.path_of('')}; the newest are "
                 f"{', '.join(each.name for each in self.entries[-10:])}"
             )
         return found
 
 
 def _rules(meta: dict[str, Any], instead: dict[str, int | None]) -> Retention:
-    """What a run keeps, as its newest checkpoint remembers; settings of other versions are passed over."""
-    # A store that no trainer wrote to has no rules but those that are given.
+    """Return the retention rules recorded in the newest checkpoint, ignoring fields of other versions."""
+    # Without recorded rules, only the given ones apply.
     recorded = meta.get("config", {}).get("checkpoint", {"keep_last": "all"})
     known = {each.name: recorded[each.name] for each in fields(CheckpointConfig) if each.name in recorded}
     given = {name: value for name, value in instead.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a run has measured of one metric, by step, from its files: each evaluation counts once, however often made."""
+"""The values of one metric of a run by step, from its files. Repeated evaluations of a step count once."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from ..storage.folder import Folder
 
 
 def metric_by_step(folder: Folder, metric: str) -> dict[int, float]:
-    """Returns the values of a metric by step, in that order: of evaluations, or of records of the training.
+    """Return the values of a metric by step, in the order of steps.
 
     Args:
-        folder: of the run.
-        metric: as "validation/loss" or "train/loss".
+        folder: the run's folder.
+        metric: such as "validation/loss" (from evaluations) or "train/loss" (from records of the training).
     """
     if metric.startswith("validation/"):
         found = ((each["step"], each["metrics"]) for each in read_events(folder) if each["event"] == "evaluated")
     else:
-        # Late, for it imports torch: sweeps are listed without.
+        # Imported here: torch is slow to import, and sweeps are listed without it.
         from headway.trainer.trackers.jsonl import read_records
 
         found = ((each["step"], each) for each in read_records(folder.path("metrics.jsonl")))

@@ -1,4 +1,4 @@
-"""Which driver a run or a sweep belongs to, as its record says: for who must make sure that it is still theirs."""
+"""Leases: which driver owns a run or a sweep, as its record says."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ RUN_RECORD = "run.json"
 
 
 def lease_of(record: Mapping[str, Any]) -> str:
-    """Returns what tells the driver that has claimed a run from every other one, an earlier life of it too."""
+    """Return the lease of the driver that owns a run: different for each driver and each of its starts."""
     driver = record["driver"]
     return f"{driver['host']} {driver['pid']} {record['started']}"
 
 
 def takeover_message(folder: Folder, what: str) -> str:
-    """Says that a run or a sweep belongs to another driver now."""
-    return f"another driver has taken over the {what} in {folder.place}: this one has lost it"
+    """Return the message of the error for a lost lease. `what` is "run" or "sweep"."""
+    return f"another process took over this {what} ({folder.place}); exiting"
 
 
-def lease_lost(folder: Folder, mine: str) -> bool:
-    """Whether a later driver has claimed the run of a folder. A record that cannot be read says nothing."""
+def lease_lost(folder: Folder, lease: str) -> bool:
+    """Return whether a later driver owns the run of a folder; False if its record cannot be read."""
     try:
-        return lease_taken(folder, mine, RUN_RECORD)
+        return lease_taken(folder, lease, RUN_RECORD)
     except StorageError:
         return False
 
 
-def lease_taken(folder: Folder, mine: str, record: str) -> bool:
-    """Whether a later driver has claimed what lies in a folder. Reads one file.
+def lease_taken(folder: Folder, lease: str, record: str) -> bool:
+    """Return whether a later driver owns the run or the sweep of a folder. Reads one file.
 
-    A damaged record says nothing, and neither does an earlier one: a network file system may show it.
+    False for a damaged record, and for an earlier one, which a network file system may still show.
 
     Args:
-        folder: of the run, or of the sweep.
-        mine: the lease of who asks.
-        record: the file that says whose it is.
+        folder: of the run or the sweep.
+        lease: the caller's lease.
+        record: name of the record's file.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the record cannot be read.
     """
     try:
         found = json.loads(folder.read(record) or "")
-        return bool(found["started"] >= mine.rpartition(" ")[2] and lease_of(found) != mine)
+        return bool(found["started"] >= lease.rpartition(" ")[2] and lease_of(found) != lease)
     except (ValueError, TypeError, KeyError):
         return False

@@ -1,4 +1,4 @@
-"""Where a run comes from: code, packages and machine, as its record has them."""
+"""The provenance of a run, for its record: code, packages and machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..config.target import file_digest, import_folder_of
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that a result depends on."""
+    """Return the versions of Python and of the packages that a result depends on."""
     found = {"python": platform.python_version()}
     for package in ("headway", "torch", "ray", "numpy", "pyarrow"):
         try:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Returns the commit of the current directory and whether it has changes; empty where there is no repository."""
+    """Return the commit of the current directory and whether it has changes; empty outside a repository."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -41,7 +41,7 @@ def git_state() -> dict[str, Any]:
 
 
 def code(trainer: type) -> dict[str, Any]:
-    """Returns digests of a trainer's methods by name, and the SHA-256 and the folder of its file, where it has one."""
+    """Return digests of a trainer's methods by name, and the SHA-256 and the folder of its file, if it has one."""
     file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
     of_file = (
         {"sha256": file_digest(file), "folder": import_folder_of(trainer)} if file and os.path.isfile(file) else {}
@@ -50,9 +50,9 @@ def code(trainer: type) -> dict[str, Any]:
 
 
 def process_start_time() -> float | None:
-    """Returns when this process began, in seconds since 1970; None where the system does not say it in `/proc`."""
+    """Return when this process began, in seconds since 1970; None on a system without `/proc`."""
     try:
-        # In ticks since the machine was started; the name of the process, in brackets before, may hold anything.
+        # In ticks since boot; the process name, in brackets before it, may contain any character.
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError):
@@ -60,7 +60,7 @@ def process_start_time() -> float | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Returns what this machine is."""
+    """Return a description of this machine."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),

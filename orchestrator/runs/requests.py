@@ -1,4 +1,4 @@
-"""What is asked of workers from outside: to end, or to come back as more. Small files in the folder of their run."""
+"""Requests to the workers of a run from other processes, as small files in its folder: to stop, or to scale up."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Literal, get_args
 from ..errors import StorageError
 from ..storage.folder import Folder
 
-_FILE = "stop.json"
-_GROW = "grow.json"
+_STOP = "stop.json"
+_SCALE_UP = "grow.json"
 _Status = Literal["stopped", "time_limit", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
-    """A wish that a run end.
+    """A request to stop a run.
 
     Attributes:
-        reason: in words, for the record.
-        status: how the run is to be called then.
-        abort: without a checkpoint, right now.
-        within_s: after so many seconds it is to end without a checkpoint, if it has not ended by then.
+        reason: for the record.
+        status: final status of the run.
+        abort: stop immediately, without a checkpoint.
+        within_s: seconds after which to stop without a checkpoint if the run has not ended; None: no limit.
     """
 
     reason: str
@@ -33,44 +33,44 @@ class StopRequest:
 
 
 def request_stop(folder: Folder, stop: StopRequest) -> None:
-    """Asks whoever trains the run of a folder to end it, from any process that can write to it.
+    """Request that the run of a folder stops, from any process that can write to the folder.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the folder cannot be written.
     """
-    folder.write(_FILE, json.dumps(asdict(stop)))
+    folder.write(_STOP, json.dumps(asdict(stop)))
 
 
 def read_stop_request(folder: Folder) -> StopRequest | None:
-    """Returns what was asked for; None also where that cannot be read for the moment: it is asked again soon."""
+    """Return the pending request; None if there is none, or if it cannot be read now. Callers poll it."""
     with contextlib.suppress(StorageError, ValueError, TypeError):
-        asked = StopRequest(**json.loads(folder.read(_FILE) or "null"))
-        return asked if asked.status in get_args(_Status) else None
+        stop = StopRequest(**json.loads(folder.read(_STOP) or "null"))
+        return stop if stop.status in get_args(_Status) else None
     return None
 
 
 def clear_stop_request(folder: Folder) -> None:
-    """Forgets what was asked of an earlier life of the run."""
-    folder.remove(_FILE)
+    """Remove a request that was made to an earlier start of the run."""
+    folder.remove(_STOP)
 
 
 def request_scale_up(folder: Folder, *, attempt: int, workers: int) -> None:
-    """Asks the workers of an attempt to save and leave, because there is room for more of them.
+    """Ask the workers of an attempt to save and exit, so that the next one can have more.
 
     Args:
-        folder: of the run.
-        attempt: theirs; those of another one take no notice.
-        workers: for how many there is room.
+        folder: the run's folder.
+        attempt: number of the attempt; workers of another one ignore the request.
+        workers: how many workers fit.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the folder cannot be written.
     """
-    folder.write(_GROW, json.dumps({"attempt": attempt, "workers": workers}))
+    folder.write(_SCALE_UP, json.dumps({"attempt": attempt, "workers": workers}))
 
 
 def read_scale_up_request(folder: Folder, attempt: int) -> int:
-    """Returns for how many workers there is room, if those of this attempt were asked to leave for it; else 0."""
+    """Return how many workers fit if this attempt was asked to scale up, else 0."""
     with contextlib.suppress(StorageError, ValueError, KeyError):
-        asked = json.loads(folder.read(_GROW) or "{}")
-        return int(asked["workers"]) if asked["attempt"] == attempt else 0
+        request = json.loads(folder.read(_SCALE_UP) or "{}")
+        return int(request["workers"]) if request["attempt"] == attempt else 0
     return 0

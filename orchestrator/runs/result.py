@@ -1,4 +1,4 @@
-"""What came of a run, over all its attempts, for whoever called `fit`."""
+"""`RunResult`: the result of a run over all its attempts, as `fit` returns it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended, as far as it has come over all its attempts.
+    """How a run ended, over all its attempts.
 
     Attributes:
-        status: "completed", "stopped", "time_limit" or "interrupted". A failure is raised.
-        reason: why, in words.
+        status: "completed", "stopped", "time_limit" or "interrupted". A failure is raised instead.
+        reason: why it ended, as text.
         metrics: the last value of every metric.
-        history: one dict per completed epoch; `history.columns()` are lists by metric.
-        steps, epochs, samples, tokens: how far it is; tokens where the trainer counts them.
-        attempts: lives of worker groups so far.
-        preemptions, failures: how many of them ended because machines were taken away, and how many by a failure.
-        run_dir: where its files lie.
-        last_checkpoint, best_checkpoint: paths in it.
-        best_metric, best_step: the best value of the metric by which checkpoints are chosen, and when it was measured.
-        resumed_from: the checkpoint that the last attempt began from.
-        data_guarantee: what of its place in the training data a resumed run finds again: "exact", "epoch" or "none".
-        signal: the number of the signal that interrupted it, if one did.
+        history: one dict per completed epoch; `history.columns()` gives lists by metric.
+        steps, epochs, samples, tokens: progress; tokens only if the trainer counts them.
+        attempts: number of worker groups so far.
+        preemptions, failures: how many attempts ended by preemption, and how many by a failure.
+        run_dir: the run's folder.
+        last_checkpoint, best_checkpoint: paths of checkpoints in it.
+        best_metric, best_step: best value of the metric by which checkpoints are chosen, and its step.
+        resumed_from: the checkpoint from which the last attempt resumed.
+        data_guarantee: how exactly a resumed run finds its position in the training data: "exact", "epoch" or "none".
+        signal: number of the signal that interrupted it, if any.
     """
 
     status: Status
@@ -53,15 +53,15 @@ class RunResult:
 
     @property
     def goodput(self) -> float:
-        """The share of its time, over all attempts, that went into updates that counted, from 0 to 1.
+        """The share of its time, over all attempts, spent in updates that counted, from 0 to 1.
 
-        As `headway runs show` has it: docs/measuring.md says where the rest can go. Reads the files of the run.
+        The same number as in `headway runs show`; docs/measuring.md explains the rest. Reads the run's files.
         """
         return goodput_report_of(Run(self.run_dir)).goodput
 
     @classmethod
     def recorded(cls, run: Run, *, status: Status, reason: str, signal: int | None = None) -> RunResult:
-        """Returns what the files of a run say of it, where no worker has just said how far it is."""
+        """Return the result of a run from its files, if no worker has returned one."""
         record = run.record
         known = {each.name for each in fields(cls)} & {each.name for each in fields(record)} - {"status", "reason"}
         return cls(

@@ -1,4 +1,4 @@
-"""What a start of a run begins with: which checkpoint, and what of it."""
+"""What a start of a run resumes from: which checkpoint, and which parts of it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..storage.folder import absolute
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """What `Trainer.fit` is told in the workers, until this start has saved a checkpoint of its own.
+    """The arguments of `Trainer.fit` in the workers until this start has saved its own checkpoint.
 
     Attributes:
         resume: "auto", "never", or the path of a checkpoint.
-        restore: what to take of it.
-        accept_changes: goes on although what is trained has changed.
+        restore: parts of the checkpoint to restore.
+        accept_changes: resume although the config that is trained has changed.
     """
 
     resume: str = "auto"
@@ -29,11 +29,11 @@ class ResumeOptions:
     accept_changes: bool = False
 
     @classmethod
-    def asked(cls, resume: str, restore: Collection[str], *, accept_changes: bool) -> ResumeOptions:
-        """Checks what a person asks for.
+    def checked(cls, resume: str, restore: Collection[str], *, accept_changes: bool) -> ResumeOptions:
+        """Check the user's options.
 
         Raises:
-            ConfigError: there is no such checkpoint, or no such part of one.
+            ConfigError: there is no such checkpoint, or no such part.
         """
         check_components(restore)
         if resume not in ("auto", "never"):
@@ -41,22 +41,22 @@ class ResumeOptions:
             try:
                 read_checkpoint(resume)
             except CheckpointError as error:
-                raise ConfigError(f"there is nothing to resume from: {error}") from error
+                raise ConfigError(f"resume={resume} is not a checkpoint: {error}") from error
         return cls(resume=resume, restore=tuple(restore), accept_changes=accept_changes)
 
     @property
-    def choice(self) -> dict[str, Any]:
-        """What the event of a start says of it: nothing where it is the usual, to go on with all of it."""
+    def explicit(self) -> dict[str, Any]:
+        """The options other than the default, for the event of a start; empty for resuming everything."""
         chosen: dict[str, Any] = {} if self.resume == "auto" else {"resume": self.resume}
         return chosen if set(self.restore) == set(COMPONENTS) else {**chosen, "restore": sorted(self.restore)}
 
-    def repeated(self, events: Iterable[Event]) -> ResumeOptions:
-        """What it comes to in a run that was begun so before: all of what that has saved since.
+    def for_restart(self, events: Iterable[Event]) -> ResumeOptions:
+        """Return the default if an earlier start with the same options has saved a checkpoint, else these options.
 
-        So the same command goes on after Ctrl-C, and after a driver was lost. "never" is a wish of its own each time.
+        The same command therefore resumes after Ctrl-C and after a lost driver; only "never" applies each time.
 
         Args:
-            events: of the run, the earliest first.
+            events: of the run, earliest first.
         """
         chosen: dict[str, Any] = {}
         has_saved = False
@@ -67,10 +67,10 @@ class ResumeOptions:
                 choice: dict[str, Any] = {name: event[name] for name in ("resume", "restore") if name in event}
                 if choice and choice != chosen:
                     chosen, has_saved = choice, False
-        if not chosen or chosen != self.choice or self.resume == "never" or not has_saved:
+        if not chosen or chosen != self.explicit or self.resume == "never" or not has_saved:
             return self
-        return self.after_a_save()
+        return self.after_save()
 
-    def after_a_save(self) -> ResumeOptions:
-        """What a later attempt of the same start begins with: all of what the start has saved itself."""
+    def after_save(self) -> ResumeOptions:
+        """Return the options once this start has saved a checkpoint: resume everything from it."""
         return ResumeOptions(accept_changes=self.accept_changes)

@@ -1,12 +1,12 @@
 """A run: its folder, its record and its status, which outlive Ray and the driver.
 
-In `<storage>/<name>/` lie
-`run.json`: who, when, where, how it stands; replaced as a whole, by the driver alone;
+The files in `<storage>/<name>/`:
+`run.json`: the record; replaced atomically, by the driver alone;
 `config.yaml`: the whole experiment, enough to start the same run again;
-`events.jsonl`: what happened (events.py);
-`watch/`: what the ranks of the last attempt did when they were last heard, and the stacks of a hang (watchdog/);
-`metrics.jsonl` and `checkpoints/`: the trainer's;
-`report.html`: the page that was made of it last (report.py).
+`events.jsonl`: the events (storage/events.py);
+`watch/`: the last heartbeats of the ranks, and the stacks of a hang (watchdog/);
+`metrics.jsonl` and `checkpoints/`: written by the trainer;
+`report.html`: the last report (reports/run.py).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 RunStatus = Literal["running"] | Status
 
-# A driver writes its record this often while it lives; one that has been silent for long is taken for dead.
+# A driver writes its record this often; one that is silent for longer than _SILENT_S counts as dead.
 HEARTBEAT_S = 20.0
 _SILENT_S = 90.0
-# The record of a sweep, whose trials are runs below it.
+# The record of a sweep, in its folder; the folders of its trials are below.
 SWEEP_RECORD = "sweep.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """The process that leads a run.
+    """The process that drives a run.
 
     Attributes:
-        host, pid: which process it is.
+        host, pid: identify the process.
         heartbeat: when it last wrote the record, in seconds since 1970.
     """
 
@@ -56,17 +56,17 @@ class Driver:
 
     @classmethod
     def this(cls) -> Driver:
-        """Returns this process."""
+        """Return this process."""
         return cls(host=socket.gethostname(), pid=os.getpid(), heartbeat=time.time())
 
     @property
     def is_this(self) -> bool:
-        """Whether it is this process. Its number alone says nothing: a driver in a container often is process 1."""
+        """Whether it is this process. The pid alone does not identify it: in a container it is often 1."""
         return (self.host, self.pid) == (socket.gethostname(), os.getpid())
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may still be there: here by its process, elsewhere by its heartbeat."""
+        """Whether it may still be alive: on this host by its process and heartbeat, elsewhere by its heartbeat."""
         if self.host == socket.gethostname():
             try:
                 os.kill(self.pid, 0)
@@ -78,44 +78,44 @@ class Driver:
 
     @property
     def retry_hint(self) -> str:
-        """What to do where it is gone, for people; empty where it is known not to be."""
+        """Hint for messages on when to retry if its machine is gone; empty on this host, where that is known."""
         if self.host == socket.gethostname():
             return ""
         left_s = max(1.0, self.heartbeat + _SILENT_S - time.time())
-        return f" (if that machine is gone, start this again in {left_s:.0f} s)"
+        return f" (if that machine is gone, retry in {left_s:.0f} s)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What `run.json` says. Times are UTC, in ISO 8601.
+    """The content of `run.json`. Times are UTC, in ISO 8601.
 
     Attributes:
-        id: unique; a run of the same name, begun anew, has another one.
-        name: of the run and of its folder.
-        status: "running" also when the driver died without a word; ask `Run.status`.
-        reason: why it ended, in words.
+        id: unique; a new run of the same name has another id.
+        name: name of the run and of its folder.
+        status: still "running" if the driver died; use `Run.status`.
+        reason: why it ended, as text.
         trainer: target of the class.
         workers: ranks of the last attempt.
-        min_workers, max_workers: how many were asked for, the fewest and the most; 0 in records of earlier versions.
-        attempts: lives of worker groups so far.
-        preemptions, failures: how many of them ended because machines were taken away, and how many by a failure.
-        created, started, ended: the first start, the last one, and its end.
-        steps, epochs, samples, tokens, metrics: where it stands, as of its end.
-        last_checkpoint, best_checkpoint, best_metric, best_step: the same.
-        resumed_from: the checkpoint that the last attempt began from.
-        data_guarantee: what of its place in the training data a resumed run finds again.
-        error: what failed, in one line.
-        driver: the process that leads it, or led it last.
+        min_workers, max_workers: the fewest and the most workers of the config; 0 in records of earlier versions.
+        attempts: number of worker groups so far.
+        preemptions, failures: how many attempts ended by preemption, and how many by a failure.
+        created, started, ended: the first start, the last start, and its end.
+        steps, epochs, samples, tokens, metrics: progress at its end.
+        last_checkpoint, best_checkpoint, best_metric, best_step: likewise.
+        resumed_from: the checkpoint from which the last attempt resumed.
+        data_guarantee: how exactly a resumed run finds its position in the training data.
+        error: the failure, in one line.
+        driver: the process that drives it, or drove it last.
         versions: of Python and packages.
-        git: commit of the folder that it was started in, and whether that had changes.
-        hardware: of the machine that it was started on.
-        command: how it was started.
-        working_dir: the current directory then, from which relative paths are meant.
+        git: commit of the current directory, and whether it had changes.
+        hardware: the machine on which it was started.
+        command: command line of the driver.
+        working_dir: current directory of the driver, to which relative paths refer.
         code: digests of the trainer's file ("sha256") and of its methods ("methods", by name), and the "folder" from
             which its module is imported.
-        data: what a resumed run compares the training data by: its "guarantee" and its "fingerprint".
-        defaults: of the fields of the experiment that have another value, by path; None where there is none.
-        changes: fields of the config that were changed between two starts, each as "path: before -> after".
+        data: identity of the training data: its "guarantee" and "fingerprint".
+        defaults: defaults of the experiment's fields that have another value, by path; None for a field without one.
+        changes: fields of the config that changed between two starts, each as "path: before -> after".
     """
 
     id: str
@@ -157,29 +157,29 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Reads a record; fields that a later version added are passed over."""
+        """Parse a record, ignoring unknown fields of later versions."""
         plain = json.loads(text)
         settings = {name: plain[name] for name in cls.__dataclass_fields__.keys() & plain.keys()}
         return cls(**{**settings, "driver": Driver(**settings["driver"])})
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns the record as what JSON can say. Not for changing: `asdict` would copy it, and takes a while."""
+        """Return the record as JSON values. Must not be changed: it is not a copy, because `asdict` is slow."""
         return {**vars(self), "driver": vars(self.driver)}
 
     def to_json(self) -> str:
-        """Returns the record as text."""
+        """Return the record as JSON text."""
         return json.dumps(self.to_plain(), indent=2) + "\n"
 
 
 class Run:
-    """A run that has a folder.
+    """A run in its folder.
 
     Args:
         run_dir: an absolute path, a URI, or the folder itself.
 
     Raises:
         ConfigError: there is no run.
-        StorageError: its record cannot be read; a `DamagedRecordError` if that is not for the moment.
+        StorageError: its record cannot be read; a `DamagedRecordError` if it cannot be parsed.
     """
 
     def __init__(self, run_dir: str | Folder) -> None:
@@ -196,19 +196,19 @@ class Run:
 
     @property
     def run_dir(self) -> str:
-        """Its folder: an absolute path or a URI."""
+        """The run's folder, an absolute path or a URI."""
         return self.folder.place
 
     @property
     def status(self) -> RunStatus:
-        """How it stands; "interrupted" if its driver is gone without having said so."""
+        """The status of the run; "interrupted" if its driver died."""
         if self.record.status == "running" and not self.record.driver.is_alive:
             return "interrupted"
         return self.record.status
 
     @property
     def reason(self) -> str:
-        """Why it stands so, in words."""
+        """The reason of the status, as text."""
         if self.record.status == "running" and self.status != "running":
             driver = self.record.driver
             return f"its driver (process {driver.pid} on {driver.host}) is gone"
@@ -216,26 +216,26 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether starting it again, with the same limits, would train nothing: it has come to its own end."""
+        """Whether starting it again with the same limits would train nothing."""
         return self.record.status == "completed" or (
             self.record.status == "stopped" and read_stop_request(self.folder) is None
         )
 
     @property
     def lease(self) -> str:
-        """What tells the driver that has claimed the run from every other one."""
+        """The lease of the driver that owns the run."""
         return lease_of(self.record.to_plain())
 
     def experiment(self, target: str | None = None) -> Experiment:
-        """Returns the experiment that was recorded, to start the same run again.
+        """Return the recorded experiment, to start the same run again.
 
         Args:
-            target: where its trainer is now, if not where it was: `file.py:name` or `module:name`.
+            target: where the trainer is now, if it has moved: `file.py:name` or `module:name`.
 
         Raises:
-            ConfigError: the trainer is not there any more, or it has another config.
+            ConfigError: the trainer is gone, or takes another config.
         """
-        # Late, for it imports torch: runs are listed without.
+        # Imported here: torch is slow to import, and runs are listed without it.
         from ..config.coerce import parse_yaml
         from ..config.loader import from_plain
         from ..config.target import relocate_target
@@ -251,20 +251,20 @@ class Run:
         return from_plain({**plain, "trainer": target})
 
     def check_lease(self) -> None:
-        """Makes sure that no other driver has claimed the run since: one that was silent for long is taken for dead.
+        """Check that no other driver has taken the lease, as one may from a driver that was silent for long.
 
         Raises:
-            RunConflictError: one has.
-            StorageError: nobody can tell.
+            RunConflictError: another driver owns the run.
+            StorageError: the record cannot be read.
         """
         if lease_taken(self.folder, self.lease, RUN_RECORD):
             raise RunConflictError(takeover_message(self.folder, "run"))
 
     def update(self, **changes: Any) -> None:
-        """Changes the record, on storage too. For the driver alone; with another `driver` this one claims the run.
+        """Change the record and write it. For the driver only; passing `driver` takes the lease.
 
         Raises:
-            RunConflictError: another driver has claimed it since; its record is left alone.
+            RunConflictError: another driver has taken the lease; its record is left unchanged.
         """
         if "driver" not in changes:
             self.check_lease()
@@ -273,23 +273,23 @@ class Run:
         self.folder.write(RUN_RECORD, self.record.to_json())
 
     def beat(self) -> None:
-        """Tells others that the driver lives, if it has been a while."""
+        """Write the record with a new heartbeat, if one is due."""
         if time.time() - self.record.driver.heartbeat > HEARTBEAT_S:
             self.update()
 
 
 def list_runs(storage: str) -> list[Run]:
-    """Returns the runs of a storage, the last started first; folders that are no runs are passed over."""
+    """Return the runs of a storage, last started first, ignoring folders that are not runs."""
     folder = Folder(absolute(storage))
     found = folder.map(_run_in, map(folder.child, folder.folders()))
     return sorted((run for run in found if run is not None), key=lambda run: run.record.started, reverse=True)
 
 
 def find_run(name: str, storage: str) -> Run:
-    """Returns a run by its name.
+    """Return a run by its name.
 
     Raises:
-        ConfigError: there is none, with the names that there are.
+        ConfigError: there is none; the message lists the existing names.
     """
     place = absolute(storage)
     try:
@@ -297,12 +297,12 @@ def find_run(name: str, storage: str) -> Run:
     except ConfigError:
         names = [run.record.name for run in list_runs(place)]
         raise ConfigError(
-            f"there is no run {name!r} in {place}; there is {', '.join(names[:10]) if names else 'none at all'}"
+            f"there is no run {name!r} in {place}; existing runs: {', '.join(names[:10]) or 'none'}"
         ) from None
 
 
 def now() -> str:
-    """Returns the time as records have it."""
+    """Return the current time as in records."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

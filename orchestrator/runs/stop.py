@@ -1,4 +1,4 @@
-"""`headway runs stop`: ends a run or a sweep that another process leads, here or elsewhere, through its folder."""
+"""`headway runs stop`: stop a run or a sweep of another process, on any machine, through its folder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _REASON = "headway runs stop"
 
 
 def stop_run(name: str, storage: str, *, now: bool = False, within_s: float | None = None, wait: bool = False) -> str:
-    """Asks for the end of a run or a sweep, and returns what came of it, for people. It has the status "stopped" then.
+    """Request that a run or a sweep stops, and return a message for the user. Its status becomes "stopped".
 
-    A sweep has all its trials end so, begins no other, and goes on with them when it is started again.
+    A sweep stops all its trials, starts no more, and resumes them when it is started again.
 
     Args:
-        name: of the run or the sweep.
+        name: name of the run or the sweep.
         storage: folder or URI that holds it.
-        now: without a checkpoint.
-        within_s: without a checkpoint if it has not ended after so many seconds.
-        wait: until it has ended.
+        now: stop immediately, without a checkpoint.
+        within_s: seconds after which it stops without a checkpoint.
+        wait: wait until it has ended.
 
     Raises:
         ConfigError: there is no such run.
@@ -35,15 +35,15 @@ def stop_run(name: str, storage: str, *, now: bool = False, within_s: float | No
     place = join(absolute(storage), name)
     found: Run | Sweep = Sweep(place) if Folder(place).exists(SWEEP_RECORD) else find_run(name, storage)
     if not _is_running(found):
-        return f"{name} is not running: {_standing(found)}"
+        return f"{name} is not running: {_summary(found)}"
     request_stop(found.folder, StopRequest(reason=_REASON, abort=now, within_s=within_s))
     if not wait:
-        saves = "save a checkpoint of each trial and end" if isinstance(found, Sweep) else "save a checkpoint and end"
-        return f"{name} is asked to {'end at once' if now else saves}"
+        saves = "save a checkpoint of each trial and stop" if isinstance(found, Sweep) else "save a checkpoint and stop"
+        return f"{name} was asked to {'stop immediately' if now else saves}"
     while _is_running(found):
         time.sleep(0.2 if found.folder.is_local else 2.0)
         found = _read_again(found)
-    return f"{name} has ended: {_standing(found)}"
+    return f"{name} has ended: {_summary(found)}"
 
 
 def _is_running(found: Run | Sweep) -> bool:
@@ -57,15 +57,15 @@ def _read_again(found: Run | Sweep) -> Run | Sweep:
         return found
 
 
-def _standing(found: Run | Sweep) -> str:
+def _summary(found: Run | Sweep) -> str:
     if isinstance(found, Sweep):
         ended = sum(trial.has_ended for trial in found.trials())
-        told = f"{found.status} with {ended} of {found.record.trials} trials done"
-        told += f" ({found.record.reason})" if found.record.reason else ""
-        return told if found.status == "completed" else f"{told}; to go on, start it again"
-    told = f"{found.status} after {found.record.steps:,} steps" + (f" ({found.reason})" if found.reason else "")
+        summary = f"{found.status} with {ended} of {found.record.trials} trials done"
+        summary += f" ({found.record.reason})" if found.record.reason else ""
+        return summary if found.status == "completed" else f"{summary}; to resume, start it again"
+    summary = f"{found.status} after {found.record.steps:,} steps" + (f" ({found.reason})" if found.reason else "")
     if found.is_finished:
-        return told
+        return summary
     starts = [event for event in read_events(found.folder) if event["event"] == "driver_started"]
     without = " without --resume never" if starts and starts[-1].get("resume") == "never" else ""
-    return f"{told}; to go on, start it again{without}"
+    return f"{summary}; to resume, start it again{without}"

@@ -1,4 +1,4 @@
-"""What happened to a run, one JSON object per line: written by several processes, read by anybody."""
+"""The events of a run, one JSON object per line, written by its driver and its workers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from typing import Any
 from .folder import Folder
 
 Event = dict[str, Any]
-# What is for programs, or long.
-_NOT_IN_WORDS = ("time", "event", "workers", "hopeless", "seconds", "spent", "since", "data")
+# Details for programs, or too long for a line.
+_NOT_DESCRIBED = ("time", "event", "workers", "hopeless", "seconds", "spent", "since", "data")
 
 
 class EventWriter:
-    """Appends to the events of a run.
+    """Appends to the events of a run. Threads may share a writer.
 
-    Where files can be appended to, all writers share `events.jsonl`. An object store cannot append: there each writer
-    has `events-<writer>.jsonl` of its own and replaces it; events are few.
+    On a disk all writers append to `events.jsonl`. An object store cannot append, so there each writer replaces its own
+    file `events-<writer>.jsonl`; events are few.
 
     Args:
-        folder: of the run.
-        writer: who writes; no two writers of one name at a time.
+        folder: the run's folder.
+        writer: name of this writer, unique among concurrent writers.
     """
 
     def __init__(self, folder: Folder, writer: str) -> None:
         self._folder, self._writer = folder, writer
         self._own: str | None = None
-        # Threads of the writer's process share it: what listens for notices, and the training.
         self._lock = threading.Lock()
 
     def add(self, kind: str, **details: Any) -> None:
-        """Writes one event, with the time in seconds since 1970."""
+        """Write one event, with the time in seconds since 1970."""
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **details}, default=str)
         if self._folder.is_local:
             self._folder.append("events.jsonl", line)
@@ -46,29 +45,29 @@ class EventWriter:
 
 
 def read_events(folder: Folder) -> list[Event]:
-    """Returns all events of a run, the earliest first."""
+    """Return all events of a run, earliest first."""
     events = [event for name in folder.files("events") for event in _parsed((folder.read(name) or "").encode())[0]]
     return sorted(events, key=lambda event: event.get("time", 0.0))
 
 
 def describe(event: Event) -> str:
-    """Returns what an event says besides its time and its kind, in one line."""
+    """Return the details of an event, without its time and kind, as one line."""
     return ", ".join(
         f"{key} {value}"
         for key, value in {**event, **event.get("seconds", {})}.items()
-        if key not in _NOT_IN_WORDS and value is not None
+        if key not in _NOT_DESCRIBED and value is not None
     )
 
 
 class JsonlTail:
-    """Reads what has been added to one or several files of lines since the last time.
+    """Reads the lines that were added to one or several JSON Lines files since the last read.
 
-    A file that was cut back (the metrics of a resumed run) is read again, and lines that were seen are passed over.
+    A file that was truncated (the metrics of a resumed run) is read again, without the lines seen before.
 
     Args:
-        folder: of the run.
-        prefix: files whose names begin so: "events", "metrics.jsonl".
-        from_now: passes over what is there already.
+        folder: the run's folder.
+        prefix: prefix of the files' names, e.g. "events" or "metrics.jsonl".
+        from_now: skip the lines that exist already.
     """
 
     def __init__(self, folder: Folder, prefix: str, *, from_now: bool) -> None:
@@ -79,7 +78,11 @@ class JsonlTail:
             self.read()
 
     def read(self) -> list[Event]:
-        """Returns the new objects; half a line waits for its other half, and all where one file cannot be read."""
+        """Return the new objects by time. An incomplete line is left for the next read.
+
+        Raises:
+            StorageError: a file cannot be read; the next call returns the objects of all files.
+        """
         found: list[Event] = []
         offsets = dict(self._offsets)
         names = [self._prefix] if "." in self._prefix else self._folder.files(self._prefix)
@@ -102,7 +105,7 @@ class JsonlTail:
 
 
 def _parsed(data: bytes) -> tuple[list[Event], int]:
-    """Objects of whole lines, and how many bytes they took. A line torn by a crash is passed over."""
+    """Return the objects of complete lines and the bytes they took. A line torn by a crash is skipped."""
     used = data.rfind(b"\n") + 1
     events: list[Event] = []
     for line in data[:used].splitlines():

@@ -1,4 +1,4 @@
-"""A folder of small files, on a disk or behind an fsspec URI: read, replaced whole, appended to."""
+"""A folder of small files, on a disk or behind an fsspec URI: read, atomic replace, append."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..errors import StorageError
 
 T = TypeVar("T")
 U = TypeVar("U")
-# An object store answers within 20 to 100 ms, and does not mind to be asked by many.
-_AT_A_TIME = 32
-STORAGE_PATIENCE_S = 60.0
-"""So long a storage may be away before a run fails of it."""
-_AGAIN_S = 1.0
+# An object store answers within 20 to 100 ms, and serves many requests in parallel.
+_MAX_PARALLEL_READS = 32
+STORAGE_TIMEOUT_S = 60.0
+"""How long a storage may be unavailable before a run fails."""
+_RETRY_EVERY_S = 1.0
 
 
 def absolute(place: str | os.PathLike[str]) -> str:
-    """Returns an absolute path, or the URI as it is: workers have another current directory.
+    """Return an absolute path, or the URI unchanged: workers have another current directory.
 
     Raises:
-        ConfigError: the place exists in one process only.
+        ConfigError: the URI is memory://, which only one process can see.
     """
     text = os.fspath(place)
     if "://" not in text:
@@ -38,65 +38,65 @@ def absolute(place: str | os.PathLike[str]) -> str:
     scheme, _, rest = text.partition("://")
     if scheme == "memory":
         raise ConfigError(
-            f"{text} lives in the memory of one process, where workers cannot see it: give a folder or a URI"
+            f"{text} is in the memory of one process, where workers cannot see it: use a folder or another URI"
         )
     return os.path.abspath(rest) if scheme in ("file", "local") else text.rstrip("/")
 
 
 def join(place: str, *names: str) -> str:
-    """Puts names below a path or a URI."""
+    """Append names to a path or a URI."""
     return "/".join((place.rstrip("/"), *names))
 
 
 def retry_storage(do: Callable[[], T]) -> T:
-    """Does what needs a storage, and waits up to a minute for one that is away.
+    """Return `do()`, retrying for up to a minute while the storage is unavailable.
 
     Raises:
-        StorageError: it stays away.
+        StorageError: the storage is still unavailable.
     """
-    deadline_s = time.monotonic() + STORAGE_PATIENCE_S
+    deadline_s = time.monotonic() + STORAGE_TIMEOUT_S
     while True:
         try:
             return do()
         except StorageError:
             if time.monotonic() > deadline_s:
                 raise
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_EVERY_S)
 
 
 class StorageOutage:
-    """Passes a storage that is away over, for up to a minute: for who looks at it turn by turn, and must not wait."""
+    """Tolerates an unavailable storage for up to a minute in a polling loop, without blocking."""
 
     def __init__(self) -> None:
-        self._away_since_s = math.inf
+        self._since_s = math.inf
 
-    def take(self, turn: Callable[[], T], *, is_at_once: Callable[[], bool]) -> T | None:
-        """Returns what one turn does, or None if a `StorageError` has ended it.
+    def tolerate(self, poll: Callable[[], T], *, fail_now: Callable[[], bool]) -> T | None:
+        """Return `poll()`, or None if it raised a `StorageError`.
 
         Args:
-            turn: what is done again and again.
-            is_at_once: whether whoever waits has no patience left.
+            poll: one iteration of the loop.
+            fail_now: whether not to tolerate an outage any longer.
 
         Raises:
-            StorageError: the storage has been away in all turns of a minute.
+            StorageError: the storage has been unavailable in every call for a minute.
         """
         try:
-            value = turn()
+            value = poll()
         except StorageError:
             now_s = time.monotonic()
-            self._away_since_s = min(self._away_since_s, now_s)
-            if now_s - self._away_since_s > STORAGE_PATIENCE_S or is_at_once():
+            self._since_s = min(self._since_s, now_s)
+            if now_s - self._since_s > STORAGE_TIMEOUT_S or fail_now():
                 raise
             return None
-        self._away_since_s = math.inf
+        self._since_s = math.inf
         return value
 
 
 class Folder:
-    """One folder. Every method raises `StorageError`, which names the place, when the place cannot do it.
+    """One folder. Every method raises a `StorageError` that names the place if an operation fails.
 
     Args:
-        place: an absolute path, or an fsspec URI.
+        place: an absolute path or an fsspec URI.
     """
 
     def __init__(self, place: str) -> None:
@@ -129,7 +129,7 @@ class Folder:
         return self.place.rstrip("/").rpartition("/")[2]
 
     def path(self, name: str) -> str:
-        """Where a file of the folder lies, for people and for other programs."""
+        """Return the path or URI of a file in the folder."""
         return join(self.place, name)
 
     def child(self, name: str) -> Folder:
@@ -139,34 +139,34 @@ class Folder:
         return child
 
     def map(self, do: Callable[[T], U], items: Iterable[T]) -> list[U]:
-        """Does what reads the folder for each item; many at a time where answers take their time."""
+        """Return `do(item)` for each item; on an object store in parallel."""
         if self.is_local:
             return list(map(do, items))
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        with ThreadPoolExecutor(_MAX_PARALLEL_READS) as pool:
             return list(pool.map(do, items))
 
     def prepare(self) -> None:
-        """Makes the folder, and finds out whether it can be written: writes, reads and removes a small file."""
+        """Create the folder, and check that a small file can be written, read and removed."""
         probe, text = f".probe-{uuid.uuid4().hex[:8]}", "headway"
         try:
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(join(self._root, probe), text.encode())
             if self._fs.cat_file(join(self._root, probe)).decode() != text:
-                raise OSError("what was read back is not what was written")
+                raise OSError("the text read back differs from the text written")
             self._fs.rm_file(join(self._root, probe))
-        except Exception as error:  # every file system has errors of its own
+        except Exception as error:  # each file system has its own exceptions
             raise StorageError(f"{self.place} cannot be written: {type(error).__name__}: {error}") from error
 
     def check_writable(self) -> None:
-        """Finds out whether the folder could be made and written, as far as that goes without writing."""
+        """Check that a local folder could be created and written, without writing."""
         if not self.is_local:
             return
         there = next(each for each in (Path(self._root), *Path(self._root).parents) if each.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise StorageError(f"{self.place} cannot be written: {there} is no folder that this user can write to")
+            raise StorageError(f"{self.place} cannot be written: {there} is not a folder that this user can write to")
 
     def read(self, name: str) -> str | None:
-        """Returns the text of a file; None if there is none."""
+        """Return the text of a file; None if it does not exist."""
         try:
             if self.is_local:
                 with open(join(self._root, name), "rb") as file:
@@ -178,10 +178,10 @@ class Folder:
             raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
 
     def write(self, name: str, text: str) -> None:
-        """Replaces a file as a whole: a reader sees the old text or the new one."""
+        """Replace a file atomically: a reader sees the old text or the new one."""
         try:
             if not self.is_local:
-                # An object store shows an object when all of it is there.
+                # An object store shows an object only once it is complete.
                 self._fs.pipe_file(join(self._root, name), text.encode())
                 return
             part = Path(self._root, f".{name}.{os.getpid()}.part")
@@ -191,24 +191,24 @@ class Folder:
             raise StorageError(f"{self.path(name)} cannot be written: {error}") from error
 
     def append(self, name: str, line: str) -> None:
-        """Adds one line to a file on a disk, in one system call, so that several writers may."""
+        """Append one line to a local file in one system call, so that several writers may append."""
         assert self.is_local, "object stores cannot append"
         try:
             handle = os.open(Path(self._root, name), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 size = os.fstat(handle).st_size
-                # Half a line that a crash has left would take this one with it.
+                # A line torn by a crash would swallow this one.
                 is_torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
                 data = f"{chr(10) * is_torn}{line}\n".encode()
                 if os.write(handle, data) < len(data):
-                    raise OSError("there is no room for all of a line")
+                    raise OSError("no space left for a whole line")
             finally:
                 os.close(handle)
         except OSError as error:
             raise StorageError(f"{self.path(name)} cannot be written: {error}") from error
 
     def read_from(self, name: str, offset: int) -> tuple[bytes, int]:
-        """Returns what a file has from a byte on, and its size; nothing and 0 if there is none."""
+        """Return the bytes of a file from an offset on, and its size; nothing and 0 if it does not exist."""
         try:
             size = int(self._fs.size(join(self._root, name)) or 0)
             if size <= offset:
@@ -220,7 +220,7 @@ class Folder:
             raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
 
     def remove(self, name: str) -> None:
-        """Removes a file if it is there."""
+        """Remove a file if it exists."""
         try:
             self._fs.rm_file(join(self._root, name))
         except FileNotFoundError:
@@ -229,7 +229,7 @@ class Folder:
             raise StorageError(f"{self.path(name)} cannot be removed: {error}") from error
 
     def remove_folder(self, name: str) -> None:
-        """Removes a folder with all that is in it, if it is there."""
+        """Remove a folder and its contents if it exists."""
         try:
             self._fs.invalidate_cache(self._root)
             self._fs.rm(join(self._root, name), recursive=True)
@@ -239,7 +239,7 @@ class Folder:
             raise StorageError(f"{self.path(name)} cannot be removed: {error}") from error
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Return whether there is such a file or folder."""
         try:
             return (
                 os.path.exists(join(self._root, name))
@@ -250,11 +250,11 @@ class Folder:
             raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
 
     def folders(self) -> list[str]:
-        """Names of the folders in it, sorted; none if it does not exist."""
+        """Return the sorted names of its folders; empty if it does not exist."""
         return sorted(_name(entry) for entry in self._entries() if entry["type"] == "directory")
 
     def files(self, prefix: str) -> list[str]:
-        """Names of the files in it that begin so, sorted."""
+        """Return the sorted names of its files with this prefix."""
         return sorted(name for name in map(_name, self._entries()) if name.startswith(prefix))
 
     def _entries(self) -> list[dict[str, Any]]:

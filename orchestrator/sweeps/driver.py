@@ -140,7 +140,7 @@ class SweepDriver:
         self._trials = {trial.name: trial for trial in sweep.trials()}
         self._waiting = [trial for trial in self._trials.values() if not trial.has_ended]
         # That of all trials: it takes longer to find out than all else that a trial begins with.
-        self._origin = provenance_of(experiment)
+        self._provenance = provenance_of(experiment)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._training: set[str] = set()
@@ -155,7 +155,7 @@ class SweepDriver:
         self._stop_since_s = 0.0
         self._signals_seen = 0
         self._is_over = False
-        self._patience = StorageOutage()
+        self._outage = StorageOutage()
 
     def run(self, capacity: ConcurrencyLimit, *, leave_s: float) -> tuple[Any, str]:
         """Run the trials, and return the final status and its reason.
@@ -200,7 +200,7 @@ class SweepDriver:
 
     def _poll(self) -> str | None:
         """As `_handle_requests`; None also where the storage is away for the moment."""
-        return self._patience.take(self._handle_requests, is_at_once=lambda: self._signals.count > 1)
+        return self._outage.tolerate(self._handle_requests, fail_now=lambda: self._signals.count > 1)
 
     def _handle_requests(self) -> str | None:
         """Says that the driver lives, and passes a wish to end on to the trials.
@@ -248,13 +248,13 @@ class SweepDriver:
     def _tune(self, capacity: ConcurrencyLimit) -> None:
         from ray import cloudpickle
 
-        from ..train.worker_group import by_value, import_folders
+        from ..train.worker_group import import_folders, pickling_by_value
         from .trial import SweepTask, trial_resources
         from .tune_adapter import tune_trials
 
         scheduler = self._search.scheduler
         try:
-            with by_value(self._experiment):
+            with pickling_by_value(self._experiment):
                 experiment = cloudpickle.dumps(self._experiment)
             tune_trials(
                 self._sweep,
@@ -298,7 +298,7 @@ class SweepDriver:
             except ConfigError as error:
                 self._record_invalid(trial, error)
                 continue
-            open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, origin=self._origin)
+            open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, provenance=self._provenance)
             del self._waiting[0]
             with self._lock:
                 self._training.add(trial.name)

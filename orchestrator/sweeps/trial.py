@@ -105,7 +105,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
             experiment, run, StopSignals(), display, verbose=False, spares=False,
             train=train_here if task.trains_here else run_worker_group,
             # The driver does, where no trial has its workers: one waits for others to end as well.
-            gives_up=False,
+            enforce_wait=False,
             resume_options=ResumeOptions(resume=resume, accept_changes=task.may_change),
         ).run()  # fmt: skip
         if result.status == "completed":
@@ -149,7 +149,7 @@ def _train_here(
     """Train in this process, again and again as the retries of the experiment allow. A process that dies is Tune's."""
     task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
     # Who would give notice is Ray Train.
-    task = replace(task, noticed=False)
+    task = replace(task, polls_preemption=False)
     watch = retry_policy(experiment, run, since=since)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One start of a run: Ray Train in a thread, and beside it one that watches the files, the signals and the clock."""
+"""The driver of one start of a run: Ray Train runs in a thread; the main thread polls files, signals and timeouts."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from .preemption import count_endings
 from .signals import StopSignals
 from .worker_group import run_worker_group, training_error
 
-_TELL_WAITING_EVERY_S = 5.0
-# Thirty years, which Ray Train can count to.
-_FOR_EVER_S = 1e9
-# What Ray Train gives a machine that goes nobody knows when, and what it takes to look and to end a group.
-_RAYS_DEADLINE_S = 120.0
+_REPORT_WAIT_EVERY_S = 5.0
+# Thirty years; Ray Train needs a finite number.
+_FOREVER_S = 1e9
+# Ray Train's deadline for a preempted machine without one, and the time it takes to poll and to end a group.
+_DEFAULT_DEADLINE_S = 120.0
 _GRACE_S = 10.0
 
 
 class RunDriver:
-    """One start of a run.
+    """Drives one start of a run to its end.
 
     Args:
         experiment: what to train.
-        run: claimed for this process.
-        signals: that the person may send.
-        display: where to show the run.
-        resume_options: what it begins with.
-        verbose: shows what Ray prints.
-        spares: keeps worker processes in reserve.
-        began: when this start did, in seconds since 1970; by default now.
-        train: runs the workers to their end; returns the fields of rank 0's `FitResult`.
-        gives_up: whether workers that do not come up are an error in the end; else somebody else minds the clock.
+        run: the run, owned by this process.
+        signals: SIGINT and SIGTERM of this process.
+        display: shows the run.
+        resume_options: what to resume from.
+        verbose: show Ray's output.
+        spares: keep idle worker processes for restarts.
+        began: when this start began, in seconds since 1970; by default now.
+        train: runs the workers to their end and returns the fields of rank 0's `FitResult`; another function than
+            `run_worker_group` trains in this process.
+        enforce_wait: raise if workers do not start within `scaling.wait`; False if the caller enforces it.
     """
 
     def __init__(
@@ -66,81 +67,88 @@ class RunDriver:
         spares: bool,
         began: float | None = None,
         train: Callable[..., dict[str, Any]] = run_worker_group,
-        gives_up: bool = True,
+        enforce_wait: bool = True,
     ) -> None:
         self._train_workers = train
-        self._patience_s = experiment.scaling.wait_timeout_s if gives_up else _FOR_EVER_S
+        self._wait_timeout_s = experiment.scaling.wait_timeout_s if enforce_wait else _FOREVER_S
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
-        self._resumption, self._verbose, self._spares = resume_options, verbose, spares
+        self._resume_options, self._verbose, self._spares = resume_options, verbose, spares
         self._since = time.time()
         self._began = self._since if began is None else began
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._is_up = False
-        # Who trains in this process is there from the start.
-        self._trains_here = self._has_workers = train is not run_worker_group
+
+        self._trains_in_process = self._has_workers = train is not run_worker_group
         self._signals_seen = 0
         self._stop: StopRequest | None = None
         self._stop_since_s = 0.0
         self._events = EventWriter(run.folder, "driver")
-        self._growth = ScaleUpPolicy(experiment.scaling)
-        # Attempt and workers of the group that is up.
+        self._scale_up = ScaleUpPolicy(experiment.scaling)
+        # Attempt and workers of the running group.
         self._group = (0, 0)
-        self._told_waiting_s = time.monotonic()
+        self._reported_wait_s = time.monotonic()
         self._start_clock()
-        self._told_waiting: str | None = None
-        self._taken_away_at = math.inf
-        self._patience = StorageOutage()
-        self._unheeded: list[Event] = []
+        self._reported_wait: str | None = None
+        self._preempted_at = math.inf
+        self._outage = StorageOutage()
+        self._unhandled: list[Event] = []
         self._hang_monitor = HangMonitor(experiment, run.folder, self._events)
         self._event_lines = JsonlTail(run.folder, "events", from_now=True)
         self._metric_lines = JsonlTail(run.folder, "metrics.jsonl", from_now=True)
 
     def run(self) -> RunResult:
-        """Trains to the end, whatever it is."""
-        workers = self._experiment.scaling.workers
+        """Train until the run ends, is stopped or fails.
+
+        Raises:
+            ConfigError: the workers do not start in time.
+            RunConflictError: another driver has taken over the run.
+            StorageError: the storage has been unavailable for a minute.
+            HeadwayError: as `fit` raises it for a failure of the workers.
+        """
         self._events.add(
-            "driver_started", pid=os.getpid(), workers=workers, since=round(self._began, 3), **self._resumption.choice
-        )
+            "driver_started", pid=os.getpid(), workers=self._experiment.scaling.workers, since=round(self._began, 3),
+            **self._resume_options.explicit,
+        )  # fmt: skip
         thread = threading.Thread(target=self._train, name="headway-ray-train", daemon=True)
         self._signals.raises = False
         thread.start()
-        # A training in this very process wants its processor, and there are no workers to wait for.
+        # Training in this process needs the CPU, so poll less often.
         pause_s = (0.5 if self._has_workers else 0.1) if self._run.folder.is_local else 2.0
         try:
             while thread.is_alive():
                 thread.join(pause_s)
-                if (reason := self._turn()) is not None:
-                    return self._abandoned(reason)
-            retry_storage(self._look)
+                if (reason := self._poll()) is not None:
+                    return self._left_early(reason)
+            retry_storage(self._poll_files)
         except Exception:
-            self._leave(thread)
+            self._abort_workers(thread)
             raise
         finally:
             self._display.close()
         return self._result()
 
-    def _turn(self) -> str | None:
-        """Looks at everything once; returns why to leave without the workers, or None to go on.
+    def _poll(self) -> str | None:
+        """Poll everything once; returns the reason to leave without waiting for the workers, or None.
 
         Raises:
-            ConfigError: the workers do not come up.
-            StorageError: the folder of the run has been away for a minute.
+            ConfigError: the workers do not start in time.
+            StorageError: the run's folder has been unavailable for a minute.
         """
-        # A second Ctrl-C means "at once", and it could not be told to anybody.
-        return self._patience.take(self._look_around, is_at_once=lambda: self._signals.count > 1)
+        # A second Ctrl-C ends the run immediately, but cannot reach the workers without the storage.
+        return self._outage.tolerate(self._poll_all, fail_now=lambda: self._signals.count > 1)
 
-    def _look_around(self) -> str | None:
-        self._look()
-        self._heed_signals()
-        if (reason := self._heed_stop()) is not None:
+    def _poll_all(self) -> str | None:
+        self._poll_files()
+        self._handle_signals()
+        if (reason := self._handle_stop()) is not None:
             return reason
-        self._grow()
-        self._heed_the_clock()
+        self._maybe_scale_up()
+        self._check_wait()
         return None
 
-    def _leave(self, thread: threading.Thread) -> None:
-        """Has the workers end as well. The thread stays in Ray Train, where they may come up when nobody watches."""
+    def _abort_workers(self, thread: threading.Thread) -> None:
+        """Make the workers exit, because the thread stays in Ray Train, where they could still start."""
         if thread.is_alive() and not lease_lost(self._run.folder, self._run.lease):
             with contextlib.suppress(StorageError):
                 request_stop(
@@ -153,80 +161,80 @@ class RunDriver:
                 self._experiment,
                 self._run,
                 since=self._since,
-                resume_options=self._resumption,
-                wait_timeout_s=self._patience_s,
+                resume_options=self._resume_options,
+                wait_timeout_s=self._wait_timeout_s,
                 verbose=self._verbose,
                 spares=self._spares,
             )
         except BaseException as error:
             self._error = error
 
-    def _look(self) -> None:
-        """Shows what is new, and takes it into the record."""
-        # First: it finds out whether the files are still this driver's.
+    def _poll_files(self) -> None:
+        """Handle new events, show new metrics, and poll for hangs."""
+        # First, because it checks that this driver still owns the run.
         self._run.beat()
-        self._unheeded += self._event_lines.read()
-        while self._unheeded:
-            self._heed(self._unheeded[0])
-            del self._unheeded[0]
-        if self._has_workers and time.time() > self._taken_away_at:
-            # Ray Train ends the group at the deadline, and nobody fails who could say so.
+        self._unhandled += self._event_lines.read()
+        while self._unhandled:
+            self._handle(self._unhandled[0])
+            del self._unhandled[0]
+        if self._has_workers and time.time() > self._preempted_at:
+            # Ray Train ends the group at the deadline without an event.
             self._wait_for_workers()
         for record in self._metric_lines.read():
             self._display.record(record)
         self._hang_monitor.poll()
 
-    def _heed(self, event: Event) -> None:
-        """Takes an event into the record, and shows it. It comes again where the storage was away meanwhile."""
+    def _handle(self, event: Event) -> None:
+        """Record and show an event. Repeated if the storage fails meanwhile."""
         self._hang_monitor.handle(event)
         match event["event"]:
             case "attempt_started":
                 self._is_up = self._has_workers = True
-                self._waits_since = self._taken_away_at = math.inf
+                self._waits_since = self._preempted_at = math.inf
                 self._group = event["attempt"], event["world_size"]
                 self._run.update(attempts=event["attempt"], workers=event["world_size"], **self._endings())
             case "training":
-                self._growth.begin(self._group[1])
+                self._scale_up.begin(self._group[1])
                 self._run.update(data=event["data"])
             case "preemption_notice" if event["attempt"] == self._group[0]:
-                left_s = _RAYS_DEADLINE_S if event["deadline_s"] is None else event["deadline_s"]
-                self._taken_away_at = min(self._taken_away_at, event["time"] + left_s + _GRACE_S)
+                left_s = _DEFAULT_DEADLINE_S if event["deadline_s"] is None else event["deadline_s"]
+                self._preempted_at = min(self._preempted_at, event["time"] + left_s + _GRACE_S)
             case "attempt_ended":
-                self._taken_away_at = math.inf
-                self._growth.end()
+                self._preempted_at = math.inf
+                self._scale_up.end()
                 if event["status"] == RESIZING:
                     self._wait_for_workers()
             case "group_failed":
                 self._wait_for_workers()
                 self._run.update(**self._endings())
             case "checkpoint_saved":
-                # What is on storage is what a run without a last word has come to.
+                # The record stays true if this driver dies.
                 self._run.update(steps=event["step"], last_checkpoint=event["path"])
         self._display.event(event)
 
     def _wait_for_workers(self) -> None:
-        self._growth.end()
+        self._scale_up.end()
         self._hang_monitor.end()
-        self._has_workers, self._taken_away_at = False, math.inf
+        self._has_workers, self._preempted_at = False, math.inf
         self._start_clock()
 
     def _start_clock(self) -> None:
-        """Begins to count how long workers are waited for. What trains in this process is there."""
-        self._waits_since = math.inf if self._trains_here else time.monotonic()
-        self._taken = set() if self._trains_here else placed_groups()
+        """Start measuring how long to wait for workers; not if training runs in this process."""
+        self._waits_since = math.inf if self._trains_in_process else time.monotonic()
+        self._taken = set() if self._trains_in_process else placed_groups()
 
-    def _heed_signals(self) -> None:
-        """The first signal asks for a checkpoint and the end, a second Ctrl-C for the end."""
+    def _handle_signals(self) -> None:
+        """Turn the first signal into a request to stop with a checkpoint, a second Ctrl-C into one without."""
         if self._signals.count == self._signals_seen:
             return
         count = self._signals.count
         request_stop(self._run.folder, StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1))
         self._signals_seen = count
 
-    def _heed_stop(self) -> str | None:
-        """Returns why to leave without the workers, which heed the same request; None to go on.
+    def _handle_stop(self) -> str | None:
+        """Return the reason to leave without waiting for the workers, which read the same request; None to stay.
 
-        What was asked for last counts, and what is over cannot be asked back.
+        The last request counts.
         """
         stop = read_stop_request(self._run.folder)
         if stop is None:
@@ -234,38 +242,40 @@ class RunDriver:
         if stop != self._stop:
             self._stop, self._stop_since_s = stop, time.monotonic()
             if self._has_workers and not stop.abort:
-                self._display.line(f"{stop.reason}: saving a checkpoint and ending; {_again(stop)} to end at once")
+                self._display.line(
+                    f"{stop.reason}: saving a checkpoint and ending; {_abort_hint(stop)} to end immediately"
+                )
         if not self._has_workers:
             return f"{stop.reason} {'while there were no workers' if self._is_up else 'before training began'}"
         if stop.within_s is not None and time.monotonic() - self._stop_since_s > stop.within_s:
             request_stop(self._run.folder, replace(stop, abort=True))
             return f"{stop.reason}, without a checkpoint after {human_duration(stop.within_s)}"
-        return f"{stop.reason}, at once" if stop.abort else None
+        return f"{stop.reason}, immediately" if stop.abort else None
 
-    def _abandoned(self, reason: str) -> RunResult:
+    def _left_early(self, reason: str) -> RunResult:
         assert self._stop is not None
         signal = self._signals.number if self._stop.status == "interrupted" else None
         return RunResult.recorded(self._run, status=self._stop.status, reason=reason, signal=signal)
 
-    def _grow(self) -> None:
-        """Asks the workers to save and leave if there has been room for more of them for long enough."""
-        if not self._growth.is_time_to_look():
+    def _maybe_scale_up(self) -> None:
+        """Ask the workers to save and exit if more have fit for long enough."""
+        if not self._scale_up.is_due():
             return
         attempt, workers = self._group
-        room = target_workers_now(self._experiment.scaling, workers=workers)
-        if self._growth.decide(room):
-            request_scale_up(self._run.folder, attempt=attempt, workers=room)
-            self._display.line(f"room for {room} workers ({workers} now): saving, to go on with them")
+        target = target_workers_now(self._experiment.scaling, workers=workers)
+        if self._scale_up.decide(target):
+            request_scale_up(self._run.folder, attempt=attempt, workers=target)
+            self._display.line(f"scaling up from {workers} to {target} workers: saving a checkpoint first")
 
-    def _heed_the_clock(self) -> None:
-        """Says what workers wait for that do not come, and does not wait for ever."""
+    def _check_wait(self) -> None:
+        """Report what the workers wait for, and raise when the wait times out."""
         scaling, now_s = self._experiment.scaling, time.monotonic()
-        if now_s - self._waits_since >= self._patience_s:
+        if now_s - self._waits_since >= self._wait_timeout_s:
             raise wait_timeout_error("the workers", scaling)
-        if min(now_s - self._waits_since, now_s - self._told_waiting_s) > _TELL_WAITING_EVERY_S:
-            self._told_waiting_s = now_s
-            if (text := describe_wait(scaling, self._taken)) not in (None, self._told_waiting):
-                self._told_waiting = text
+        if min(now_s - self._waits_since, now_s - self._reported_wait_s) > _REPORT_WAIT_EVERY_S:
+            self._reported_wait_s = now_s
+            if (text := describe_wait(scaling, self._taken)) not in (None, self._reported_wait):
+                self._reported_wait = text
                 self._display.line(str(text))
                 since = time.time() - (now_s - self._waits_since)
                 self._events.add("waiting_for_machines", text=text, since=round(since, 3))
@@ -275,7 +285,7 @@ class RunDriver:
             raise training_error(self._error, self._run, self._since)
         returned = self._returned or {}
         signal = self._signals.number if returned.get("status") == "interrupted" else None
-        if returned.keys() == {"status", "reason"}:  # the workers were told to stop before they began
+        if returned.keys() == {"status", "reason"}:  # stopped before training began
             return RunResult.recorded(self._run, **returned, signal=signal)
         record = self._run.record
         return RunResult(
@@ -288,5 +298,5 @@ class RunDriver:
         return {"preemptions": preemptions, "failures": failures}
 
 
-def _again(stop: StopRequest) -> str:
+def _abort_hint(stop: StopRequest) -> str:
     return "once more" if stop.reason == "Ctrl-C" else "`headway runs stop --now`"

@@ -1,8 +1,7 @@
-"""When a run whose number of workers may vary takes more of them. Decides; the driver looks, the workers act.
+"""When an elastic run scales up: the policy, and the arithmetic of how many workers fit.
 
-Ray Train starts a group that has failed again with as many workers as there is room for: so a run shrinks. It would let
-it grow by ending the group in the midst of an update, and would make updates twice. So the growing is ours: the workers
-are asked to save and to leave.
+Ray Train restarts a failed group with as many workers as fit, which is how a run shrinks. Its own way to grow ends the
+group in the middle of an update and repeats updates, so Headway asks the workers to save and exit instead.
 """
 
 from __future__ import annotations
@@ -15,71 +14,72 @@ if TYPE_CHECKING:
     from ..config.experiment import Scaling
 
 RAY_LEARNS_S = 22.0
-"""Ray Train looks at the machines of a cluster every 20 s. What it sizes a group by may be so old."""
+"""Ray Train polls the cluster's machines every 20 s, so the view by which it sizes a group may be this old."""
 
 RESIZING = "resizing"
-"""The status of an attempt that has ended so that another one of more workers can go on."""
+"""The status of an attempt that ended so that the next one can resume with more workers."""
 
-_LOOK_EVERY_S = 5.0
+_POLL_EVERY_S = 5.0
 
 
 class RestartToResize(Exception):
-    """Ends the workers of a group, which have saved, so that Ray Train starts others, as many as there is room for."""
+    """Ends a group whose workers have saved, so that Ray Train starts another with as many workers as fit."""
 
 
 class ScaleUpPolicy:
-    """Decides when the workers are to save and leave, to come back as more.
+    """Decides when the workers should save and exit, to restart with more of them.
 
     Args:
-        scaling: how many there may be, and for how long there must have been room for more.
-        clock: seconds, from any beginning.
+        scaling: gives the most workers, and how long more must fit before scaling up.
+        clock: monotonic seconds.
     """
 
     def __init__(self, scaling: Scaling, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._scaling, self._clock = scaling, clock
-        self._patience_s = max(scaling.grow_after.amount, RAY_LEARNS_S)
-        self._looked_s = clock()
-        # Since when there has been room for more.
+        self._delay_s = max(scaling.grow_after.amount, RAY_LEARNS_S)
+        self._polled_s = clock()
+        # Since when more workers have fit.
         self._since_s: float | None = None
+        # Workers of the running group, and of the group that was asked to restart.
         self._workers = self._asked_of = 0
 
     def begin(self, workers: int) -> None:
-        """Takes note that a group of so many workers trains. One that has not grown is left alone for twice as long."""
+        """Start of a group of this many workers. The delay doubles each time that a restart did not bring more."""
         if self._asked_of:
             has_grown = workers > self._asked_of
-            self._patience_s = max(self._scaling.grow_after.amount, RAY_LEARNS_S) if has_grown else 2 * self._patience_s
+            self._delay_s = max(self._scaling.grow_after.amount, RAY_LEARNS_S) if has_grown else 2 * self._delay_s
         self._workers, self._asked_of = workers, 0
-        self._looked_s, self._since_s = self._clock(), None
+        self._polled_s, self._since_s = self._clock(), None
 
     def end(self) -> None:
-        """Takes note that the group trains no more."""
+        """End of the group."""
         self._workers = 0
 
-    def is_time_to_look(self) -> bool:
-        """Whether the number of workers may grow, and some seconds have passed since the last look."""
-        is_due = self._clock() - self._looked_s >= _LOOK_EVERY_S
+    def is_due(self) -> bool:
+        """Return whether the group may grow and some seconds have passed since the last decision."""
+        is_due = self._clock() - self._polled_s >= _POLL_EVERY_S
         return is_due and 0 < self._workers < self._scaling.max_workers and not self._asked_of
 
-    def decide(self, room: int) -> bool:
-        """Whether to ask the workers now, after a look.
+    def decide(self, target: int) -> bool:
+        """Return whether to ask the workers to restart now.
 
         Args:
-            room: for how many workers there is room, those that train included.
+            target: how many workers fit, including the running ones; see `target_workers`.
         """
-        self._looked_s = self._clock()
-        if room <= self._workers:
+        self._polled_s = self._clock()
+        if target <= self._workers:
             self._since_s = None
         elif self._since_s is None:
-            self._since_s = self._looked_s
-        elif self._looked_s - self._since_s >= self._patience_s:
+            self._since_s = self._polled_s
+        elif self._polled_s - self._since_s >= self._delay_s:
             self._asked_of = self._workers
             return True
         return False
 
 
 def slots(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
-    """Returns how many workers fit on machines with these resources, whatever else runs there: each on one of them."""
-    # First the least of a machine: what nobody counts may be infinite.
+    """Return how many workers fit on machines with these resources, each worker on one machine."""
+    # The minimum first, then int(): uncounted resources may be infinite.
     return sum(
         int(min(node.get(name, 0) / amount for name, amount in scaling.worker_resources.items() if amount) + 1e-9)
         for node in nodes
@@ -87,23 +87,23 @@ def slots(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
 
 
 def slots_capped(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
-    """Returns the same, but at most the workers that are wanted."""
+    """Return `slots`, capped at the most workers of the run."""
     return min(slots(nodes, scaling), scaling.max_workers)
 
 
 def target_workers(
     nodes: Iterable[Mapping[str, float]], free: Mapping[str, float], scaling: Scaling, *, workers: int
 ) -> int:
-    """Returns how many workers a group may have that has so many now.
+    """Return how many workers a group of `workers` could restart with.
 
-    More than now only if all that Ray Train would take is free: it counts whole machines, and would wait in vain for
-    what others use of them.
+    More than now only if everything that Ray Train would take is free: it sizes a group by whole machines, and would
+    wait in vain for resources that other applications hold.
 
     Args:
         nodes: resources of each machine.
-        free: those that nobody uses, over all machines.
-        scaling: what is wanted.
-        workers: those that there are.
+        free: unused resources, summed over all machines.
+        scaling: the wanted workers.
+        workers: the running workers.
     """
     held = slots_capped(nodes, scaling)
     return held if slots_capped([free], scaling) >= held - workers else workers

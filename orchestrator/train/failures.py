@@ -1,7 +1,7 @@
-"""What went wrong in a worker group, and whether trying again can help. Deciding is arithmetic; Ray Train acts.
+"""How a worker group failed, and whether to retry. The policy is pure; Ray Train acts on it.
 
-What is decided here is what Ray cannot know: whether the code failed, or the machine, or whether the machine was taken
-away, each with a budget of its own, and that an error would come again.
+It distinguishes what Ray cannot: errors of the user's code, crashes and preemptions, each with its own budget, and
+errors that would recur.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..storage.folder import Folder, retry_storage
 from .elastic import RESIZING
 from .preemption import count_endings
 
-# By file, or by a function in it.
+# By module of the trainer, or by a function in it.
 _PHASES = {
     "trainer": "setting up",
     "setup.build": "setting up",
@@ -37,7 +37,7 @@ _PHASES = {
     "checkpoints.snapshot": "saving or restoring",
     "checkpoints.background": "saving or restoring",
     "setup.init_from": "saving or restoring",
-    "loop.loop": "between two steps",  # also a loop of the user's own
+    "loop.loop": "between two steps",  # also a custom loop of the user's
     "loop.loop._global_batches": "reading data",
     "metrics.train_log": "logging",
     "data.dataloader_stream": "reading data",
@@ -46,7 +46,7 @@ _PHASES = {
     "loop.evaluation": "evaluation",
     "callbacks.base": "callback",
 }
-# Before the group has said that it is there: nothing of the user's has run yet.
+# Before the group has announced itself: no user code has run yet.
 _STARTING = "starting"
 _RAISED_IN = "raised in process"
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
@@ -57,16 +57,16 @@ class Failure:
     """How an attempt failed, in the rank that failed first.
 
     Attributes:
-        attempt: which one.
-        rank: of the worker, or None where nobody can tell.
-        step: completed updates at that time; None before training began.
+        attempt: its number.
+        rank: the rank that failed; None if unknown.
+        step: completed updates at the failure; None before training began.
         began_at: the step from which the attempt trained.
-        kind: the class of the exception; empty if the process was gone.
-        phase: what the rank was doing, as far as that is known.
+        kind: class name of the exception; empty if the process died.
+        phase: what the rank was doing, if known.
         message, traceback: of the exception.
         retryable: False if the error would only recur.
         secondary: whether the exception only reports that another rank is gone.
-        hung: what the ranks that hung did instead, where it was that.
+        hung: description of a hang, if the attempt was ended for one.
     """
 
     attempt: int
@@ -83,9 +83,9 @@ class Failure:
 
     @property
     def is_user_error(self) -> bool:
-        """Whether the code that trains raised it; not one that died, was starting, or lost its peers or storage."""
-        is_another = self.secondary or self.kind == StorageError.__name__ or self.phase == _STARTING
-        return bool(self.kind) and not is_another
+        """Whether training code raised it: not a dead process, a failed start, a lost peer or a lost storage."""
+        is_other = self.secondary or self.kind == StorageError.__name__ or self.phase == _STARTING
+        return bool(self.kind) and not is_other
 
     def __str__(self) -> str:
         if self.hung:
@@ -99,38 +99,37 @@ class Failure:
 
 
 def is_fatal_error(error: BaseException) -> bool:
-    """Whether an error says by its class that it would come again: ours are about the config, the data or the numbers.
+    """Return whether an error would recur, judging by its class: Headway's own concern the config, data or numbers.
 
-    What could not be written, a checkpoint or an event, may well be written the next time; a checkpoint of another run
-    stays that.
+    Failed writes of a checkpoint or an event are retried; a checkpoint that belongs to another run is not.
     """
-    # By module, not by class: headway.datasets has errors of its own, and not every run needs to import it.
+    # By module, not by class: headway.datasets has its own errors, and not every run needs to import it.
     is_ours = type(error).__module__.startswith("headway.")
     return is_ours and (not isinstance(error, (CheckpointError, StorageError)) or isinstance(error, ResumeError))
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """Return whether an error only reports that another rank is gone."""
     is_torch = type(error).__module__.startswith("torch.distributed") or type(error) in (RuntimeError, ConnectionError)
     return is_torch and bool(_LOST_PEER.search(f"{type(error).__name__} {error}"))
 
 
 def last_attempt(events: Sequence[Event]) -> int:
-    """Returns the number of the last group that has said that it was there; 0 if none has."""
+    """Return the number of the last attempt that announced itself; 0 if none has."""
     return max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
 
 
 def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None) -> Failure | None:
-    """Returns the first failure of the last attempt; errors that another rank's end brought about come last.
+    """Return the first failure of the last attempt, preferring causes to errors that another rank's end caused.
 
     Args:
-        events: of the run, the earliest first.
-        gone: what Ray says of the ranks whose process is gone.
+        events: of the run, earliest first.
+        gone: Ray's message for each rank whose process is gone.
     """
     attempt = last_attempt(events)
     for event in events:
         if event["event"] == "rank_hung" and event["attempt"] == attempt:
-            # The driver has ended the attempt for it: whatever the ranks said while they were ended comes from that.
+            # The driver ended the attempt for it, so later errors of the ranks are consequences.
             return Failure(
                 attempt=attempt,
                 rank=event["ranks"][0] if len(event["ranks"]) == 1 else None,
@@ -162,20 +161,20 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
 
 
 def has_left_to_resize(events: Sequence[Event]) -> bool:
-    """Whether the last attempt has ended, with all saved, so that another one of more workers can go on."""
+    """Return whether the last attempt saved and exited so that the next one can have more workers."""
     last = [event for event in events if event["event"] in ("attempt_started", "attempt_ended")][-1:]
     return bool(last) and last[0].get("status") == RESIZING
 
 
 def would_recur(failure: Failure, before: Sequence[Failure]) -> bool:
-    """Whether to give up although there are retries left.
+    """Return whether a failure would recur, so that retries are useless.
 
-    A process that died, or lost its peers or the storage, is tried again. An exception is tried again if the run has
-    got further than at the exception before it, and further than where it began: otherwise it has a cause that stays.
+    A dead process, lost peers and a lost storage are retried. An exception is retried if the run got further than at
+    the previous exception and than the step from which the attempt began; otherwise its cause is permanent.
 
     Args:
-        failure: the one to decide on.
-        before: earlier ones of the same start.
+        failure: the failure to decide on.
+        before: earlier failures of the same start.
     """
     if not failure.retryable:
         return True
@@ -188,20 +187,20 @@ def would_recur(failure: Failure, before: Sequence[Failure]) -> bool:
 
 
 def exceeds_budget(failure: Failure, before: Sequence[Failure], *, max_failures: int, max_errors: int) -> bool:
-    """Whether there is no retry left for a failure of its sort: exceptions of the code, or everything else.
+    """Return whether no retry is left for a failure of its kind: a user error, or anything else.
 
     Args:
-        failure: the one to decide on.
-        before: earlier ones of the same start, of both sorts; machines that were taken away are not among them.
-        max_failures: how many of everything else are tried again.
-        max_errors: how many exceptions are.
+        failure: the failure to decide on.
+        before: earlier failures of the same start, of both kinds; preemptions are not among them.
+        max_failures: retries for crashes, hangs and lost peers or storage.
+        max_errors: retries for user errors.
     """
-    of_its_sort = 1 + sum(each.is_user_error == failure.is_user_error for each in before)
-    return of_its_sort > (max_errors if failure.is_user_error else max_failures)
+    of_its_kind = 1 + sum(each.is_user_error == failure.is_user_error for each in before)
+    return of_its_kind > (max_errors if failure.is_user_error else max_failures)
 
 
 def phase_of(error: BaseException) -> str:
-    """Says what a rank was doing when it raised, by the innermost file of the trainer in the traceback."""
+    """Return what a rank was doing when it raised, by the innermost frame of the trainer in the traceback."""
     phase = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
@@ -214,23 +213,23 @@ def phase_of(error: BaseException) -> str:
 
 
 class RetriesExhausted(Exception):
-    """Ends Ray Train's retries, from its controller, and brings the driver what a worker raised."""
+    """Raised in Ray Train's controller to end its retries; carries the worker's exception to the driver."""
 
     @property
     def raised(self) -> BaseException | None:
-        """The exception of the worker that failed first."""
+        """The exception of the worker that failed first, if there is one."""
         return self.args[1] if len(self.args) > 1 else None
 
 
 class RetryPolicy(UserCallback):  # type: ignore[misc]
-    """Runs in Ray Train's controller: writes each failure of the group down, and ends retries that are no use.
+    """Records each failure of a group and ends useless retries; a callback in Ray Train's controller.
 
     Args:
-        run_dir: of the run.
+        run_dir: path or URI of the run's folder.
         since: when this start of the run began, in seconds since 1970.
-        max_failures: how often workers may crash.
-        max_errors: how often they may raise.
-        max_preemptions: how often machines may be taken away; None: any number.
+        max_failures: retries after crashes.
+        max_errors: retries after user errors.
+        max_preemptions: retries after preemptions; None: any number.
     """
 
     def __init__(
@@ -239,35 +238,35 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         self._run_dir, self._since = run_dir, since
         self._max_failures, self._max_errors, self._max_preemptions = max_failures, max_errors, max_preemptions
         self._failures: list[Failure] = []
-        self._judged: set[int] = set()
-        self._told: set[str] = set()
+        self._decided: set[int] = set()
+        self._seen: set[str] = set()
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Decides, once per group. Ray Train tells of one again and again while it waits for a machine to go.
+        """Decide, once per group: Ray Train repeats this call while it waits for a machine to go.
 
         Raises:
-            RetriesExhausted: Ray Train takes what a callback raises for an error that is not to be retried.
+            RetriesExhausted: Ray Train does not retry an error that a callback raises.
         """
         attempt = last_attempt(self._events())
-        told = {_of_process(error) or f"attempt {attempt}: {error!r}" for error in worker_exceptions.values()}
-        is_again = bool(told & self._told)
-        self._told |= told
-        if not is_again:
+        failed = {_failed_process(error) or f"attempt {attempt}: {error!r}" for error in worker_exceptions.values()}
+        is_repeated = bool(failed & self._seen)
+        self._seen |= failed
+        if not is_repeated:
             self.decide(worker_exceptions)
 
     def decide(self, errors: Mapping[int, BaseException]) -> None:
-        """Decides whether there is another attempt.
+        """Record a failure, and decide whether there is another attempt.
 
         Args:
-            errors: by rank, what Ray has of a group that has not been decided on.
+            errors: Ray's errors of the group, by rank.
 
         Raises:
-            RetriesExhausted: there is none.
+            RetriesExhausted: there is no other attempt.
         """
         folder, events = Folder(self._run_dir), self._events()
         attempt = last_attempt(events)
-        has_announced_itself = attempt > 0 and attempt not in self._judged
-        self._judged.add(attempt)
+        has_announced_itself = attempt > 0 and attempt not in self._decided
+        self._decided.add(attempt)
         if not has_announced_itself:
             failure = startup_failure(attempt, errors)
         elif has_left_to_resize(events):
@@ -293,7 +292,7 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
                 attempt=failure.attempt,
                 rank=failure.rank,
                 step=failure.step,
-                text=f"machines were taken away: {failure}" if preempted else str(failure),
+                text=f"preempted: {failure}" if preempted else str(failure),
                 preempted=preempted,
                 detail="" if failure.kind else failure.message,
                 hopeless=gives_up,
@@ -304,21 +303,21 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
             raise RetriesExhausted(str(failure), raised)
 
     def _events(self) -> list[Event]:
-        """Those of this start. Storage that is away comes back, or is a failure of its own."""
+        """Return the events of this start."""
         events = retry_storage(lambda: read_events(Folder(self._run_dir)))
         return [event for event in events if event["time"] >= self._since]
 
 
 def startup_failure(attempt: int, errors: Mapping[int, BaseException]) -> Failure:
-    """Returns how a group failed before it had said that it was there: what Ray has of it is all there is.
+    """Return how a group failed before it announced itself, from Ray's errors alone.
 
     Args:
-        attempt: the last one that did say so, or 0.
+        attempt: the last attempt that announced itself, or 0.
         errors: by rank.
     """
     rank, error = min(errors.items(), key=lambda each: (is_secondary(each[1]), each[0]))
     lines = str(error).strip().splitlines()
-    # Of a process that is gone the error is Ray's own.
+    # Ray's own error means that the process is gone.
     is_gone = type(error).__module__.startswith("ray.")
     return Failure(
         attempt=attempt,
@@ -332,25 +331,25 @@ def startup_failure(attempt: int, errors: Mapping[int, BaseException]) -> Failur
 
 
 def name_process(error: BaseException) -> None:
-    """Notes on an error which process raised it, by which Ray Train's controller tells one group from the next."""
+    """Note on an error which process raised it, so that the controller can tell one group from the next."""
     error.add_note(f"{_RAISED_IN} {os.getpid()} on {socket.gethostname()} at {time.time_ns()}")
 
 
-def _of_process(error: BaseException) -> str | None:
-    """Which process has died or raised an error, the same however often that is told; None where it does not say."""
+def _failed_process(error: BaseException) -> str | None:
+    """Return an id of the process that died or raised, equal each time the error is reported; None if unknown."""
     gone: str | None = getattr(getattr(error, "health_check_failure", None), "actor_id", None)
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_RAISED_IN)]
     return gone or (notes[-1] if notes else None)
 
 
 def was_preempted(failure: Failure, events: Sequence[Event], errors: Mapping[int, BaseException]) -> bool:
-    """Whether an attempt ended because machines were taken away.
+    """Return whether an attempt ended by preemption.
 
     Args:
-        failure: of the attempt.
-        events: of the run. After a notice, what is no error of the code comes from it: a rank may miss its peer before
-            Ray misses the machine.
-        errors: by rank, what Ray has.
+        failure: the failure of the attempt.
+        events: of the run. After a notice any failure but a user error counts as preemption: a rank may lose its peer
+            before Ray notices that the machine is gone.
+        errors: Ray's errors, by rank.
     """
     if any(getattr(getattr(error, "health_check_failure", error), "preempted", False) for error in errors.values()):
         return True

@@ -1,4 +1,4 @@
-"""`fit(experiment)`: one run on Ray Train, from the claim on its folder to its last word."""
+"""`fit(experiment)`: one run on Ray Train, from opening its folder to recording its end."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def fit(
     verbose: bool = False,
     display: RunConsole | None = None,
 ) -> RunResult:
-    """Trains an experiment with its workers, or goes on with it, and shows it while it trains.
+    """Train an experiment, or resume it, and show its progress.
 
-    Uses the Ray that this process is connected to, else that of RAY_ADDRESS, else starts a quiet one for the time of
-    the run. In the main thread, the first SIGINT or SIGTERM saves a checkpoint and ends the run as "interrupted"; a
-    second Ctrl-C ends it at once.
+    Uses the Ray that this process is connected to, else the one of RAY_ADDRESS, else starts one for this run. In the
+    main thread, the first SIGINT or SIGTERM saves a checkpoint and ends the run as "interrupted"; a second Ctrl-C ends
+    it immediately.
 
     Args:
         experiment: what to train.
-        resume: "auto" goes on from the newest good checkpoint of the run; "never" begins an unfinished run anew, in its
-            folder; a path begins from that checkpoint. An attempt after a failure goes on from what this start has
-            saved, whatever it began from; so does the same call again, except one with "never".
-        restore: what to take of the checkpoint: as in `Trainer.fit`.
-        accept_changes: goes on although the config is not the one that the run was begun with.
-        verbose: shows what Ray and the workers print.
-        display: where to show the run; by default on standard output.
+        resume: "auto" resumes from the newest good checkpoint of the run; "never" restarts an unfinished run in its
+            folder; a path starts from that checkpoint. An attempt after a failure always resumes from what this start
+            has saved; so does the same call again, except with "never".
+        restore: parts of the checkpoint to restore, as in `Trainer.fit`.
+        accept_changes: resume although the config differs from the recorded one.
+        verbose: show the output of Ray and the workers.
+        display: shows the run; by default on standard output.
 
     Raises:
-        ConfigError: what was asked for makes no sense, or there are not the machines for it.
-        RunConflictError: the run of this name is another one, or another driver has taken this one over.
+        ConfigError: the arguments are invalid, or the machines do not suffice.
+        RunConflictError: a run of this name has another config, or belongs to another process.
         StorageError: the storage cannot be written.
         HeadwayError: an error of Headway in a worker (DataError, StepError, ...), as it was raised.
         TrainingFailedError: any other error in a worker, with its traceback, or more failures than retries.
@@ -65,7 +65,7 @@ def fit(
     from .signals import StopSignals
 
     display = display or RunConsole()
-    resume_options = ResumeOptions.asked(resume, restore, accept_changes=accept_changes)
+    resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
     check_training(experiment, elsewhere=not will_start_own_ray())
     opened = open_run(experiment, accept_changes=accept_changes)
@@ -81,17 +81,17 @@ def fit(
             with ray_connection(experiment.scaling, verbose=verbose) as is_own:
                 # ray.init takes SIGTERM for itself.
                 signals.install()
-                supervision = RunDriver(
+                driver = RunDriver(
                     experiment, run, signals, display, resume_options=resume_options, verbose=verbose,
                     spares=is_own if experiment.retries.spares == "auto" else experiment.retries.spares, began=began,
                 )  # fmt: skip
-                result = supervision.run()
+                result = driver.run()
         except KeyboardInterrupt:
             display.close()
             reason = f"{signals.name} before training began"
             result = RunResult.recorded(run, status="interrupted", reason=reason, signal=signals.number)
         except RunConflictError:
-            # The files of the run are another driver's now.
+            # The run's files belong to another driver now.
             display.close()
             raise
         except BaseException as error:
@@ -104,14 +104,14 @@ def fit(
 
 
 def check_training(experiment: Experiment, *, elsewhere: bool = False) -> None:
-    """Refuses a wrong config and bad data before Ray is started or a machine is asked for.
+    """Check the config and the data before Ray is started.
 
     Args:
         experiment: what to train.
-        elsewhere: leaves the data to the workers, which may be on machines that see other files.
+        elsewhere: leave the data to the workers, which may be on machines that see other files.
 
     Raises:
-        ConfigError: what the trainer, or its data, has against it.
+        ConfigError: the trainer or its data refuses the config.
     """
     try:
         for workers in {experiment.scaling.min_workers, experiment.scaling.max_workers}:
@@ -119,13 +119,13 @@ def check_training(experiment: Experiment, *, elsewhere: bool = False) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        # An error of the user's own code is the worker's to tell: there it has its place and its traceback.
+        # An error in user code is left to the worker, which reports it with its rank and traceback.
         if type(error).__module__.startswith("headway."):
             raise ConfigError(str(error)) from error
 
 
 def rank0_world(experiment: Experiment, workers: int) -> World:
-    """Returns the world of so many workers as the first will see it, for what can be found out before there is one."""
+    """Return the world of this many workers as seen by rank 0, for checks before workers exist."""
     device = torch.device("cuda" if experiment.scaling.gpus_per_worker else "cpu")
     return World(rank=0, size=workers, local_rank=0, device=device)
 
@@ -136,44 +136,41 @@ def _finished(run: Run, display: RunConsole) -> RunResult:
         f"{record.name} is finished: {record.status} after {record.steps:,} steps ({record.reason}). "
         f"Its files: {run.run_dir}"
     )
-    display.line(
-        "To train on, raise its limit: config.max_steps=... or config.max_epochs=...; "
-        "to train anew, give it another name: name=..."
-    )
+    display.line("To continue, raise config.max_steps or config.max_epochs. To start over, use another name: name=...")
     assert record.status in ("completed", "stopped")
     return RunResult.recorded(run, status=record.status, reason=record.reason)
 
 
 def _greet(opened: OpenedRun, experiment: Experiment, display: RunConsole) -> None:
-    display.goes_on = opened.state == "goes on"
+    display.goes_on = opened.state == "resuming"
     display.line(f"{experiment.name}: {experiment.scaling}, {opened.state}; its files: {experiment.run_dir}")
     for change in opened.changes:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
 
 
 def _resumption(asked: ResumeOptions, run: Run, display: RunConsole) -> ResumeOptions:
-    """What a start begins with; says it where that is not the newest checkpoint of the run, or not what was asked."""
-    if not asked.choice:
+    """Return what this start resumes from; shows a line unless that is the newest checkpoint, as asked."""
+    if not asked.explicit:
         return asked
     events = read_events(run.folder)
-    resume_options = asked.repeated(events)
+    resume_options = asked.for_restart(events)
     newest = next((event["path"] for event in reversed(events) if event["event"] == "checkpoint_saved"), None)
     if resume_options != asked:
-        display.line(f"  begun so before, it goes on from what it has saved since: {newest}", "dim")
+        display.line(f"  started with these options before: resuming from what it has saved since: {newest}", "dim")
     elif asked.resume != "auto" and newest is not None:
-        begins = "anew" if asked.resume == "never" else f"from {asked.resume}"
-        display.line(f"  as asked for, it begins {begins}, and not from its newest checkpoint: {newest}", "yellow")
+        start = "from step 0" if asked.resume == "never" else f"from {asked.resume}"
+        display.line(f"  starting {start} as requested, not from the newest checkpoint {newest}", "yellow")
     return resume_options
 
 
 def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as before") -> None:
-    """Writes how a run ended into its record, and says it.
+    """Record how a run ended, and show it.
 
     Args:
-        run: which.
-        result: how.
-        display: where to say it.
-        again: how to start it again, so that it goes on.
+        run: the run.
+        result: its result.
+        display: shows the end.
+        again: how to start the run again so that it resumes.
     """
     retry_storage(lambda: run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
@@ -189,18 +186,18 @@ def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as 
     )
     display.line(f"its files: {result.run_dir}")
     if result.status in ("interrupted", "time_limit"):
-        display.line(f"to go on, start it again {again}")
+        display.line(f"to resume, start it again {again}")
 
 
 def write_driver_ended(run: Run, status: str) -> None:
-    """Writes the last event of a start, with what the main rank has spent its time on."""
+    """Write the last event of a start, with the main rank's time by phase."""
     events = EventWriter(run.folder, "driver")
-    if (heard := last_heartbeat_event(run.folder)) is not None:
-        events.add("last_heard", spent=heard["spent"])
+    if (heartbeat := last_heartbeat_event(run.folder)) is not None:
+        events.add("last_heard", spent=heartbeat["spent"])
     events.add("driver_ended", status=status)
 
 
 def summarize_error(error: BaseException) -> str:
-    """Returns an error as records have it."""
+    """Return the type and first line of an error, for records."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,7 +1,7 @@
-"""Machines that are about to be taken away: Ray's notice, heard beside the training, and whether it leaves the time.
+"""Preemption: Ray's notice that machines will be taken away, and whether there is time to save before.
 
-`ray.train.get_preemption_info` is the only public way to hear of it, and a barrier over all ranks. So each rank asks
-in a thread of its own, as often as the others do and never on the path of a step: the threads wait for one another.
+`ray.train.get_preemption_info` is the only public source of the notice, and it is a barrier over all ranks. Each rank
+therefore polls in its own thread, off the path of a step, and these threads wait for one another.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import ray.train
 from ..storage.events import Event
 
 POLL_S = 2.0
-# A save takes longer where other ranks save as well, and a machine may go early.
+# The last save's duration is an estimate, and a machine may be taken early.
 _MARGIN = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionNotice:
-    """What Ray says of machines that will go.
+    """Ray's notice that machines will be preempted.
 
     Attributes:
-        nodes: their ids in Ray.
-        ranks: that they hold.
-        deadline: when they go, in seconds since 1970; None where nobody knows.
+        nodes: their node ids in Ray.
+        ranks: the ranks on them.
+        deadline: when they are taken, in seconds since 1970; None if unknown.
     """
 
     nodes: tuple[str, ...]
@@ -38,20 +38,20 @@ class PreemptionNotice:
 
 
 class PreemptionListener:
-    """Listens, from its making on. Every rank must make one, and only it may use Ray Train's collectives.
+    """Polls for notices in a thread. Every rank must create one; nothing else may use Ray Train's collectives.
 
     Args:
-        heed: is told of each notice that names a node which no earlier one had; in the thread.
-        poll_s: seconds between two questions.
+        handle: called in the thread with each notice that names a new node.
+        poll_s: seconds between two polls.
     """
 
-    def __init__(self, heed: Callable[[PreemptionNotice], None], *, poll_s: float | None = None) -> None:
-        self._heed, self._poll_s = heed, POLL_S if poll_s is None else poll_s
+    def __init__(self, handle: Callable[[PreemptionNotice], None], *, poll_s: float | None = None) -> None:
+        self._handle, self._poll_s = handle, POLL_S if poll_s is None else poll_s
         self._ended = threading.Event()
         threading.Thread(target=self._listen, name="headway-preemption", daemon=True).start()
 
     def end(self) -> None:
-        """Asks no more. A question that waits for other ranks is left to itself."""
+        """Stop polling. A poll that waits for other ranks is abandoned."""
         self._ended.set()
 
     def _listen(self) -> None:
@@ -60,20 +60,21 @@ class PreemptionListener:
             try:
                 info = ray.train.get_preemption_info()
             except Exception:
-                # The group is being taken down, or somebody else has used Ray Train's collectives: there is no notice.
+                # The group is being shut down, or other code used Ray Train's collectives: no notices from here on.
                 return
             if info is not None and not set(info.preempted_node_ids) <= known:
                 known |= set(info.preempted_node_ids)
                 try:
-                    self._heed(notice_of(info))
+                    self._handle(notice_of(info))
                 except Exception as error:
-                    # The thread must live: there may be a next notice. The warning goes to the storage as well.
+                    # The thread must survive for the next notice. The warning is written to the storage, and may fail.
                     with contextlib.suppress(Exception):
-                        warnings.warn(f"a notice was not heeded: {type(error).__name__}: {error}", stacklevel=2)
+                        message = f"a preemption notice could not be handled: {type(error).__name__}: {error}"
+                        warnings.warn(message, stacklevel=2)
 
 
 def notice_of(info: Any) -> PreemptionNotice:
-    """Returns what a `ray.train.PreemptionInfo` says."""
+    """Convert a `ray.train.PreemptionInfo`."""
     return PreemptionNotice(
         nodes=tuple(info.preempted_node_ids),
         ranks=tuple(info.preempted_ranks),
@@ -82,21 +83,21 @@ def notice_of(info: Any) -> PreemptionNotice:
 
 
 def has_time_to_save(left_s: float | None, save_s: float | None) -> bool:
-    """Whether a checkpoint that is begun now will be committed in time, as far as anybody knows.
+    """Return whether a checkpoint started now is expected to be committed in time.
 
     Args:
-        left_s: until the machine goes; None if that is not known.
-        save_s: what the last checkpoint took from its beginning to its commit; None if there was none.
+        left_s: seconds until the machine is taken; None if unknown.
+        save_s: seconds that the last checkpoint took until its commit; None if there was none.
     """
     return left_s is None or left_s > _MARGIN * (save_s or 0.0)
 
 
 def count_endings(events: Sequence[Event]) -> tuple[int, int]:
-    """Returns how many attempts of a run ended because machines were taken away, and how many by a failure."""
+    """Return how many attempts of a run ended by preemption, and how many by a failure."""
     last = max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
-    # Several of one attempt: groups that failed before they could say that they were there.
+    # An attempt may appear several times: groups that failed before they could announce themselves.
     failed = [(event["attempt"], bool(event.get("preempted"))) for event in events if event["event"] == "group_failed"]
-    # At the deadline Ray ends the group itself, and nobody fails.
+    # At the deadline Ray ends the group itself, without a failure.
     left = {
         event["attempt"]
         for event in events

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at the driver: the first asks for a checkpoint and the end, a second Ctrl-C for the end alone."""
+"""SIGINT and SIGTERM at the driver: the first one stops the run with a checkpoint, a second Ctrl-C without."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 
 
 class StopSignals:
-    """Takes SIGINT and SIGTERM, in the main thread; elsewhere signals go where they went before.
+    """Handles SIGINT and SIGTERM inside a `with` block in the main thread; in other threads it changes nothing.
 
-    The first one counts, and each Ctrl-C that comes a second after another one: a terminal sends it to the whole group,
-    and wrappers forward it once more. A repeated SIGTERM changes nothing: schedulers send several, and who wants more
-    has SIGKILL.
+    The first signal counts, and each further Ctrl-C at least a second after the last: a terminal sends it to the whole
+    process group, and wrappers forward it again. A repeated SIGTERM is ignored, because schedulers send several.
 
     Attributes:
-        count: how many counted; more than one means "at once".
-        number: of the first one.
-        raises: whether those that count raise KeyboardInterrupt besides.
+        count: signals that counted; more than one means to stop without a checkpoint.
+        number: number of the first signal.
+        raises: whether a signal that counts also raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class StopSignals:
 
     @property
     def name(self) -> str:
-        """Of the first one, for people."""
+        """Name of the first signal, for messages."""
         return {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(
             signal.Signals(self.number or signal.SIGINT), "a signal"
         )
@@ -45,7 +44,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Takes the signals, also from who took them in between."""
+        """Install the handlers, also over those that another library has installed since."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self._on_signal)

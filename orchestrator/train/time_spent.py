@@ -1,4 +1,4 @@
-"""What the main rank has spent its time on so far, as it says it in its heartbeats and at every checkpoint."""
+"""The main rank's time by phase, as reported in its heartbeats and with every checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from headway.trainer.loop.timing import FIRST_UPDATE, UPDATE_PHASES, Activity
 
 
 def time_spent(activity: Activity, *, attempt: int, step: int) -> dict[str, Any]:
-    """Returns the seconds of this process by phase, and until when and which step they go.
+    """Return this process's seconds by phase, with the time and the step up to which they count.
 
     Args:
         activity: of the main rank; any thread may read it.
-        attempt: which one this is.
+        attempt: number of this attempt.
         step: completed updates.
     """
     phase, updates = activity.phase, activity.updates

@@ -1,4 +1,4 @@
-"""What runs in each Ray Train worker: a trainer in the world that Ray has set up, and the record of how it failed."""
+"""The function that runs in each Ray Train worker: one attempt of the trainer, and the record of its failure."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from .standby import Spares
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the driver tells its workers.
+    """The settings that the driver passes to its workers.
 
     Attributes:
-        run_dir: of the run, an absolute path or a URI.
+        run_dir: the run's folder, an absolute path or a URI.
         since: when this driver started, in seconds since 1970.
-        resume_options: what the user chose to begin with.
-        imports: folders that the driver imports from, besides its packages.
-        current_dir: of the driver; relative paths in a config mean the same here.
-        threads: that torch takes on a CPU.
-        on_cpu: whether no GPU was asked for.
-        lease: of the driver; no other one may have claimed the run.
-        noticed: whether Ray says when machines are about to be taken away.
-        watched: whether the driver listens for ranks that hang.
-        capture: whether what the main rank prints is sent to the driver through the run's events.
-        max_workers: the most that there will ever be.
-        timeout_s: after which a rank that waits for the others gives up.
+        resume_options: the user's choice of what to resume from.
+        imports: folders that the driver imports from, besides its installed packages.
+        current_dir: the driver's current directory, for relative paths in a config.
+        threads: torch threads on a CPU.
+        on_cpu: whether the workers have no GPU.
+        lease: the driver's lease on the run.
+        polls_preemption: whether Ray gives preemption notices.
+        monitors_hangs: whether the driver reads the heartbeats.
+        capture_output: whether the main rank's output goes to the driver through the run's events.
+        max_workers: the most workers that the run may have.
+        timeout_s: timeout of collectives.
     """
 
     run_dir: str
@@ -63,19 +63,18 @@ class Task:
     threads: int
     on_cpu: bool
     lease: str
-    noticed: bool
-    watched: bool
-    capture: bool
+    polls_preemption: bool
+    monitors_hangs: bool
+    capture_output: bool
     max_workers: int
     timeout_s: float
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains one attempt on one rank, as Ray Train wants to call it: with a dict.
+    """Train one attempt on one rank; the function that Ray Train calls.
 
     Args:
-        settings: the "task", and as "training" the trainer's class and its config, pickled: a class from a user's file
-            travels by value.
+        settings: the "task", and as "training" the pickled class and config of the trainer.
     """
     try:
         return run_attempt(settings["task"], lambda: ray.cloudpickle.loads(settings["training"]))
@@ -87,12 +86,12 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
 def run_attempt(
     task: Task, load: Callable[[], tuple[type[Trainer[Any]], Any]], callbacks: Sequence[Callback] = ()
 ) -> dict[str, Any]:
-    """Trains one attempt on one rank, and returns the fields of its `FitResult`. Raises whatever the trainer raises.
+    """Train one attempt on one rank and return the fields of its `FitResult`. Raises whatever the trainer raises.
 
     Args:
-        task: what the driver wants.
-        load: gives the trainer's class and its config, once what they import can be found.
-        callbacks: of who trains in this process.
+        task: the driver's settings.
+        load: returns the trainer's class and its config; called once their imports can be found.
+        callbacks: further callbacks of the trainer.
     """
     entered = time.time()
     if os.path.isdir(task.current_dir):
@@ -104,57 +103,57 @@ def run_attempt(
     folder = Folder(task.run_dir)
     if lease_lost(folder, task.lease):
         raise RunConflictError(takeover_message(folder, "run"))
-    if (asked := read_stop_request(folder)) is not None:
-        return {"status": asked.status, "reason": asked.reason}
+    if (stop := read_stop_request(folder)) is not None:
+        return {"status": stop.status, "reason": stop.reason}
     events = EventWriter(folder, f"rank-{world.rank}")
     past = world.broadcast(_past(folder, task.resume_options, task.since) if world.is_main else None)
     assert past is not None
-    attempt, begin, size_before = past
-    bridge = RunCallback(
+    attempt, resume, previous_workers = past
+    run_callback = RunCallback(
         folder,
         events,
         is_main=world.is_main,
         lease=task.lease,
-        noticed=task.noticed,
-        attempt=attempt if world.size < task.max_workers else None,
-        before=size_before if size_before != world.size else None,
+        polls_preemption=task.polls_preemption,
+        scalable_attempt=attempt if world.size < task.max_workers else None,
+        previous_workers=previous_workers if previous_workers != world.size else None,
     )
     trainer: Any = None
     watchdog = Watchdog(folder, rank=world.rank, attempt=attempt)
     try:
-        with contextlib.ExitStack() as around:
-            # The main rank is heard in any case: where the time goes is known from it.
+        with contextlib.ExitStack() as stack:
+            # The main rank always sends heartbeats: they also account for its time.
             if world.is_main and (before := last_heartbeat_event(folder)) is not None:
                 events.add("last_heard", spent=before["spent"])
-            if task.watched or world.is_main:
-                around.enter_context(watchdog)
+            if task.monitors_hangs or world.is_main:
+                stack.enter_context(watchdog)
             _announce(events, world, attempt, entered)
             trainer_class, config = load()
-            if task.capture and world.is_main:
-                around.enter_context(_captured(events))
+            if task.capture_output and world.is_main:
+                stack.enter_context(_captured(events))
             if world.is_main and attempt == 1 and world.size < task.max_workers:
-                # Now, before it has trained for hours on fewer.
+                # Now, not after hours on fewer workers.
                 trainer_class(config, world=replace(world, size=task.max_workers)).check()
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
-                callbacks=[bridge, Spares(), *callbacks],
+                callbacks=[run_callback, Spares(), *callbacks],
                 world=world,
                 attempt=attempt,
                 printer=lambda text: events.add("message", text=text),
             )
-            watchdog.watch(trainer)
-            result = trainer.fit(resume=begin.resume, restore=begin.restore, accept_changes=begin.accept_changes)
+            watchdog.attach(trainer)
+            result = trainer.fit(resume=resume.resume, restore=resume.restore, accept_changes=resume.accept_changes)
     except BaseException as error:
-        step = trainer.global_step if trainer is not None and bridge.began_at is not None else None
-        # Where it cannot be written, what was raised is more than that.
+        step = trainer.global_step if trainer is not None and run_callback.began_at is not None else None
+        # A failed write must not hide the error.
         with contextlib.suppress(StorageError):
             events.add(
                 "rank_failed",
                 attempt=attempt,
                 rank=world.rank,
                 step=step,
-                began_at=bridge.began_at,
+                began_at=run_callback.began_at,
                 type=type(error).__name__,
                 phase=phase_of(error),
                 message=str(error),
@@ -164,33 +163,33 @@ def run_attempt(
             )
         raise
     is_to_resize = False
-    if bridge.is_to_resize and result.status == "interrupted":
-        if (asked := read_stop_request(folder)) is not None:  # a person in the meantime, who comes first
-            result = replace(result, status=asked.status, reason=asked.reason)
+    if run_callback.is_to_resize and result.status == "interrupted":
+        if (stop := read_stop_request(folder)) is not None:  # a stop requested in the meantime takes precedence
+            result = replace(result, status=stop.status, reason=stop.reason)
         else:
             is_to_resize = True
-    # The main rank alone has heard of it.
+    # Only the main rank polls for requests.
     is_to_resize = world.broadcast(is_to_resize)
     if world.is_main:
         status = RESIZING if is_to_resize else result.status
         events.add("attempt_ended", attempt=attempt, status=status, reason=result.reason, step=result.steps)
     if is_to_resize:
-        # Ray Train ends all as soon as one raises.
+        # Ray Train ends all ranks as soon as one raises.
         world.barrier()
         raise RestartToResize(result.reason)
     return asdict(result)
 
 
 def _past(folder: Folder, asked: ResumeOptions, since: float) -> tuple[int, ResumeOptions, int | None]:
-    """The number of this attempt, what it begins with, and the workers of the attempt before it, if there was one.
+    """Return the number of this attempt, what it resumes from, and the workers of the previous attempt, if any.
 
-    It begins with the user's choice until this driver has saved something.
+    The user's choice applies until this driver has saved a checkpoint.
     """
     events = read_events(folder)
     saved = any(event["event"] == "checkpoint_saved" and event["time"] >= since for event in events)
     sizes = [event["world_size"] for event in events if event["event"] == "attempt_started"]
-    begin = asked.after_a_save() if saved else asked
-    return 1 + len(sizes), begin, sizes[-1] if sizes else None
+    resume = asked.after_save() if saved else asked
+    return 1 + len(sizes), resume, sizes[-1] if sizes else None
 
 
 def _announce(events: EventWriter, world: World, attempt: int, entered: float) -> None:
@@ -209,7 +208,7 @@ def _announce(events: EventWriter, world: World, attempt: int, entered: float) -
 
 
 class _Lines(io.TextIOBase):
-    """A text stream whose lines become messages."""
+    """A text stream whose lines become "message" events."""
 
     def __init__(self, events: EventWriter) -> None:
         self._events, self._rest = events, ""
@@ -221,18 +220,18 @@ class _Lines(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Keeps half a line until its end comes."""
+        """Keep an incomplete line until it is complete."""
 
 
 @contextlib.contextmanager
 def _captured(events: EventWriter) -> Iterator[None]:
-    """Turns what is printed and warned of into events, because the worker's own output is not shown."""
-    told: set[str] = set()
+    """Turn output and warnings into events, because the worker's own output is not shown."""
+    shown: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        # Libraries that change the filters make Python forget what it has warned of.
-        if str(message) not in told:
-            told.add(str(message))
+        # Libraries that change the warning filters reset Python's record of warnings shown.
+        if str(message) not in shown:
+            shown.add(str(message))
             events.add("warning", category=category.__name__, text=str(message))
 
     before = warnings.showwarning

@@ -1,4 +1,4 @@
-"""The worker group of one start of a run, on Ray Train: what it is given, and the truth about how it failed."""
+"""The worker group of one start of a run: the call of Ray Train, its arguments, and the error for a failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .standby import environment
 from .worker import Task, train
 
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
-# Ray Train takes more for a failure than `Retries`: a resize, a rank that misses its peer on a machine that was taken.
+# Ray Train also counts restarts to resize and lost peers of a preempted machine; `RetryPolicy` keeps the budgets.
 _MOST_ATTEMPTS = 10_000
 
 
@@ -44,23 +44,23 @@ def run_worker_group(
     verbose: bool,
     spares: bool,
 ) -> dict[str, Any]:
-    """Runs Ray Train to its end, and returns what rank 0 did.
+    """Run Ray Train to its end, and return the fields of rank 0's `FitResult`.
 
-    Ray's own files go to a folder of this start: the same name and storage would make Ray Train resume by itself.
+    Ray's own files go to a temporary folder: with the same name and storage Ray Train would resume by itself.
     """
-    # Here, for a trial of one worker does without: a tenth of a second.
+    # Imported here, because it takes 0.1 s and a trial of one worker does not need it.
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     scaling, retries = experiment.scaling, experiment.retries
     task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
-    rays_files = tempfile.mkdtemp(prefix="headway-ray-")
-    # What is sized by machines that are gone by then is sized again.
+    ray_dir = tempfile.mkdtemp(prefix="headway-ray-")
+    # If machines go while an elastic group starts, it is soon sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
     try:
         trainer = TorchTrainer(
             train,
-            train_loop_config={"task": task, "training": pickled(experiment)},
+            train_loop_config={"task": task, "training": pickle_trainer(experiment)},
             torch_config=TorchConfig(
                 backend=backend(
                     "cuda" if scaling.gpus_per_worker else "cpu", with_cpus=experiment.config.parallel.cpu_offload
@@ -69,21 +69,20 @@ def run_worker_group(
             ),
             scaling_config=ScalingConfig(
                 num_workers=scaling.workers,
-                # Ray Train would end the group in the midst of an update; see resizing.py.
+                # Ray Train would end the group in the middle of an update; see elastic.py.
                 elastic_resize_monitor_interval_s=math.inf,
                 use_gpu=scaling.gpus_per_worker > 0,
                 resources_per_worker=scaling.worker_resources,
             ),
             run_config=RunConfig(
                 name=f"{experiment.name}-{run.record.id}",
-                storage_path=rays_files,
+                storage_path=ray_dir,
                 worker_runtime_env=environment(task.threads) if spares else {},
                 failure_config=FailureConfig(
-                    # The budgets are kept in RetryPolicy, which knows one kind from the other.
                     max_failures=_MOST_ATTEMPTS,
-                    # Of attempts that Ray Train ends at a deadline it tells nobody.
+                    # Ray Train reports an attempt that it ends at a deadline to no callback, so this is its budget.
                     max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
-                    # Of starting a group: Ray Train waits so long for machines each time.
+                    # Failed starts of a group: each waits for machines for the start timeout.
                     controller_failure_limit=retries.max_failures + math.ceil(wait_timeout_s / start_timeout_s),
                 ),
                 callbacks=[retry_policy(experiment, run, since=since)],
@@ -94,11 +93,11 @@ def run_worker_group(
             returned: dict[str, Any] = trainer.fit().return_value
         return returned
     finally:
-        shutil.rmtree(rays_files, ignore_errors=True)
+        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 def retry_policy(experiment: Experiment, run: Run, *, since: float) -> RetryPolicy:
-    """Returns who decides on the retries of one start of a run."""
+    """Return the retry policy of one start of a run."""
     retries = experiment.retries
     return RetryPolicy(
         run.run_dir, since=since, max_failures=retries.max_failures, max_errors=retries.max_errors,
@@ -107,7 +106,7 @@ def retry_policy(experiment: Experiment, run: Run, *, since: float) -> RetryPoli
 
 
 def make_task(experiment: Experiment, run: Run, *, since: float, resume_options: ResumeOptions, verbose: bool) -> Task:
-    """Returns what each worker of a run is told."""
+    """Return the settings for each worker of a run."""
     scaling = experiment.scaling
     return Task(
         run_dir=run.run_dir,
@@ -118,30 +117,30 @@ def make_task(experiment: Experiment, run: Run, *, since: float, resume_options:
         threads=max(1, int(scaling.cpus_per_worker)),
         on_cpu=not scaling.gpus_per_worker,
         lease=run.lease,
-        noticed=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
-        watched=experiment.retries.hang_timeout is not None,
-        capture=not verbose,
+        polls_preemption=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
+        monitors_hangs=experiment.retries.hang_timeout is not None,
+        capture_output=not verbose,
         max_workers=scaling.max_workers,
         timeout_s=experiment.config.parallel.timeout.amount,
     )
 
 
-def pickled(experiment: Experiment) -> bytes:
-    """The trainer's class and config as bytes. What a user's file defines goes with them: workers cannot import it."""
-    with by_value(experiment):
+def pickle_trainer(experiment: Experiment) -> bytes:
+    """Return the pickled class and config of the trainer; definitions from a user's file travel by value."""
+    with pickling_by_value(experiment):
         try:
             pickled: bytes = cloudpickle.dumps((experiment.trainer, experiment.config))
         except Exception as error:
             raise ConfigError(
-                f"{experiment.trainer.__name__} cannot be sent to workers ({type(error).__name__}: {error}): "
-                "make what cannot be pickled inside a method of the trainer, not at the top of its file"
+                f"{experiment.trainer.__name__} cannot be pickled for the workers ({type(error).__name__}: {error}): "
+                "create objects that cannot be pickled in a method of the trainer, not at the top of its file"
             ) from error
     return pickled
 
 
 @contextmanager
-def by_value(experiment: Experiment) -> Iterator[None]:
-    """A context in which what a user's file defines is pickled with what refers to it."""
+def pickling_by_value(experiment: Experiment) -> Iterator[None]:
+    """Pickle definitions from a user's file by value inside this context: workers cannot import the file."""
     names = {each.__module__ for each in (*experiment.trainer.__mro__, *type(experiment.config).__mro__)}
     modules = [module for name in names if is_user_file(module := sys.modules.get(name)) and module is not None]
     for module in modules:
@@ -154,7 +153,7 @@ def by_value(experiment: Experiment) -> Iterator[None]:
 
 
 def import_folders() -> tuple[str, ...]:
-    """Where this process imports from, apart from what is installed."""
+    """Return the folders that this process imports from, besides installed packages."""
     installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
     folders = (os.path.realpath(path or os.getcwd()) for path in sys.path)
     return tuple(
@@ -164,7 +163,7 @@ def import_folders() -> tuple[str, ...]:
 
 
 def training_error(error: BaseException, run: Run, since: float) -> BaseException:
-    """Returns the error to raise for one of Ray's: what the first worker to fail had raised, or that it died."""
+    """Return the error to raise for one of Ray's: the exception of the worker that failed first, or that it died."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
     events = [event for event in read_events(run.folder) if event["time"] >= since]
     failure = last_failure(events, {rank: "" for rank in failures})
@@ -182,7 +181,7 @@ def training_error(error: BaseException, run: Run, since: float) -> BaseExceptio
     )  # fmt: skip
     raised = failures.get(failure.rank) if failure.rank is not None else None
     raised = raised or getattr(gave_up, "raised", None)
-    # By module: headway.datasets has errors of its own, with no base in common.
+    # By module: the errors of headway.datasets have no base class in common with the trainer's.
     if isinstance(raised, Exception) and type(raised).__module__.startswith("headway."):
         return raised
     failed.__cause__ = raised

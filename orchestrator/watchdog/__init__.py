@@ -1,1 +1,1 @@
-"""Noticing that workers hang: heartbeats, the policy, and what follows."""
+"""Hang detection: heartbeats of the workers, the policy, and the driver that acts on it."""

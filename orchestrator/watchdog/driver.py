@@ -1,4 +1,4 @@
-"""The driver's side of the watchdogs: hears the ranks, has `policy.py` judge, and tells the workers what to do."""
+"""The driver's side of the watchdogs: reads the ranks' heartbeats, applies `policy.py`, and sends orders to workers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from ..storage.folder import Folder
 from .policy import HangTimeouts, Rank, Straggler, find_straggler
 from .worker import ORDER, heartbeat_file, heartbeat_interval_s, stacks_file, watch_folder
 
+# Of the timeout of collectives. Ranks that time out in one cannot say for which rank they waited.
 _TIMEOUT_SHARE = 0.8
 
 
 @dataclass
 class _RankState:
-    """The last heartbeat of a rank, and for how long there has been no other."""
+    """The last heartbeat of a rank, and the time since."""
 
     beat: dict[str, Any]
     silent_s: float = 0.0
 
 
 class HangMonitor:
-    """Listens to the ranks of one start of a run, and ends an attempt that hangs.
+    """Monitors the ranks of one start of a run, reports stragglers, and ends an attempt that hangs.
 
     Args:
-        experiment: with the timeouts that it wants.
-        folder: of the run.
-        events: where to write who is straggler, and who hung.
-        clock: seconds, from any beginning.
+        experiment: whose `retries.hang_timeout` applies.
+        folder: the run's folder.
+        events: receives "rank_late" and "rank_hung".
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class HangMonitor:
         self._reported: tuple[Any, ...] | None = None
 
     def handle(self, event: Event) -> None:
-        """Takes note of the beginning and the end of attempts."""
+        """Track the start and the end of attempts."""
         if event["event"] == "attempt_started" and self._timeouts is not None:
             self._attempt, self._reported = event["attempt"], None
             self._ranks = [_RankState({"beat": 0, **worker}) for worker in event["workers"]]
@@ -69,24 +70,24 @@ class HangMonitor:
             self.end()
 
     def end(self) -> None:
-        """Takes note that the attempt has ended, whoever says so."""
+        """Stop monitoring: the attempt has ended."""
         self._attempt = None
 
     def poll(self) -> None:
-        """Hears the ranks, if it is time, and acts."""
+        """Read the heartbeats, if they are due, and act on them."""
         passed_s = self._clock() - self._polled_s
         if self._attempt is None or self._timeouts is None or passed_s < self._beat_s:
             return
         self._polled_s += passed_s
-        # Who was away himself, stopped or asleep, has no right to call others silent.
+        # If this process was itself stopped or asleep, its pause must not count as the ranks' silence.
         self._read_heartbeats(min(passed_s, 2 * self._beat_s))
         straggler = find_straggler([_rank(state) for state in self._ranks], self._timeouts)
         if straggler is None:
             return
         if straggler.is_hung:
             self._end(straggler)
-        elif (told := (straggler.ranks, straggler.step, straggler.phase)) != self._reported:
-            self._reported = told
+        elif (report := (straggler.ranks, straggler.step, straggler.phase)) != self._reported:
+            self._reported = report
             self._order(straggler, end=False)
             self._emit("rank_late", straggler)
 
@@ -101,12 +102,12 @@ class HangMonitor:
                 state.silent_s += passed_s
 
     def _end(self, straggler: Straggler) -> None:
-        """Ends the attempt. The workers end themselves, and Ray ends the one that cannot when it finds others gone."""
-        # Before the order: who asks why the workers are gone finds the reason.
+        """End the attempt: workers exit on the order, and Ray ends one that cannot when it finds the others gone."""
+        # Before the order, so that the reason is recorded once workers are gone.
         self._emit("rank_hung", straggler)
         self._order(straggler, end=True)
         if straggler.is_silent:
-            # It may be the only one.
+            # A single rank has no others whose end Ray could notice.
             self._kill_here(straggler.ranks)
         self._attempt = None
 
@@ -135,13 +136,12 @@ class HangMonitor:
 
 
 def hang_timeouts_of(experiment: Experiment, heartbeat_interval_s: float) -> HangTimeouts | None:
-    """Returns how long the ranks of an experiment may take; None if they may take for ever."""
+    """Return the timeouts of an experiment; None if hangs are not monitored."""
     wanted = experiment.retries.hang_timeout
     if wanted is None:
         return None
     return HangTimeouts(
         fixed_s=None if wanted == "auto" else wanted.amount,
-        # Before the ranks that wait give up: they cannot say for whom.
         startup_s=_TIMEOUT_SHARE * experiment.config.parallel.timeout.amount,
         silent_after_s=max(HangTimeouts.silent_after_s, 4 * heartbeat_interval_s),
     )

@@ -1,11 +1,11 @@
-"""Which rank hangs, if any: decided by arithmetic from what the ranks say of themselves; `watching.py` acts.
+"""Which rank hangs, if any: a pure function of the heartbeats; `driver.py` acts on it.
 
-All ranks walk the same road and wait for one another, so only the rank that is furthest behind can be to blame: the
-others may wait for it as long as it takes. It hangs if it stays in one phase much longer than usual. A rank that says
-nothing any more (stopped, swapped out, or in a call that never lets another thread run) is to blame by itself.
+All ranks run the same collectives and wait for one another, so only the rank that is furthest behind can be at fault:
+the others may wait for it indefinitely. It hangs if it stays in one phase much longer than usual. A rank whose
+heartbeats stop (stopped, swapped out, or in a call that never releases the GIL) is at fault by itself.
 
-No clock of one machine is compared with that of another: a rank says for how long it has been in its phase, and
-silence is measured where it is heard.
+Clocks of different machines are never compared: a rank reports for how long it has been in its phase, and silence is
+measured by the driver.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from headway.trainer.loop.timing import PHASES, Phase
 _STEADY: tuple[Phase, ...] = (
     "reading validation data", "evaluation", "reading data", "forward", "backward", "optimizer",
 )  # fmt: skip
-"""What takes about as long every time. Hooks, saves and what surrounds evaluations may take minutes out of the blue."""
+"""Phases that take about as long each time. Hooks, saves and the code around evaluations may vary by minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangTimeouts:
-    """When to speak of a rank that is straggler, and when to end the attempt. All in seconds.
+    """When to report a straggler, and when to end the attempt. All in seconds.
+
+    A phase is steady if it takes about as long each time and has been timed; see `Rank.is_steady`.
 
     Attributes:
-        fixed_s: ends every phase that takes longer than this, where a person has said so.
-        startup_s: ends a phase of which nobody knows how long it takes: the first ones of an attempt, which compile and
-            load, and what is not the same each time.
-        steady_s: ends at least not before this what takes about as long every time.
-        factor: times the usual is too long, if that is later.
-        steady_warn_s: leaves a rank unnamed at least so long in such a phase.
-        silent_after_s: makes a rank suspect of which nothing is heard, while others are.
-        silent_kill_s: ends an attempt in which a rank has been silent for so long in a phase that is steady.
-        silent_kill_startup_s: the same in another phase.
+        fixed_s: limit for every phase, if the user has set one.
+        startup_s: limit for a phase that is not steady, as the first ones of an attempt, which compile and load.
+        steady_s: least limit for a steady phase.
+        factor: a phase may take this many times its usual time, if that is longer.
+        steady_warn_s: least time before a rank in a steady phase is reported.
+        silent_after_s: without a heartbeat for so long a rank counts as silent.
+        silent_kill_s: limit for silence in a steady phase.
+        silent_kill_startup_s: limit for silence in any other phase.
     """
 
     fixed_s: float | None = None
@@ -47,40 +48,40 @@ class HangTimeouts:
     silent_kill_startup_s: float = 300.0
 
     def kill_after_s(self, rank: Rank) -> float:
-        """How long a rank may stay where it is."""
+        """Return how long a rank may stay in its phase."""
         if self.fixed_s is not None:
             return self.fixed_s
         usual_s = self.factor * (rank.usual_s or 0.0)
         return max(self.steady_s if rank.is_steady else self.startup_s, usual_s)
 
     def warn_after_s(self, rank: Rank) -> float:
-        """How long until others are told of it, which ends nothing."""
+        """Return after how long in its phase a rank is reported, which ends nothing."""
         if self.fixed_s is None and rank.is_steady:
             return max(self.steady_warn_s, self.factor / 2 * (rank.usual_s or 0.0))
         return self.kill_after_s(rank) / 2
 
     def silent_kill_after_s(self, rank: Rank) -> float:
-        """How long a rank may say nothing while others speak."""
+        """Return how long a rank may be silent while others send heartbeats."""
         if self.fixed_s is not None:
             return max(self.fixed_s, self.silent_after_s)
-        # A call that lets no other thread run may be what usually takes so long.
+        # The phase's usual time may itself be a call that holds the GIL.
         usual_s = self.factor * (rank.usual_s or 0.0)
         return max(self.silent_kill_s if rank.is_steady else self.silent_kill_startup_s, self.silent_after_s, usual_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What is known of one rank.
+    """What the driver knows of one rank.
 
     Attributes:
-        rank: which one.
-        phase: what it does, or did when it was last heard.
-        for_s: for how long, until now.
-        usual_s: how long that takes at most; None where it has not happened often enough.
-        updates: made in this attempt.
-        batches: micro-batches begun since.
+        rank: its number.
+        phase: as of its last heartbeat.
+        for_s: time in this phase until now.
+        usual_s: the longest time that the phase usually takes; None if it has not happened often enough.
+        updates: completed in this attempt.
+        batches: micro-batches started since the last update.
         step: completed updates of the run.
-        silent_s: since it was last heard.
+        silent_s: time since its last heartbeat.
     """
 
     rank: int
@@ -94,26 +95,26 @@ class Rank:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the phase takes about as long every time, and it is known how long."""
+        """Whether the phase takes about as long each time, and has been timed."""
         return self.phase in _STEADY and self.usual_s is not None
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """How far it is, to be compared with the place of other ranks."""
+        """How far the rank is, comparable between ranks."""
         return self.updates, self.batches, PHASES.index(self.phase)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """Who keeps the others waiting.
+    """The rank that the others wait for.
 
     Attributes:
-        ranks: one, unless several are equally far and nobody can emit.
-        phase: that they are in.
+        ranks: one rank, or several if they are equally far behind.
+        phase: the phase that they are in.
         step: completed updates of the run.
         for_s: how long they have been there.
-        is_silent: whether nothing is heard of them.
-        is_hung: whether the timeouts is.
+        is_silent: whether their heartbeats have stopped.
+        is_hung: whether they have exceeded the limit.
     """
 
     ranks: tuple[int, ...]
@@ -128,16 +129,16 @@ class Straggler:
         who = f"{'ranks' if many else 'rank'} {', '.join(map(str, self.ranks))} {'have' if many else 'has'}"
         where = f"in phase {self.phase!r} at step {self.step}"
         if self.is_silent:
-            return f"{who} said nothing for {self.for_s:.0f} s, last heard {where}"
+            return f"{who} sent no heartbeat for {self.for_s:.0f} s, last seen {where}"
         return f"{who} not moved for {self.for_s:.0f} s, {where}"
 
 
 def find_straggler(ranks: Sequence[Rank], timeouts: HangTimeouts) -> Straggler | None:
-    """Returns who keeps the others waiting for too long; None while all goes well, as far as anybody can emit."""
+    """Return the rank that has kept the others waiting for too long, or None."""
     present = [rank for rank in ranks if rank.phase != "ended"]
     silent = [rank for rank in present if rank.silent_s > timeouts.silent_after_s]
     if len(silent) == len(present) > 1:
-        # More likely the storage, over which all are heard, than all of them.
+        # All silent: more likely the storage that carries the heartbeats than every rank.
         longest = min(rank.silent_s for rank in silent)
         limit_s = timeouts.fixed_s or timeouts.startup_s
         return _straggler(silent, longest, is_silent=True, is_hung=longest > limit_s) if longest > limit_s / 2 else None
@@ -152,18 +153,13 @@ def find_straggler(ranks: Sequence[Rank], timeouts: HangTimeouts) -> Straggler |
     for_s = min(rank.for_s for rank in behind)
     if for_s <= max(timeouts.warn_after_s(rank) for rank in behind):
         return None
-    return _straggler(
-        behind, for_s, is_silent=False, is_hung=for_s > max(timeouts.kill_after_s(rank) for rank in behind)
-    )
+    is_hung = for_s > max(timeouts.kill_after_s(rank) for rank in behind)
+    return _straggler(behind, for_s, is_silent=False, is_hung=is_hung)
 
 
 def _straggler(ranks: Sequence[Rank], for_s: float, *, is_silent: bool, is_hung: bool) -> Straggler:
     first = ranks[0]
     return Straggler(
-        ranks=tuple(sorted(rank.rank for rank in ranks)),
-        phase=first.phase,
-        step=first.step,
-        for_s=for_s,
-        is_silent=is_silent,
-        is_hung=is_hung,
-    )
+        ranks=tuple(sorted(rank.rank for rank in ranks)), phase=first.phase, step=first.step, for_s=for_s,
+        is_silent=is_silent, is_hung=is_hung,
+    )  # fmt: skip

@@ -1,8 +1,7 @@
-"""In each worker, a thread beside the training: says twice a second what its rank does, and obeys the driver.
+"""A thread in each worker that writes a heartbeat twice a second and follows the driver's orders.
 
-What it says, and what it is told, are small files in the run's folder, `watch/`: they are there when a process is
-stopped or the cluster is gone, they need no actor, and nothing on the path of a step waits for them. An object store
-is asked every five seconds.
+Heartbeats and orders are small files in `watch/` of the run's folder: they remain when a process is stopped or the
+cluster is gone, need no actor, and never block a step. On an object store the interval is five seconds.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ ORDER = "order.json"
 
 
 def watch_folder(folder: Folder) -> Folder:
-    """Returns where the ranks of a run are state."""
+    """Return the folder of the heartbeats, orders and stacks of a run."""
     return Folder(join(folder.place, "watch"))
 
 
 def heartbeat_interval_s(folder: Folder) -> float:
-    """How often a rank says what it does."""
+    """Return the seconds between two heartbeats of a rank."""
     return 0.5 if folder.is_local else 5.0
 
 
 def heartbeat_file(rank: int) -> str:
-    """The name of the file in which a rank says what it does."""
+    """Return the name of a rank's heartbeat file."""
     return f"rank-{rank}.json"
 
 
 def stacks_file(attempt: int, rank: int) -> str:
-    """The name of the file with the stacks of a rank."""
+    """Return the name of the file with a rank's stacks."""
     return f"stacks-{attempt}-rank-{rank}.txt"
 
 
 def last_heartbeat_event(folder: Folder) -> Event | None:
-    """Returns, as an event, what the main rank of the last attempt said when it was last state; None if it never was.
+    """Return the main rank's last heartbeat as an event "last_heard"; None if there is none.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
     """
     with contextlib.suppress(StorageError, ValueError):
         beat = json.loads(watch_folder(folder).read(heartbeat_file(0)) or "null")
@@ -64,12 +63,12 @@ def last_heartbeat_event(folder: Folder) -> Event | None:
 
 
 class Watchdog:
-    """The thread of one rank, from the beginning of the block to its end.
+    """The watchdog thread of one rank, as a context manager.
 
     Args:
-        folder: of the run.
-        rank: of this process.
-        attempt: which one this is.
+        folder: the run's folder.
+        rank: rank of this process.
+        attempt: number of this attempt.
     """
 
     def __init__(self, folder: Folder, *, rank: int, attempt: int) -> None:
@@ -77,12 +76,12 @@ class Watchdog:
         self._activity = Activity()
         self._trainer: Trainer[Any] | None = None
         self._beats = 0
-        self._order = 0
+        self._last_order = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway-watchdog", daemon=True)
 
-    def watch(self, trainer: Trainer[Any]) -> None:
-        """Says from here on what this trainer does."""
+    def attach(self, trainer: Trainer[Any]) -> None:
+        """Report this trainer's activity from now on."""
         self._trainer, self._activity = trainer, trainer.activity
 
     def __enter__(self) -> Watchdog:
@@ -98,7 +97,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            # A storage that fails for a while is the training's to complain of.
+            # The training itself reports a storage that is unavailable.
             with contextlib.suppress(StorageError):
                 self._beat()
                 self._follow_order()
@@ -128,23 +127,23 @@ class Watchdog:
         self._folder.write(heartbeat_file(self._rank), json.dumps(beat))
 
     def _follow_order(self) -> None:
-        """Writes the stacks of this process, if it was asked to, and ends it, if it was told to."""
+        """Write this process's stacks, and exit, as the driver's latest order says."""
         try:
             order = json.loads(self._folder.read(ORDER) or "null")
         except ValueError:
             return
-        if not order or order["attempt"] != self._attempt or order["number"] <= self._order:
+        if not order or order["attempt"] != self._attempt or order["number"] <= self._last_order:
             return
-        self._order = order["number"]
+        self._last_order = order["number"]
         with contextlib.suppress(StorageError):
             self._folder.write(stacks_file(self._attempt, self._rank), stacks(self._rank, order["why"]))
         if order["end"]:
-            # Whatever the training thread waits for, in Python or in a collective, will not come.
+            # The training thread hangs, in Python or in a collective, so the process cannot exit in order.
             os._exit(1)
 
 
 def stacks(rank: int, why: str) -> str:
-    """Returns where every thread of this process is."""
+    """Return the stacks of all other threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"rank {rank}, process {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {why}"

@@ -62,7 +62,7 @@ def test_a_driver_is_killed_and_the_next_one_is_stopped(tmp_path: Path) -> None:
         wait_for_step(20, run_dir, drivers[0])
         workers = events(run_dir, "attempt_started")[0]["workers"]
         drivers[0].kill()
-        assert "is gone); to go on, start it again" in stop(tmp_path, "--wait")
+        assert "is gone); to resume, start it again" in stop(tmp_path, "--wait")
 
         drivers.append(start(tmp_path))
         wait_for(lambda: events(run_dir, "training")[1:] != [], drivers[1])

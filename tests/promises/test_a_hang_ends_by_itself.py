@@ -107,7 +107,7 @@ def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected(
     # The target is 5 s; a test that shares its cores gets twice that.
     assert late[0]["time"] - stopped[0]["time"] < 10
     assert next(each for each in events if each["event"] == "group_failed")["text"].startswith(
-        "rank 1 has said nothing"
+        "rank 1 has sent no heartbeat"
     )
     assert next(each for each in events if each["event"] == "restored")["step"] >= 10
     assert "loop.py" in Path(waits.run_dir, "watch", "stacks-1-rank-0.txt").read_text()

@@ -157,7 +157,7 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
 
     # The same run, of another config.
     refused = done(headway(project, *submit, "config.max_steps=9", "config.pause_s=0.5"), code=2)
-    assert "was begun with another config" in refused
+    assert "was started with another config" in refused
     listed = done(headway(project, "jobs", "ls", "--address", head)).splitlines()
     rows = {" ".join(line.split()[1:4]) for line in listed[1:]}
     assert {"line succeeded 0", "line failed 2", "failing failed 1"} <= rows

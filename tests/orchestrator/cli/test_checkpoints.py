@@ -144,7 +144,7 @@ def test_what_was_saved_before_a_run_began_anew_is_neither_its_best_nor_pruned(
     place = ("--storage", str(tmp_path))
     assert run(capsys, "verify", "one", "best", *place) == (0, "step-00000002  whole\n", "")
     rows = run(capsys, "ls", "one", *place)[1].splitlines()[1:]
-    assert [row.rstrip().endswith("before it began anew") for row in rows] == [True, True, *[False] * 4]
+    assert [row.rstrip().endswith("before the run was restarted") for row in rows] == [True, True, *[False] * 4]
     run(capsys, "prune", "one", "--keep-last", "1", *place)
     assert there(tmp_path) == [30, 40, 2, 4]
     run(capsys, "prune", "one", "30", *place)

@@ -62,7 +62,9 @@ def train(storage: Path, name: str = "one", **config: Any) -> Run:
     )
     driver.add("group_failed", text=f"rank 0 raised ValueError: {OWNED}", hopeless=False)
     driver.add("attempt_started", attempt=2, world_size=1, workers=[worker])
-    bridge = RunCallback(run.folder, EventWriter(run.folder, "rank-0"), is_main=True, lease=run.lease, noticed=False)
+    bridge = RunCallback(
+        run.folder, EventWriter(run.folder, "rank-0"), is_main=True, lease=run.lease, polls_preemption=False
+    )
     trainer = Named(experiment.config, run_dir=run.run_dir, callbacks=[bridge], attempt=2)
     result = trainer.fit()
     driver.add("attempt_ended", attempt=2, status=result.status, reason=result.reason, step=result.steps)

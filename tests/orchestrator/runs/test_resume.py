@@ -48,14 +48,14 @@ def test_the_same_start_again_goes_on_and_only_never_begins_anew(tmp_path: Path,
     first, told = begin(7, resume=base)
     assert (first.status, first.steps, first.resumed_from) == ("interrupted", 7, base)
     assert "not from its newest" not in told
-    assert told.splitlines()[-1] == "to go on, start it again as before"
+    assert told.splitlines()[-1] == "to resume, start it again as before"
 
     # As before, it goes on: also the second time, and where somebody has gone on without a wish in between.
     for until, options in ((9, {"resume": base}), (10, {}), (11, {"resume": base})):
         before = first
         first, told = begin(until, **options)
         assert (first.steps, first.resumed_from) == (until, before.last_checkpoint)
-        assert ("begun so before, it goes on from what it has saved since" in told) == bool(options)
+        assert ("started with these options before: resuming from what it has saved since" in told) == bool(options)
 
     # Some parts of its own checkpoint, once: the steps that this made are not made again.
     parts = {"restore": ["models"]}
@@ -71,7 +71,7 @@ def test_the_same_start_again_goes_on_and_only_never_begins_anew(tmp_path: Path,
         first, told = begin(2, resume="never")
         assert (first.steps, first.resumed_from) == (2, None)
         assert f"it begins anew, and not from its newest checkpoint: {before.last_checkpoint}" in told
-        assert told.splitlines()[-1] == "to go on, start it again without --resume never"
+        assert told.splitlines()[-1] == "to resume, start it again without --resume never"
         assert "start it again without --resume never" in stop_run("tiny", str(tmp_path))
     before = first
     first, told = begin(6, resume=base)
@@ -81,12 +81,12 @@ def test_the_same_start_again_goes_on_and_only_never_begins_anew(tmp_path: Path,
 
 def test_what_was_begun_so_and_has_saved_nothing_begins_so_again() -> None:
     asked = ResumeOptions(resume="/base/step-5", restore=("models", "progress"))
-    started, saved = {"event": "driver_started", **asked.choice}, {"event": "checkpoint_saved"}
-    assert asked.repeated([]) == asked
-    assert asked.repeated([started]) == asked
-    assert asked.repeated([saved, started]) == asked
-    assert asked.repeated([started, saved]) == ResumeOptions()
-    assert asked.repeated([started, {"event": "driver_started"}, saved]) == ResumeOptions()
-    other = {"event": "driver_started", **ResumeOptions(resume="/base/step-5").choice}
-    assert asked.repeated([started, saved, other, saved]) == asked
-    assert ResumeOptions().choice == {}
+    started, saved = {"event": "driver_started", **asked.explicit}, {"event": "checkpoint_saved"}
+    assert asked.for_restart([]) == asked
+    assert asked.for_restart([started]) == asked
+    assert asked.for_restart([saved, started]) == asked
+    assert asked.for_restart([started, saved]) == ResumeOptions()
+    assert asked.for_restart([started, {"event": "driver_started"}, saved]) == ResumeOptions()
+    other = {"event": "driver_started", **ResumeOptions(resume="/base/step-5").explicit}
+    assert asked.for_restart([started, saved, other, saved]) == asked
+    assert ResumeOptions().explicit == {}

@@ -64,7 +64,7 @@ def test_an_unfinished_run_goes_on_with_its_identity(tmp_path: Path) -> None:
     first = open_run(experiment(tmp_path)).run
     first.update(status="interrupted", attempts=2, steps=4)
     again = open_run(experiment(tmp_path))
-    assert (again.state, again.changes) == ("goes on", ())
+    assert (again.state, again.changes) == ("resuming", ())
     assert again.run.record.id == first.record.id
     assert again.run.record.attempts == 2
     assert again.run.status == "running"
@@ -101,7 +101,7 @@ def test_another_config_can_be_accepted(tmp_path: Path) -> None:
 def test_how_and_how_long_a_run_trains_may_change(tmp_path: Path, override: str) -> None:
     open_run(experiment(tmp_path)).run.update(status="interrupted")
     opened = open_run(resolve(experiment(tmp_path), [override]))
-    assert opened.state == "goes on"
+    assert opened.state == "resuming"
     assert [change.path for change in opened.changes] == [override.partition("=")[0]]
 
 
@@ -111,8 +111,8 @@ def test_how_and_how_long_a_run_trains_may_change(tmp_path: Path, override: str)
         ("config.max_steps=10", "finished"),
         ("config.max_steps=9", "finished"),
         ("scaling.workers=2", "finished"),
-        ("config.max_steps=11", "goes on"),
-        ("config.max_steps=null", "goes on"),
+        ("config.max_steps=11", "resuming"),
+        ("config.max_steps=null", "resuming"),
     ],
 )
 @pytest.mark.parametrize("status", ["completed", "stopped"])
@@ -133,7 +133,7 @@ def test_a_run_whose_driver_died_is_interrupted_and_goes_on(tmp_path: Path) -> N
     assert found.record.status == "running"
     assert found.status == "interrupted"
     assert "is gone" in found.reason
-    assert open_run(experiment(tmp_path)).state == "goes on"
+    assert open_run(experiment(tmp_path)).state == "resuming"
 
 
 def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
     record = json.loads(run.folder.read("run.json") or "")
     record["driver"]["pid"] = os.getppid()
     run.folder.write("run.json", json.dumps(record))
-    with pytest.raises(RunConflictError, match=f"is being trained right now, by process {os.getppid()}"):
+    with pytest.raises(RunConflictError, match=f"is being trained by process {os.getppid()}"):
         open_run(experiment(tmp_path))
 
 
@@ -162,7 +162,7 @@ def test_a_driver_elsewhere_is_known_by_its_heartbeat(tmp_path: Path) -> None:
     record["driver"]["host"], record["driver"]["pid"] = "another", os.getpid() + 1
     run.folder.write("run.json", json.dumps(record))
     assert Run(run.run_dir).status == "running"
-    with pytest.raises(RunConflictError, match=r"on another \(if that machine is gone, start this again in [89]\d s\)"):
+    with pytest.raises(RunConflictError, match=r"on another \(if that machine is gone, retry in [89]\d s\)"):
         open_run(experiment(tmp_path))
     record["driver"]["heartbeat"] -= 1000
     run.folder.write("run.json", json.dumps(record))
@@ -185,7 +185,7 @@ def test_a_driver_that_was_taken_for_dead_leaves_the_record_to_the_next_one(tmp_
     stale = replace(run.record.driver, heartbeat=run.record.driver.heartbeat - 100)
     run.record = replace(run.record, driver=stale)
     for say in (lambda: run.update(status="failed"), run.beat):
-        with pytest.raises(RunConflictError, match="another driver has taken over the run in .*tiny"):
+        with pytest.raises(RunConflictError, match=r"another process took over this run \(.*tiny"):
             say()
     assert run.folder.read("run.json") == theirs
     # Its own claim is no conflict, whoever had the run before.
@@ -209,7 +209,7 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
     monkeypatch.setattr(driver, "placed_groups", set)
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
     monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
-    with pytest.raises(RunConflictError, match="another driver has taken over"):
+    with pytest.raises(RunConflictError, match="another process took over"):
         fit(experiment(tmp_path), display=RunConsole(Console(quiet=True)))
     folder = Folder(str(tmp_path / "tiny"))
     assert left == [(folder.read("run.json"), folder.read("events.jsonl"))]
@@ -224,7 +224,7 @@ def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:
     (tmp_path / "broken/run.json").write_text("{")
     assert [run.record.name for run in list_runs(str(tmp_path))] == ["c", "b", "a"]
     assert list_runs(str(tmp_path / "nowhere")) == []
-    with pytest.raises(ConfigError, match="there is no run 'd' in .*; there is c, b, a"):
+    with pytest.raises(ConfigError, match="there is no run 'd' in .*; existing runs: c, b, a"):
         find_run("d", str(tmp_path))
 
 

@@ -61,9 +61,9 @@ def test_what_is_asked_for_can_be_read_wherever_the_run_lies(tmp_path: Path, pla
 @pytest.mark.parametrize(
     ("options", "wanted", "answer"),
     [
-        ([], StopRequest(reason="headway runs stop"), "is asked to save a checkpoint and end"),
-        (["--now"], StopRequest(reason="headway runs stop", abort=True), "is asked to end at once"),
-        (["--within", "2m"], StopRequest(reason="headway runs stop", within_s=120.0), "is asked to save"),
+        ([], StopRequest(reason="headway runs stop"), "was asked to save a checkpoint and stop"),
+        (["--now"], StopRequest(reason="headway runs stop", abort=True), "was asked to stop immediately"),
+        (["--within", "2m"], StopRequest(reason="headway runs stop", within_s=120.0), "was asked to save"),
     ],
 )
 @pytest.mark.parametrize("where", ["of the group", "of the command"])
@@ -121,7 +121,7 @@ def test_waiting_tells_how_it_ended(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=obey)
     thread.start()
-    assert "has ended: stopped after 7 steps (headway runs stop); to go on, start it again" in stop_run(
+    assert "has ended: stopped after 7 steps (headway runs stop); to resume, start it again" in stop_run(
         "tiny", str(tmp_path), wait=True
     )
     thread.join()
@@ -134,7 +134,7 @@ def test_what_was_asked_of_one_life_is_not_asked_of_the_next(tmp_path: Path) -> 
     run.update(status="stopped", started="2001-01-01T00:00:00+00:00")
     assert not Run(run.run_dir).is_finished
     opened = open_run(experiment(tmp_path))
-    assert opened.state == "goes on"
+    assert opened.state == "resuming"
     assert read_stop_request(run.folder) is None
 
 
@@ -159,7 +159,7 @@ def test_a_lease_is_of_one_life_of_the_run(tmp_path: Path) -> None:
         (None, True, 0.0, None),
         (StopRequest(reason="x"), True, 0.0, None),
         (StopRequest(reason="x"), False, 0.0, "x before training began"),
-        (StopRequest(reason="x", abort=True), True, 0.0, "x, at once"),
+        (StopRequest(reason="x", abort=True), True, 0.0, "x, immediately"),
         (StopRequest(reason="x", within_s=60.0), True, 0.0, None),
         (StopRequest(reason="x", within_s=60.0), True, 61.0, "x, without a checkpoint after 1m00s"),
     ],
@@ -185,13 +185,15 @@ def test_the_driver_leaves_where_nothing_is_left_to_wait_for(
     supervision._stop_since_s -= waited_s
     assert (supervision._heed_stop() if waited_s else first) == leaves
     # The workers are told as well.
-    assert (read_stop_request(run.folder) or StopRequest(reason="")).abort == ("at once" in str(leaves) or waited_s > 0)
+    assert (read_stop_request(run.folder) or StopRequest(reason="")).abort == (
+        "immediately" in str(leaves) or waited_s > 0
+    )
 
 
 def test_a_sweep_is_asked_in_its_folder_and_one_that_has_ended_is_left_alone(tmp_path: Path) -> None:
     sweep = open_sweep(experiment(tmp_path), Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=3))
     answer = stop_run("tiny", str(tmp_path), within_s=60.0)
-    assert answer == "tiny is asked to save a checkpoint of each trial and end"
+    assert answer == "tiny was asked to save a checkpoint of each trial and stop"
     assert read_stop_request(sweep.folder) == StopRequest(reason="headway runs stop", within_s=60.0)
     sweep.update(status="completed", reason="all trials have ended")
     clear_stop_request(sweep.folder)
@@ -238,18 +240,18 @@ def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: p
     worker = EventWriter(run.folder, "rank-0")
     worker.add("checkpoint_saved", step=7, path="somewhere")
     monkeypatch.setattr(Leaving, "is_away", True)
-    assert driver._turn() is None
+    assert driver._poll() is None
     driver._signals.count = 1
-    assert driver._turn() is None
+    assert driver._poll() is None
     monkeypatch.setattr(Leaving, "is_away", False)
-    assert driver._turn() is None
+    assert driver._poll() is None
     assert Run(run.run_dir).record.steps == 7
     assert read_stop_request(run.folder) is not None, "a signal in the meantime was not lost"
     monkeypatch.setattr(Leaving, "is_away", True)
-    assert driver._turn() is None
-    driver._patience._away_since_s -= 61
+    assert driver._poll() is None
+    driver._outage._since_s -= 61
     with pytest.raises(StorageError, match="the store is away"):
-        driver._turn()
+        driver._poll()
 
 
 @pytest.mark.parametrize(("number", "aborts"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
@@ -281,7 +283,7 @@ def test_a_second_sigterm_leaves_a_slow_save_its_time(tmp_path: Path, number: si
         driver._has_workers = True
         result = driver.run()
     assert result.signal == number
-    assert ("at once" in result.reason) is aborts
+    assert ("immediately" in result.reason) is aborts
     assert aborts or (result.status, result.reason) == ("interrupted", "saved")
 
 
@@ -329,7 +331,7 @@ def test_a_group_is_gone_after_the_deadline_of_its_machine(tmp_path: Path, left_
     worker.add("attempt_started", attempt=1, world_size=1, workers=[{"rank": 0, "host": "another", "pid": 1}])
     worker.add("preemption_notice", attempt=1, nodes=["a"], ranks=[0], deadline_s=left_s, saves=True)
     request_stop(run.folder, StopRequest(reason="x"))
-    assert driver._turn() == ("x while there were no workers" if waits else None)
+    assert driver._poll() == ("x while there were no workers" if waits else None)
     assert (driver._hang_monitor._attempt is None) is waits
     worker.add("attempt_started", attempt=2, world_size=1, workers=[{"rank": 0, "host": "another", "pid": 2}])
-    assert driver._turn() is None
+    assert driver._poll() is None

@@ -203,7 +203,7 @@ def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
 
     # Both save what they have and end; no other begins.
     said, first = train_until(lambda: stop_run("long", str(tmp_path), wait=True))
-    assert said == "long has ended: stopped with 0 of 3 trials done (headway runs stop); to go on, start it again"
+    assert said == "long has ended: stopped with 0 of 3 trials done (headway runs stop); to resume, start it again"
     assert (first.status, [trial.status for trial in first.trials]) == ("stopped", ["interrupted"] * 2)
     saved = [trial.trial.steps for trial in first.trials]
     for trial in first.trials:

@@ -183,6 +183,6 @@ def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_u
     assert leader._stop == stop
     Leaving.is_away = True
     assert leader._poll() is None
-    leader._patience._away_since_s -= 61
+    leader._outage._since_s -= 61
     with pytest.raises(StorageError, match="the store is away"):
         leader._poll()

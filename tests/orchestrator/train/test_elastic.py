@@ -171,7 +171,7 @@ def asked_at(growth: ScaleUpPolicy, clock: Clock, rooms: dict[float, int], *, un
     """The time at which the workers are asked, where there is room for so many from these times on."""
     while clock.now_s < until_s:
         clock.now_s += 1
-        if growth.is_time_to_look():
+        if growth.is_due():
             now = rooms[max(time for time in rooms if time <= clock.now_s)]
             if growth.decide(now):
                 return clock.now_s
@@ -195,13 +195,13 @@ def test_a_run_grows_when_there_has_been_room_for_a_while(
 ) -> None:
     clock = Clock()
     growth = ScaleUpPolicy(Scaling(workers=(2, 8)), clock=clock)
-    assert not growth.is_time_to_look()
+    assert not growth.is_due()
     growth.begin(workers)
     asked = asked_at(growth, clock, rooms, until_s=400)
     assert asked is None if expected is None else asked is not None and expected <= asked <= expected + 6
     growth.end()
     clock.now_s += 100
-    assert not growth.is_time_to_look()
+    assert not growth.is_due()
 
 
 def test_a_group_that_has_not_grown_is_left_alone_for_twice_as_long() -> None:

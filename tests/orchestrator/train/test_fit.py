@@ -98,7 +98,7 @@ def test_storage_that_cannot_be_written_is_said_before_ray_starts(data: str, mon
 def test_a_checkpoint_to_resume_from_must_be_there(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """B4: before workers start."""
     no_ray(monkeypatch)
-    with pytest.raises(ConfigError, match=r"there is nothing to resume from: .*no-such"):
+    with pytest.raises(ConfigError, match=r"is not a checkpoint: .*no-such"):
         fit(experiment(tmp_path, data), resume=str(tmp_path / "no-such"))
     assert list(tmp_path.iterdir()) == []
 
@@ -196,7 +196,7 @@ def test_a_run_begins_with_a_part_of_what_is_there(ray_session: None, tmp_path: 
 def test_after_a_save_of_its_own_a_start_goes_on_from_that(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     events = EventWriter(folder, "rank-0")
-    asked = ResumeOptions.asked("never", ("models",), accept_changes=True)
+    asked = ResumeOptions.checked("never", ("models",), accept_changes=True)
     since = time.time()
     for attempt, before in ((1, None), (2, 1)):
         assert _past(folder, asked, since) == (attempt, asked, before)
@@ -244,7 +244,7 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
 
     # It goes on; told to end at once, it saves nothing, and its workers go, although this process and Ray stay.
     again = fit_until("training", 2, StopRequest(reason="now", abort=True))
-    assert (again.status, again.reason, again.steps) == ("stopped", "now, at once", result.steps)
+    assert (again.status, again.reason, again.steps) == ("stopped", "now, immediately", result.steps)
     assert again.last_checkpoint == result.last_checkpoint
     workers = [each for each in read_events(folder) if each["event"] == "attempt_started"][-1]["workers"]
     deadline = time.monotonic() + 60

@@ -33,7 +33,7 @@ from tests.tiny import TinyConfig, TinyTrainer
 
 def bridge(folder: Folder, *, noticed: bool = False) -> RunCallback:
     lease = Run(folder.place).lease
-    return RunCallback(folder, EventWriter(folder, "rank-0"), is_main=True, lease=lease, noticed=noticed)
+    return RunCallback(folder, EventWriter(folder, "rank-0"), is_main=True, lease=lease, polls_preemption=noticed)
 
 
 def train(run_dir: str) -> None:
@@ -174,7 +174,7 @@ def test_a_notice_is_heeded_by_one_checkpoint_for_each_machine(tmp_path: Path, m
     saved = [event["step"] for event in events if event["event"] == "checkpoint_saved"]
     assert len(saved) == 2
     assert 10 <= saved[0] <= 40 < saved[1]
-    assert "the machine of rank 1 will be taken away in" in events[-1]["lines"][0]
+    assert "rank 1 will be preempted in" in events[-1]["lines"][0]
 
 
 def test_a_checkpoint_that_would_come_too_late_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_would_come_too_late_is_not_begun(tmp_path: Path, monk
     events = noticed(run, monkeypatch, left_s=10.0, save_took_s=20.0)
     assert [event["saves"] for event in events if event["event"] == "preemption_notice"] == [False, False]
     assert checkpoints(run) == []
-    assert "no time for a checkpoint (one takes about 20 s): none is begun" in events[-1]["lines"][0]
+    assert "no time for a checkpoint (one takes about 20 s): none is started" in events[-1]["lines"][0]
 
 
 def test_after_a_notice_that_came_too_late_the_next_one_is_heard(
@@ -193,8 +193,8 @@ def test_after_a_notice_that_came_too_late_the_next_one_is_heard(
     assert [event["saves"] for event in events if event["event"] == "preemption_notice"] == [False, True]
     assert len(checkpoints(run)) == 1
     first, second = events[-1]["lines"]
-    assert "will be taken away now, which leaves no time for a checkpoint (how long a checkpoint takes is not" in first
-    assert "saving a checkpoint, and going on" in second
+    assert "will be preempted now, which leaves no time for a checkpoint (its duration is not" in first
+    assert "saving a checkpoint and continuing" in second
 
 
 def test_a_notice_is_heeded_although_nobody_can_be_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,9 @@ def test_a_notice_is_heeded_although_nobody_can_be_told_of_it(tmp_path: Path, mo
         add(self, kind, **details)
 
     monkeypatch.setattr(EventWriter, "add", away)
-    with pytest.warns(UserWarning, match="a notice was not heeded: StorageError: the store is away") as warned:
+    with pytest.warns(
+        UserWarning, match="a preemption notice could not be handled: StorageError: the store is away"
+    ) as warned:
         noticed(run, monkeypatch, left_s=60.0, save_took_s=1.0)
     assert len(warned) == 2
     assert len(checkpoints(run)) == 2

@@ -87,7 +87,7 @@ def test_a_rank_that_falls_silent_is_named_then_ended_and_is_a_failure_of_the_ma
     failure = last_failure(read_events(ranks.folder))
     assert failure is not None
     assert (failure.rank, failure.step, failure.is_user_error) == (1, 7, False)
-    assert str(failure).startswith("rank 1 has said nothing for 30 s")
+    assert str(failure).startswith("rank 1 has sent no heartbeat for 30 s")
     assert failure.hung.endswith("stacks-2-rank-*.txt")
 
 
@@ -126,7 +126,7 @@ def test_a_rank_says_what_its_training_does_and_writes_its_stacks_when_asked(tmp
         wait_for("rank-3.json", '"setting up"')
         trainer = TinyTrainer(TinyConfig(max_steps=1))
         trainer.activity.enter("reading data")
-        watchdog.watch(trainer)
+        watchdog.attach(trainer)
         wait_for("rank-3.json", '"reading data"')
         order = {"number": 1, "end": False, "why": "rank 1 sleeps"}
         (watch / "order.json").write_text(json.dumps({"attempt": 1, **order}))

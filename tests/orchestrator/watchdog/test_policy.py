@@ -126,7 +126,7 @@ def test_who_keeps_the_others_waiting(
 def test_it_is_told_with_rank_phase_and_time() -> None:
     stopped, waits = at(1, "forward", 31, silent_s=31.4), at(0, "backward", 31)
     assert str(find_straggler([waits, stopped], AUTO)) == (
-        "rank 1 has said nothing for 31 s, last heard in phase 'forward' at step 12"
+        "rank 1 has sent no heartbeat for 31 s, last seen in phase 'forward' at step 12"
     )
     assert str(find_straggler([waits, at(1, "reading data", 31)], AUTO)) == (
         "rank 1 has not moved for 31 s, in phase 'reading data' at step 12"

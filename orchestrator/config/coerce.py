@@ -1,4 +1,4 @@
-"""Text to values, by the type of the field that they are for. YAML as of 1.2: `3e-4` is a number, `no` is a word."""
+"""Convert YAML 1.2 scalars to the types of fields: `3e-4` is a number, `no` is a string."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _BREAK = re.compile("[\x85\u2028\u2029]")
 
 
 class PlainScalar(str):
-    """A word that was written without quotes, so the field that it is for decides whether it is a number."""
+    """An unquoted YAML scalar; the type of its field decides whether it is a number."""
 
     __slots__ = ()
 
     def value(self) -> Any:
-        """Returns what YAML takes it for."""
+        """Return the value by YAML's own rules."""
         for kind, pattern in _CORE.items():
             if pattern.fullmatch(self):
                 match kind:
@@ -51,13 +51,13 @@ class PlainScalar(str):
 
 
 class _Loader(yaml.SafeLoader):
-    # Every word stays a word; see PlainScalar.
+    # Every scalar stays text; see PlainScalar.
     yaml_implicit_resolvers: dict[str, Any] = {}
 
 
-# That of libyaml takes an eighth of the time, which each trial of a sweep spends.
+# libyaml's dumper takes an eighth of the time, which matters for each trial of a sweep.
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    # Quotes the words that would be read as something else, by the rules of this file.
+    # Quote strings that this module would read as another type.
     yaml_implicit_resolvers = {
         None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{each.pattern})$")) for kind, each in _CORE.items()]
     }
@@ -71,7 +71,7 @@ def _word(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Line breaks of Unicode, unquoted, come back as spaces.
+    # Unquoted Unicode line breaks would be read as spaces.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAK.search(text) else None)
 
 
@@ -89,20 +89,20 @@ def quote(text: str) -> str:
 
 
 def parse_yaml(text: str, path: str = "") -> Any:
-    """Reads YAML, leaving unquoted words as `PlainScalar`.
+    """Parse YAML, keeping unquoted scalars as `PlainScalar`.
 
     Raises:
-        ConfigError: it is not YAML.
+        ConfigError: the text is not YAML.
     """
     try:
         found = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}={text}: this is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}={text} is not valid YAML: {' '.join(str(error).split())}") from None
     return PlainScalar("") if found is None and path else found
 
 
 def render_yaml(plain: Any) -> str:
-    """Writes plain values so that `parse_yaml` and `coerce` bring back the same."""
+    """Write plain values as YAML that `parse_yaml` and `coerce` read back unchanged."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
@@ -110,22 +110,22 @@ Build = Callable[[type[Any], Any, str], Any]
 
 
 def coerce(value: Any, hint: Any, path: str, build: Build) -> Any:
-    """Returns a value as what its field wants.
+    """Convert a value to the type of its field.
 
     Args:
-        value: plain values; words may be `PlainScalar`.
-        hint: the type of the field.
-        path: of the field, for errors.
-        build: makes a dataclass from (class, mapping, path).
+        value: plain values, whose scalars may be `PlainScalar`.
+        hint: type of the field.
+        path: path of the field, for errors.
+        build: creates a dataclass from (class, mapping, path).
 
     Raises:
-        ConfigError: names the path, the value and what was expected.
+        ConfigError: names the path, the value and the expected type.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return coerce(value, arguments[0], path, build)
     if hint is Any:
-        return _settled(value)
+        return _resolved(value)
     if hint is str and isinstance(value, PlainScalar):
         return str(value)
     if origin in (Union, types.UnionType):
@@ -139,23 +139,23 @@ def coerce(value: Any, hint: Any, path: str, build: Build) -> Any:
             return _mapping(value, arguments, hint, path, build)
         if issubclass(origin, (Sequence, AbstractSet)):
             return _items(value, origin, arguments, hint, path, build)
-    return _validated(_settled(value), hint, path)
+    return _validated(_resolved(value), hint, path)
 
 
-def _settled(value: Any) -> Any:
+def _resolved(value: Any) -> Any:
     match value:
         case PlainScalar():
             return value.value()
         case Mapping():
-            return {str(key): _settled(each) for key, each in value.items()}
+            return {str(key): _resolved(each) for key, each in value.items()}
         case list():
-            return [_settled(each) for each in value]
+            return [_resolved(each) for each in value]
     return value
 
 
 def _first_that_fits(value: Any, arms: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
-    # The arm that the word itself looks like comes first: 5 for `str | int` is a number, "5" in quotes is not.
-    looks_like = type(_settled(value))
+    # Try the type that the scalar looks like first: for `str | int`, 5 is a number and "5" in quotes is not.
+    looks_like = type(_resolved(value))
     complaint: ConfigError | None = None
     for arm in sorted(arms, key=lambda arm: arm is not looks_like):
         if arm is str and not isinstance(value, str):
@@ -171,7 +171,7 @@ def _first_that_fits(value: Any, arms: tuple[Any, ...], hint: Any, path: str, bu
 
 def _duration(value: Any, path: str) -> Duration:
     try:
-        return Duration.parse(value if isinstance(value, (str, Duration)) else _settled(value))
+        return Duration.parse(value if isinstance(value, (str, Duration)) else _resolved(value))
     except ConfigError as error:
         raise ConfigError(f"{path}={_shown(value)}: {error}") from None
 
@@ -207,7 +207,7 @@ def _validated(value: Any, hint: Any, path: str) -> Any:
         adapter = pydantic.TypeAdapter(hint)
     except pydantic.errors.PydanticUserError as error:
         raise ConfigError(f"{path} is a {_type_name(hint)}, which cannot be given as text") from error
-    # Strict where it can be: True is no number, and 64.0 no whole one. Others (Path, Enum, date) come from text.
+    # Strict for scalars: True is not a number, and 64.0 not an integer. Others (Path, Enum, date) come from text.
     strict = hint in (int, float, bool, str) or get_origin(hint) is Literal
     try:
         return adapter.validate_python(value, strict=strict)
@@ -217,7 +217,7 @@ def _validated(value: Any, hint: Any, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, (str, int, float)) else repr(_settled(value))
+    return str(value) if isinstance(value, (str, int, float)) else repr(_resolved(value))
 
 
 def _type_name(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""What to train, where, and how often to try again: one frozen object that refuses nonsense when it is made."""
+"""`Experiment`, with `Scaling` and `Retries`: frozen dataclasses, checked on construction."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from headway.trainer.trainer import Trainer
 
 from ..storage.folder import absolute, join
 
-# Less than this a busy machine may take for anything.
+# On a busy machine anything may take up to this long.
 _SHORTEST_HANG_S = 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How many workers there are, and what each of them has.
+    """The number of workers, and their resources. `str()` gives the number, as "2 to 8 workers".
 
     Attributes:
-        workers: training processes, one rank each; (2, 8) is as many of 2 to 8 as there is room for: the run begins
-            with those, and changes as machines come and go. Global batch, schedule and order of the data stay.
-        cpus_per_worker: CPUs that a worker reserves, and threads that torch takes on it; below 1 workers share a CPU.
-        gpus_per_worker: GPUs that a worker reserves; with any, ranks talk by NCCL instead of Gloo.
-        resources_per_worker: other things that a worker reserves, by Ray's names ("memory" in bytes, or your own).
-        wait: how long to wait for machines that the cluster does not have yet; None: what is missing is an error.
-        grow_after: where `workers` is a range: for how long there must have been room for more workers before the run
-            saves and goes on with them.
+        workers: training processes, one rank each. A range such as (2, 8) makes the run elastic: it uses as many
+            workers as fit, and rescales as machines come and go. Global batch, schedule and data order stay the same.
+        cpus_per_worker: CPUs that a worker reserves, and its torch threads; below 1, workers share a CPU.
+        gpus_per_worker: GPUs that a worker reserves; with GPUs, ranks communicate by NCCL instead of Gloo.
+        resources_per_worker: other resources that a worker reserves, by Ray's names ("memory" in bytes, or custom).
+        wait: how long to wait for machines that the cluster does not have yet; None: missing resources are an error.
+        grow_after: of an elastic run: how long more workers must have fit before the run saves and scales up.
 
     Example:
         >>> Scaling(workers=4, gpus_per_worker=1).total_resources
@@ -53,42 +52,45 @@ class Scaling:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Duration.parse(getattr(self, name)))
                 if getattr(self, name).unit != "seconds":
-                    raise ConfigError(f'{name} is a time such as "10m", not {getattr(self, name)}')
+                    raise ConfigError(f'{name} must be a time such as "10m", got {getattr(self, name)}')
         if isinstance(self.workers, (tuple, list)):
             object.__setattr__(self, "workers", _range(self.workers))
         elif type(self.workers) is not int or self.workers < 1:
-            raise ConfigError(f"workers is a whole number from 1, not {self.workers!r}")
+            raise ConfigError(f"workers must be an integer >= 1, got {self.workers!r}")
         if not self.cpus_per_worker > 0:
-            raise ConfigError(f"cpus_per_worker is above zero, not {self.cpus_per_worker!r}")
-        if self.gpus_per_worker < 0 or any(amount < 0 for amount in self.resources_per_worker.values()):
-            raise ConfigError("a worker cannot reserve less than nothing")
-        if doubled := {"CPU", "GPU"} & set(self.resources_per_worker):
-            raise ConfigError(f"{' and '.join(sorted(doubled))}: use cpus_per_worker and gpus_per_worker")
+            raise ConfigError(f"cpus_per_worker must be > 0, got {self.cpus_per_worker!r}")
+        if self.gpus_per_worker < 0:
+            raise ConfigError(f"gpus_per_worker must be >= 0, got {self.gpus_per_worker!r}")
+        for name, amount in self.resources_per_worker.items():
+            if name in ("CPU", "GPU"):
+                raise ConfigError(f"resources_per_worker[{name!r}] is not allowed: use {name.lower()}s_per_worker")
+            if amount < 0:
+                raise ConfigError(f"resources_per_worker[{name!r}] must be >= 0, got {amount!r}")
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """What one worker reserves, by Ray's names."""
+        """Resources that one worker reserves, by Ray's names."""
         gpu = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
         return {"CPU": self.cpus_per_worker, **gpu, **self.resources_per_worker}
 
     @property
     def min_workers(self) -> int:
-        """The fewest that train."""
+        """The fewest workers."""
         return self.workers if isinstance(self.workers, int) else self.workers[0]
 
     @property
     def is_single_worker(self) -> bool:
-        """Whether there is never more than one worker: a trial then trains in the process that it has anyway."""
+        """Whether there is at most one worker: a trial then trains in its own process."""
         return self.max_workers == 1
 
     @property
     def max_workers(self) -> int:
-        """The most that train."""
+        """The most workers."""
         return self.workers if isinstance(self.workers, int) else self.workers[1]
 
     @property
     def is_elastic(self) -> bool:
-        """Whether their number may vary."""
+        """Whether the number of workers may vary."""
         return self.min_workers < self.max_workers
 
     def __str__(self) -> str:
@@ -98,43 +100,43 @@ class Scaling:
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """What all workers together reserve, by Ray's names; of a number that may vary, the most."""
+        """Resources that all workers reserve, by Ray's names; in an elastic run, the most workers."""
         return self.reserved_by(self.max_workers)
 
     @property
     def wait_timeout_s(self) -> float:
-        """For how long workers are waited for: `wait`, or ten minutes for those that the cluster could hold."""
+        """How long to wait for workers: `wait`, or ten minutes for workers that the cluster could hold."""
         return self.wait.amount if self.wait else 600.0
 
     def reserved_by(self, workers: int) -> dict[str, float]:
-        """What so many workers reserve, by Ray's names."""
+        """Return the resources that this many workers reserve, by Ray's names."""
         return {name: amount * workers for name, amount in self.worker_resources.items()}
 
 
 def _range(workers: Sequence[int]) -> int | tuple[int, int]:
     if len(workers) != 2 or any(type(each) is not int for each in workers) or not 1 <= workers[0] <= workers[1]:
         raise ConfigError(
-            "workers is a whole number from 1, or the fewest and the most of them, as (2, 8) in Python and 2..8 on the "
-            f"command line, not {workers!r}"
+            "workers must be an integer >= 1, or a range of the fewest and the most, as (2, 8) in Python and 2..8 on "
+            f"the command line, got {workers!r}"
         )
     return workers[0] if workers[0] == workers[1] else (workers[0], workers[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How often a run goes on after its workers are gone. Counted anew each time that the run is started.
+    """How often a run restarts after a failure. Counted from zero at each start of the run.
 
-    An error that would only come again is never retried: see `failures.py`.
+    Errors that would recur are never retried: see `train/failures.py`.
 
     Attributes:
-        max_failures: workers that crashed, hung, or lost each other or the storage; one failure of the whole group
-            counts once.
-        max_errors: exceptions of the code that trains, counted apart: a machine that is unwell takes no retry from it.
-        max_preemptions: machines that were taken away with notice; None: as often as it happens.
-        hang_timeout: a time such as "10m": a rank that stays so long in one phase of its training, while others wait
-            for it, hangs, and the attempt ends as a failure. "auto" learns how long each phase takes. None: never.
-        spares: whether each worker has an idle process beside it that has imported what it needs, and takes its place
-            at the next start; of about 320 MB. "auto": where Ray is started for this run alone.
+        max_failures: retries after workers crashed, hung, or lost each other or the storage; a failure of the whole
+            group counts once.
+        max_errors: retries after exceptions in training code, counted separately from failures of machines.
+        max_preemptions: retries after preemptions with notice; None: unlimited.
+        hang_timeout: a time such as "10m": a rank that stays that long in one phase while others wait for it hangs, and
+            the attempt fails. "auto" learns how long each phase takes. None: hangs are not detected.
+        spares: whether each worker has an idle process beside it, of about 320 MB, that has imported everything and
+            takes its place at the next restart. "auto": if Ray is started for this run alone.
 
     Example:
         >>> Retries(max_failures=1)
@@ -149,30 +151,32 @@ class Retries:
 
     def __post_init__(self) -> None:
         if self.spares not in (True, False, "auto"):
-            raise ConfigError(f'spares is "auto", true or false, not {self.spares!r}')
+            raise ConfigError(f'spares must be "auto", true or false, got {self.spares!r}')
         for name in ("max_failures", "max_errors", "max_preemptions"):
             value = getattr(self, name)
             if (value is None and name == "max_preemptions") or (type(value) is int and value >= 0):
                 continue
-            raise ConfigError(f"{name} is a whole number from 0, not {value!r}")
+            raise ConfigError(f"{name} must be an integer >= 0, got {value!r}")
         if self.hang_timeout not in ("auto", None):
             timeout = Duration.parse(self.hang_timeout)
             object.__setattr__(self, "hang_timeout", timeout)
             if timeout.unit != "seconds" or timeout.amount < _SHORTEST_HANG_S:
-                raise ConfigError(f'hang_timeout is "auto", None or a time of at least 10s, not {self.hang_timeout}')
+                raise ConfigError(
+                    f'hang_timeout must be "auto", None or a time of at least 10s, got {self.hang_timeout}'
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """All that was asked for: enough to start the same run again.
+    """The complete settings of a run, enough to start it again.
 
     Attributes:
-        name: of the run; its files lie in `<storage>/<name>/`.
-        trainer: the class to train with; it must be a `Trainer`.
-        config: what it is told.
+        name: name of the run; its folder is `<storage>/<name>/`.
+        trainer: the `Trainer` class.
+        config: the config of the trainer.
         scaling: the workers.
-        retries: what happens when workers fail.
-        storage: where runs lie: a folder that all machines see, or an fsspec URI. Made absolute.
+        retries: the retries after failures.
+        storage: folder or fsspec URI of the runs, visible to all machines. Made absolute.
 
     Example:
         >>> experiment = Experiment(name="digits", trainer=Digits, config=config, scaling=Scaling(workers=2))
@@ -190,45 +194,47 @@ class Experiment:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"{self.name!r} cannot name a run: begin with a letter or digit, go on with letters, digits and . _ -"
+                f"name must start with a letter or digit and contain only letters, digits and . _ -, got {self.name!r}"
             )
         if not (isinstance(self.trainer, type) and issubclass(self.trainer, Trainer)):
-            raise ConfigError(f"trainer is a class that inherits from Trainer, not {self.trainer!r}")
+            raise ConfigError(f"trainer must be a subclass of Trainer, got {self.trainer!r}")
         if not isinstance(self.config, wanted := config_type(self.trainer)):
-            raise ConfigError(f"{self.trainer.__name__} takes a {wanted.__name__}, not a {type(self.config).__name__}")
+            raise ConfigError(
+                f"config must be a {wanted.__name__} for {self.trainer.__name__}, got a {type(self.config).__name__}"
+            )
         if not isinstance(self.storage, (str, Path)) or not str(self.storage):
-            raise ConfigError(f"storage is a folder or a URI, not {self.storage!r}")
+            raise ConfigError(f"storage must be a folder or a URI, got {self.storage!r}")
         object.__setattr__(self, "storage", absolute(self.storage))
         if self.scaling.is_elastic:
             self._check_elastic()
 
     def _check_elastic(self) -> None:
-        """Refuses what would not be the same training on any number of workers."""
+        """Refuse settings whose training would depend on the number of workers."""
         size, parallel, workers = self.config.global_batch_size, self.config.parallel, str(self.scaling)
         if size is None:
             raise ConfigError(
-                f"with {workers} an update would take now more samples and now fewer: set "
-                "config.global_batch_size, the samples of one update over all of them"
+                f"config.global_batch_size is required with {workers}: it keeps the samples of an update independent "
+                "of the number of workers"
             )
         if size < self.scaling.max_workers:
             raise ConfigError(
-                f"config.global_batch_size={size} is less than one sample for each of {workers}: raise it, or lower "
-                "the most in scaling.workers"
+                f"config.global_batch_size={size} is less than one sample per worker with {workers}: raise it, or "
+                "lower the most in scaling.workers"
             )
         if parallel.strategy == "hsdp":
             raise ConfigError(
-                f"config.parallel.strategy=hsdp shards inside groups of {parallel.shard_size} ranks, which {workers} "
-                "cannot always be dealt to: use fsdp, or one number in scaling.workers"
+                f"config.parallel.strategy=hsdp shards inside groups of {parallel.shard_size} ranks, into which "
+                f"{workers} cannot always be divided: use fsdp, or a fixed number in scaling.workers"
             )
 
     @property
     def run_dir(self) -> str:
-        """The folder of the run: an absolute path or a URI."""
+        """The run's folder, an absolute path or a URI."""
         return join(self.storage, self.name)
 
 
 def config_type(trainer: type[Trainer[Any]]) -> type[TrainerConfig]:
-    """Returns the config class that a trainer was written for: the `X` of its `Trainer[X]`."""
+    """Return the config class of a trainer: the `X` of its `Trainer[X]`."""
     for each in trainer.__mro__:
         for base in each.__dict__.get("__orig_bases__", ()):
             origin, arguments = get_origin(base), get_args(base)

@@ -1,7 +1,7 @@
-"""Overrides, files and plain dicts to one typed, frozen Experiment and back, or an error that names the field.
+"""Convert overrides, files and plain dicts to a typed `Experiment` and back, with errors that name the field.
 
-One dotted path serves the command line, the saved config and the error messages: `config.learning_rate`.
-A field whose name has changed keeps its old one as `field(metadata={"deprecated_names": ("lr",)})`.
+The command line, the saved config and error messages use the same dotted path: `config.learning_rate`.
+A renamed field keeps its old name as `field(metadata={"deprecated_names": ("lr",)})`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .target import load_target, target_of
 
 
 def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[str] = ()) -> Experiment:
-    """Returns the experiment that a target and its overrides describe.
+    """Return the experiment of a target with overrides.
 
-    A trainer class becomes an experiment of its own name, in kebab case, with the config's defaults.
+    A trainer class becomes an experiment with its name in kebab case and the config's defaults.
 
     Args:
-        target: what `load_target` takes, or what it returns.
+        target: as for `load_target`, or what it returns.
         overrides: as "config.learning_rate=3e-4"; the value is YAML, so `[1, 2]` is a list and `null` is None.
 
     Raises:
@@ -52,12 +52,12 @@ def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[s
 
 
 def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
-    """Returns an experiment, or another dataclass, with the values at some dotted paths changed, checked and converted.
+    """Return an experiment, or another dataclass, with checked and converted values at some dotted paths.
 
     Args:
-        settings: what to change.
-        values: by path.
-        path: of what is to be changed, for errors.
+        settings: the dataclass to change.
+        values: new values by path.
+        path: path of `settings`, for errors.
 
     Raises:
         ConfigError: names the path, the value, and the nearest valid name.
@@ -69,10 +69,10 @@ def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns "path=value" as YAML values by path, for `override`.
+    """Parse overrides "path=value" to YAML values by path, for `override`.
 
     Raises:
-        ConfigError: one is no override.
+        ConfigError: one is not an override.
     """
     values = {}
     for each in overrides:
@@ -83,10 +83,10 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def to_plain(value: Any, path: str = "") -> Any:
-    """Returns an experiment, or a part of one, as dicts, lists, numbers and strings; `from_plain` is the way back.
+    """Return an experiment, or a part of one, as dicts, lists, numbers and strings; the inverse of `from_plain`.
 
     Raises:
-        ConfigError: a field holds something that a file cannot.
+        ConfigError: a field's value cannot be saved in a file.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -106,16 +106,16 @@ def to_plain(value: Any, path: str = "") -> Any:
         names = [field.name for field in _settable(type(value))]
         return {name: to_plain(getattr(value, name), _at(path, name)) for name in names}
     raise ConfigError(
-        f"{path or 'it'} is a {type(value).__name__}, which a file cannot hold: keep a name or a number "
-        "in the config, and make the object in the trainer"
+        f"{path or 'it'} is a {type(value).__name__}, which cannot be saved in a file: keep a name or a number in the "
+        "config, and create the object in the trainer"
     )
 
 
 def from_plain(plain: Mapping[str, Any]) -> Experiment:
-    """Returns the experiment of which `to_plain` made this.
+    """Return the experiment from the output of `to_plain`.
 
     Raises:
-        ConfigError: the trainer cannot be imported any more, or a field does not fit.
+        ConfigError: the trainer cannot be imported, or a field is invalid.
     """
     settings = dict(plain)
     trainer = load_target(str(settings.pop("trainer", "")))
@@ -126,17 +126,17 @@ def from_plain(plain: Mapping[str, Any]) -> Experiment:
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """Returns the whole experiment, defaults included, as YAML."""
+    """Return the whole experiment, including defaults, as YAML."""
     return render_yaml(to_plain(experiment))
 
 
 def from_yaml(text: str) -> Experiment:
-    """Returns the experiment that `to_yaml` wrote."""
+    """Return the experiment from the output of `to_yaml`."""
     return from_plain(parse_yaml(text))
 
 
 def non_default_fields(experiment: Experiment) -> dict[str, str | None]:
-    """Returns the defaults of the fields that have another value, by path; None for a field that has no default."""
+    """Return the defaults of all fields with another value, by path; None for a field without a default."""
     found: dict[str, str | None] = {}
     for section in ("config", "scaling", "retries"):
         settings = getattr(experiment, section)
@@ -155,11 +155,11 @@ def non_default_fields(experiment: Experiment) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that is not as it was.
+    """A field with two different values.
 
     Attributes:
-        path: dotted.
-        before, after: plain values; None also where the field is not there.
+        path: dotted path of the field.
+        before, after: plain values; None if the field is missing.
     """
 
     path: str
@@ -189,10 +189,10 @@ def _leaves(plain: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def _plant(tree: dict[str, Any], override: str) -> None:
-    """Puts "a.b=1" into a tree of dicts."""
+    """Add "a.b=1" to a tree of dicts."""
     path, equals, written = override.partition("=")
     if not equals or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"{override!r} is no override: write path=value, as in config.learning_rate=3e-4")
+        raise ConfigError(f"{override!r} is not an override: write path=value, as in config.learning_rate=3e-4")
     _put(tree, path, parse_yaml(written, path))
 
 
@@ -206,7 +206,7 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _rebuilt(current: Any, tree: Mapping[str, Any], path: str) -> Any:
-    """Returns a dataclass with the fields changed that the tree names; sections keep their class."""
+    """Return a dataclass with the fields of the tree changed; sections keep their class."""
     changes: dict[str, Any] = {}
     hints = _hints(type(current))  # type: ignore[arg-type]  # it doubts that classes have a hash
     sections = {field.name: type(getattr(current, field.name)) for field in _settable(type(current))}
@@ -222,11 +222,11 @@ def _rebuilt(current: Any, tree: Mapping[str, Any], path: str) -> Any:
 
 
 def _built(cls: type[Any], tree: Any, path: str) -> Any:
-    """Makes a dataclass from a tree, with its defaults where the tree says nothing."""
+    """Create a dataclass from a tree, with defaults for missing fields."""
     if isinstance(tree, cls):
         return tree
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path}={tree!r}: it has fields, so give {path}.field=value")
+        raise ConfigError(f"{path}={tree!r} is a section: set its fields, as {path}.field=value")
     hints = _hints(cls)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     sections = {**hints, **{name: type(value) for name, value in tree.items()}}
@@ -236,7 +236,7 @@ def _built(cls: type[Any], tree: Any, path: str) -> Any:
     for field in _settable(cls):
         if field.default is MISSING and field.default_factory is MISSING and field.name not in values:
             where = _at(path, field.name)
-            raise ConfigError(f"{where} is needed and has no default: give {where}=...")
+            raise ConfigError(f"{where} is required: set {where}=...")
     return _made(lambda: cls(**values), path)
 
 
@@ -244,9 +244,9 @@ def _made(make: Any, path: str) -> Any:
     try:
         return make()
     except (ConfigError, ValueError, TypeError) as error:
-        # The errors of a section begin with the name of its field, or speak of several.
+        # Errors of a section begin with the name of a field, or concern several.
         message = str(error)
-        begins_with_field = bool(re.match(r"[a-z_]+ (is|counts|lies|belongs)\b", message))
+        begins_with_field = bool(re.match(r"[a-z_]+(\[[^]]*\])? (must|is|counts|lies|belongs)\b", message))
         raise ConfigError(f"{path}{'.' if begins_with_field else ': '}{message}" if path else message) from error
 
 
@@ -272,7 +272,7 @@ def _unknown(cls: type[Any], key: str, path: str, names: list[str], sections: Ma
     text = f"{_at(path, key)}: {cls.__name__} has no field {key!r}"
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"{text}; did you mean {_at(path, near[0])}?"
-    # Perhaps the right name, but in another section.
+    # The name may exist in another section.
     for name in names:
         section = sections.get(name)
         below = [each.name for each in _settable(section)] if is_dataclass(section) and section is not Duration else []
@@ -287,8 +287,8 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
         return get_type_hints(cls)
     except NameError as error:
         raise ConfigError(
-            f"the types of {cls.__qualname__} cannot be read ({error}): define it, and what it names, at the top of a "
-            "module"
+            f"the type hints of {cls.__qualname__} cannot be resolved ({error}): define it, and the types it names, at "
+            "the top level of a module"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What `file.py:name` and `module:name` on the command line stand for: a class, or an experiment. Also the way back."""
+"""Targets, `file.py:name` or `module:name`: import the class or experiment, and return the target of a class."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from headway.trainer.trainer import Trainer
 
 from .experiment import Experiment
 
-# A user's file is imported under this name: `trainer.py` or `random.py` must not hide a module that others import.
+# Prefix of the module name of a user's file, so that `trainer.py` or `random.py` does not shadow another module.
 _PREFIX = "headway_file_"
 
 
 def load_target(target: str) -> Experiment | type[Trainer[Any]]:
-    """Imports a target and returns the experiment or the trainer class that it names.
+    """Import a target and return the experiment or the trainer class that it names.
 
     A function is called without arguments and must return an experiment. Without a name, a file's target is its
     `experiment`, else its only Experiment, else its only trainer class.
@@ -33,7 +33,7 @@ def load_target(target: str) -> Experiment | type[Trainer[Any]]:
         target: `file.py`, `file.py:name` or `module:name`.
 
     Raises:
-        ConfigError: there is no such file, module or name, or it is none of these things.
+        ConfigError: there is no such file, module or name, or it is neither.
     """
     place, name = _split(target)
     module = _import(place, target)
@@ -43,13 +43,13 @@ def load_target(target: str) -> Experiment | type[Trainer[Any]]:
     if isinstance(found, Experiment) or (isinstance(found, type) and issubclass(found, Trainer)):
         return found
     raise ConfigError(
-        f"{target} is a {type(found).__name__}: a target is an Experiment, a function that returns one, or a Trainer "
-        "class"
+        f"{target} is a {type(found).__name__}: a target must be an Experiment, a function that returns one, or a "
+        "Trainer class"
     )
 
 
 def load_named(target: str, name: str) -> Any:
-    """Returns what the file or the module of a target calls by this name.
+    """Return an attribute of the file or the module of a target.
 
     Raises:
         ConfigError: there is no such file, module or name.
@@ -59,9 +59,9 @@ def load_named(target: str, name: str) -> Any:
 
 
 def target_of(trainer: type) -> str:
-    """Returns the target by which `load_target` finds a class again: by file if its module is one, else by module.
+    """Return the target of a class for `load_target`: a file if its module is a user's file, else a module.
 
-    A file below the current directory is named from there: a job's copy of that directory lies elsewhere every time.
+    The path is relative if the file is below the current directory, because a job's copy of that has another path.
     """
     module = sys.modules.get(trainer.__module__)
     file = getattr(module, "__file__", None)
@@ -71,9 +71,9 @@ def target_of(trainer: type) -> str:
 
 
 def import_folder_of(trainer: type) -> str | None:
-    """Returns the folder from which the module of a class is imported; None if it has no file.
+    """Return the folder from which the module of a class is imported; None if it has no file.
 
-    One below the current directory is named from there.
+    The path is relative if the folder is below the current directory.
     """
     file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
     if not file:
@@ -84,17 +84,16 @@ def import_folder_of(trainer: type) -> str | None:
 
 
 def relocate_target(target: str, *, working_dir: str, folder: str | None, sha256: str | None) -> str:
-    """Returns the target by which a class that was recorded is found now.
+    """Return the current target of a recorded class.
 
-    A file is looked for below the current directory and below the one that it was recorded in; the one whose content is
-    that of the record comes first. A module that cannot be imported as it is, is looked for in the folder that it came
-    from, which is then imported from.
+    A file is looked up below the current directory and below the recorded one, preferring the recorded content. If a
+    module cannot be imported, its recorded folder is added to the import path.
 
     Args:
-        target: what `target_of` said then.
-        working_dir: the current directory then, perhaps of another machine.
-        folder: what `import_folder_of` said then.
-        sha256: of the file then.
+        target: the recorded `target_of`.
+        working_dir: the recorded current directory, perhaps of another machine.
+        folder: the recorded `import_folder_of`.
+        sha256: the recorded digest of the file.
 
     Raises:
         ConfigError: the file is in neither place.
@@ -109,16 +108,16 @@ def relocate_target(target: str, *, working_dir: str, folder: str | None, sha256
     same = [each for each in there if file_digest(each) == sha256]
     for each in same or there:
         return f"{each}:{name}"
-    raise ConfigError(f"the trainer {target} is not there any more: there is no file {' and no '.join(places)}")
+    raise ConfigError(f"the trainer {target} is gone: there is no file {' and no '.join(places)}")
 
 
 def file_digest(file: str) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _import_from(folders: Iterable[str], package: str) -> None:
-    """Imports from the first of some folders that has a package, if there is none of the name yet."""
+    """Add the first folder with this package to the import path, unless it can be imported already."""
     finder = importlib.machinery.PathFinder
     if package in sys.modules or finder.find_spec(package, [os.getcwd(), *sys.path]) is not None:
         return
@@ -129,7 +128,7 @@ def _import_from(folders: Iterable[str], package: str) -> None:
 
 
 def is_user_file(module: ModuleType | None) -> bool:
-    """Whether workers cannot import a module, because it is a user's file."""
+    """Return whether a module is a user's file, which workers cannot import by name."""
     return module is not None and module.__name__.startswith(_PREFIX)
 
 
@@ -140,7 +139,7 @@ def _from_here(path: Path) -> str:
 
 def _split(target: str) -> tuple[str, str]:
     place, colon, name = target.rpartition(":")
-    # "C:\digits.py" has a colon that is none of ours.
+    # The colon of "C:\digits.py" is not a separator.
     if not colon or "/" in name or "\\" in name:
         return target, ""
     return place, name
@@ -150,7 +149,7 @@ def _import(place: str, target: str) -> ModuleType:
     if place.endswith(".py"):
         return _import_file(Path(place))
     if os.sep in place or Path(place).exists():
-        raise ConfigError(f"{place} is no Python file: a target is file.py, file.py:name or module:name")
+        raise ConfigError(f"{place} is not a Python file: a target is file.py, file.py:name or module:name")
     if place == target:
         raise ConfigError(f"{target} names neither a file.py nor module:name")
     if os.getcwd() not in sys.path:
@@ -158,9 +157,9 @@ def _import(place: str, target: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        # A module that the target's module lacks is the user's to see with its traceback.
+        # If an import inside the target's module fails, the user needs its traceback.
         if error.name and (place == error.name or place.startswith(f"{error.name}.")):
-            raise ConfigError(f"there is no module {place!r} to take {target} from") from None
+            raise ConfigError(f"there is no module {place!r} for the target {target}") from None
         raise
 
 
@@ -172,7 +171,7 @@ def _import_file(path: Path) -> ModuleType:
     name = _PREFIX + path.stem
     if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
         return known
-    # As `python file.py` would have it: its neighbours can be imported.
+    # As with `python file.py`, its folder can be imported from.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)

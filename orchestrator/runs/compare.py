@@ -1,4 +1,4 @@
-"""What two runs differ in: config, data, code, versions, result. From their records and checkpoints alone."""
+"""The differences between two runs, from their records and checkpoints: config, data, code, versions, result."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .provenance import code, git_state, hardware, versions
 from .run import find_run
 
 Facts = dict[str, dict[str, Any]]
-"""By what they are of, and by field."""
+"""Facts of a run, by part ("config", "data", ...) and by field."""
 
 Row = tuple[str, str, str, str]
 
 MISSING = "-"
-"""Stands for what one side does not have."""
+"""Shown for a field that one side does not have."""
 
-# A run's own, however it is trained.
+# Fields that do not affect the training.
 _NAMES = ("name", "storage")
 
 
 def compare_runs(first: str, second: str, storage: str) -> list[Row]:
-    """Returns the differences, as (of what, which field, in the first run, in the second).
+    """Return the differences as rows (part, field, value in the first run, value in the second).
 
     Args:
         first: name of a run.
-        second: name of another one.
-        storage: folder or URI that holds both.
+        second: name of another run.
+        storage: folder or URI of both.
 
     Raises:
         ConfigError: there is no such run.
@@ -42,7 +42,7 @@ def compare_runs(first: str, second: str, storage: str) -> list[Row]:
 
 
 def differing_facts(before: Facts, after: Facts) -> Iterator[Row]:
-    """Yields what differs in the parts that both have, as `compare_runs` returns it."""
+    """Yield the rows of `compare_runs` for the parts that both have."""
     for part in before:
         if part not in after:
             continue
@@ -53,11 +53,11 @@ def differing_facts(before: Facts, after: Facts) -> Iterator[Row]:
 
 
 def current_facts(experiment: Experiment, data: Mapping[str, Any]) -> Facts:
-    """Returns what is known of a run that would be started now, in the same words as of one that was.
+    """Return the facts of a run that would be started now, comparable with `recorded_facts`.
 
     Args:
-        experiment: of the run.
-        data: the identity of its training data.
+        experiment: what would be trained.
+        data: identity of the training data.
     """
     return {
         "config": _config(parse_yaml(to_yaml(experiment))),
@@ -69,7 +69,7 @@ def current_facts(experiment: Experiment, data: Mapping[str, Any]) -> Facts:
 
 
 def recorded_facts(name: str, storage: str) -> Facts:
-    """Returns what is known of a run, by what it is of and by field.
+    """Return the recorded facts of a run.
 
     Raises:
         ConfigError: there is no such run.
@@ -78,16 +78,16 @@ def recorded_facts(name: str, storage: str) -> Facts:
     record, plain = run.record, parse_yaml(run.folder.read("config.yaml") or "") or {}
     saved: Mapping[str, Any] = {}
     digest: dict[str, str] = {}
-    with suppress(ConfigError):  # no checkpoint, no certificate; nor a digest where the file with its sums is gone
-        shelf = RunCheckpoints.of(name, storage)
-        newest = next((each for each in reversed(shelf.entries) if each.checkpoint), None)
+    with suppress(ConfigError):  # the run may have no checkpoint, and a checkpoint no checksums
+        checkpoints = RunCheckpoints.of(name, storage)
+        newest = next((each for each in reversed(checkpoints.entries) if each.checkpoint), None)
         if newest is not None and newest.checkpoint is not None:
             saved = newest.checkpoint.meta
-            digest = {"weights": shelf.digest(newest)}
+            digest = {"weights": checkpoints.digest(newest)}
     return {
         "config": _config(plain),
         "data": dict(record.data or saved.get("data", {})),
-        # A record of an earlier version has the code in its checkpoints only.
+        # Records of earlier versions have the code only in their checkpoints.
         "code": _code(record.git, record.code or {"methods": saved.get("certificate", {}).get("code", {})}),
         "versions": dict(record.versions),
         "machine": dict(record.hardware),
@@ -100,7 +100,7 @@ def recorded_facts(name: str, storage: str) -> Facts:
 
 
 def _config(plain: Mapping[str, Any]) -> dict[str, Any]:
-    # Where the trainer's file lies is no matter; what is in it is one of the code.
+    # Only the class of the trainer: the content of its file is compared as code.
     target = str(plain.get("trainer", "")).replace("\\", "/").rpartition("/")[2]
     return {**{path: value for path, value in _leaves(plain) if path not in _NAMES}, "trainer": target}
 
@@ -111,13 +111,13 @@ def _code(git: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(plain: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a config by their dotted paths."""
+    """Yield the fields of a config by their dotted paths."""
     for difference in differences({}, plain):
         yield difference.path, _number(difference.after)
 
 
 def _number(written: Any) -> Any:
-    """What a file has for a number, in one way for each: where a field takes any, 1 comes back as 1.0."""
+    """Normalize a number, because 1 may have been written as 1.0."""
     try:
         number = float(written)
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""Where every second of a run went, over all its attempts and starts. Arithmetic over its events: no files, no clock.
+"""Goodput: where the time of a run went, over all its attempts and starts. A pure function of its events.
 
-It is the main rank's view: while that waits for a slower rank, it computes. A start is the life of one driver; its wall
-time goes from the call of `fit` to its last word, or to the last sign of life if it died without one, without the time
-for which the main rank's machine slept.
+The account is the main rank's: while it waits for a slower rank, it counts as computing. A start is the life of one
+driver. Its wall time lasts from the call of `fit` to its last event, or to its last sign of life if it died, without
+the time for which the main rank's machine slept.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from .run import Run
 
 ADVICE = {
     "compute": "",
-    "waiting for machines": "ask for fewer workers (scaling.workers=1..8 begins with what there is), or add machines",
-    "starting": "a longer run makes it small; on a Ray that is running already (RAY_ADDRESS) it is shorter",
+    "waiting for machines": "use fewer workers (scaling.workers=1..8 starts with those that fit), or add machines",
+    "starting": "negligible in a longer run; shorter on a Ray that is already running (RAY_ADDRESS)",
     "importing": "import less at the top of the trainer's file",
-    "compiling": "a longer run makes it small; keep the compiler's cache on a disk that outlives the workers",
-    "data wait": "more loader workers, a higher prefetch_factor, data prepared beforehand, or faster storage",
+    "compiling": "negligible in a longer run; keep the compiler's cache on a disk that outlives the workers",
+    "data wait": "use more loader workers, a higher prefetch_factor, preprocessed data or faster storage",
     "checkpoint stall": "save less often (config.checkpoint.every), or to faster storage",
     "evaluation": "evaluate less often (config.evaluate_every), or on fewer batches (config.evaluate_batches)",
-    "hooks and logging": "look at the callbacks and on_step_end, and log less often (config.log_every)",
+    "hooks and logging": "check the callbacks and on_step_end, and log less often (config.log_every)",
     "lost work done again": "save more often (config.checkpoint.every)",
-    "hang": "the stacks in the run's folder watch/ show where the ranks stood; retries.hang_timeout shortens the wait",
+    "hang": "the stacks in watch/ of the run's folder show where ranks hung; retries.hang_timeout shortens the wait",
     "restart": "find out what kills the workers; retries.spares keeps processes ready",
-    "ending": "a longer run makes it small",
+    "ending": "negligible in a longer run",
 }
-"""The classes, and what to do about each."""
+"""The classes of time, with advice for each."""
 
 CLASSES = tuple(ADVICE)
 
-_WORTH_A_WORD = 0.05
-# Less than this is no sleep: what is written down is rounded, and clocks drift.
+_WORTH_ADVICE = 0.05
+# A shorter gap is not sleep: recorded times are rounded, and clocks drift.
 _SLEEP_S = 1.0
 _CLASS_OF: dict[str, str] = {
     "reading data": "data wait",
@@ -57,14 +57,14 @@ _CLASS_OF: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputReport:
-    """The seconds of a run by class.
+    """The time of a run by class.
 
     Attributes:
-        seconds: by class, all of them, in the order of `CLASSES`.
-        wall_s: of all starts together.
-        not_running_s: between two starts, and while the main rank's machine slept; not part of `wall_s`.
-        starts, attempts: of the driver, and lives of worker groups.
-        steps_again: updates that were made twice.
+        seconds: seconds by class, for all `CLASSES` in order.
+        wall_s: wall time of all starts together.
+        not_running_s: time between starts, and while the main rank's machine slept; not part of `wall_s`.
+        starts, attempts: number of starts of the driver, and of worker groups.
+        steps_again: updates that were repeated.
     """
 
     seconds: dict[str, float]
@@ -76,45 +76,44 @@ class GoodputReport:
 
     @property
     def goodput(self) -> float:
-        """The share of the time that went into the updates that counted: forward, backward and optimizer."""
+        """The share of wall time in updates that counted: forward, backward and optimizer."""
         return self.share("compute")
 
     def share(self, name: str) -> float:
-        """Returns what a class has of the wall time."""
+        """Return a class's share of the wall time."""
         return self.seconds[name] / self.wall_s if self.wall_s > 0 else 0.0
 
     def advice(self) -> str:
-        """Returns the first thing worth fixing, in one line."""
+        """Return the first thing worth fixing, in one line."""
         worst = max((name for name in CLASSES if name != "compute"), key=self.share)
-        if self.share(worst) < _WORTH_A_WORD:
+        if self.share(worst) < _WORTH_ADVICE:
             return "nothing: no other class has more than 5 % of the time"
         return f"{worst} is {100 * self.share(worst):.0f} % of the time: {ADVICE[worst]}"
 
 
 def goodput_report(events: Sequence[Event], *, until: float | None = None) -> GoodputReport:
-    """Accounts for every second of a run.
+    """Account for every second of a run.
 
-    Lost work done again is the time of updates up to the furthest one that an attempt before had made. The first update
-    of an attempt compiles, allocates and connects the ranks: what it takes longer than the usual one is "compiling",
-    and all of it where there is no other one to compare with. "restart" is all from the end of an attempt to the
-    beginning of the training of the next one in the same start.
+    "lost work done again" is the time of updates up to the furthest one of an earlier attempt. The first update of an
+    attempt compiles, allocates and connects the ranks: its time beyond that of a usual update, or all of it if there is
+    no other, is "compiling". "restart" lasts from the end of an attempt until the next one of the same start trains.
 
     Args:
-        events: of the run, the earliest first.
-        until: now, in seconds since 1970, if the run goes on; the last start of one that does not ends with its events.
+        events: of the run, earliest first.
+        until: now, in seconds since 1970, if the run is running; else its last start ends with its events.
     """
-    book = _Book(_marks(events))
+    account = _Account(_marks(events))
     starts = _starts(events)
     for number, start in enumerate(starts):
         following = starts[number + 1].began if number + 1 < len(starts) else None
-        book.account(start, before=following, until=until if following is None else None)
+        account.account(start, before=following, until=until if following is None else None)
     return GoodputReport(
-        seconds=book.seconds,
-        wall_s=book.wall_s,
-        not_running_s=book.not_running_s,
+        seconds=account.seconds,
+        wall_s=account.wall_s,
+        not_running_s=account.not_running_s,
         starts=len(starts),
-        attempts=len(book.attempts),
-        steps_again=book.steps_again,
+        attempts=len(account.attempts),
+        steps_again=account.steps_again,
     )
 
 
@@ -137,7 +136,7 @@ def _starts(events: Sequence[Event]) -> list[_Start]:
 
 
 def _marks(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
-    """What the main rank has said of its time, by attempt, the earliest first."""
+    """Return the main rank's reports of its time by attempt, earliest first."""
     marks: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         if (spent := event.get("spent")) is not None:
@@ -146,8 +145,8 @@ def _marks(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
 
 
 @dataclass
-class _Book:
-    """The account while it is drawn up."""
+class _Account:
+    """The account in progress."""
 
     marks: dict[int, list[dict[str, Any]]]
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
@@ -162,12 +161,12 @@ class _Book:
     _slept_s: float = 0.0
 
     def account(self, start: _Start, *, before: float | None, until: float | None) -> None:
-        """Accounts for one start.
+        """Account for one start.
 
         Args:
-            start: the next one.
-            before: when the one after it began.
-            until: now, if this one goes on.
+            start: the next start.
+            before: when the following start began, if there is one.
+            until: now, if this start is running.
         """
         began = max(start.began, self.ended or start.began)
         if self.ended is not None:
@@ -191,7 +190,7 @@ class _Book:
         self.not_running_s += slept_s
 
     def _pass(self, until: float, name: str) -> None:
-        """Gives the time from where the account stands to a class."""
+        """Assign the time from `now` to `until` to a class."""
         until = min(until, self.ended if self.ended is not None else until)
         if until > self.now:
             self.seconds[name] += until - self.now
@@ -208,14 +207,14 @@ class _Book:
             self._pass(until, "waiting for machines")
 
     def _come_up(self, attempt: Event, events: Sequence[Event], *, is_first: bool) -> None:
-        """Accounts for the time until the trainer of an attempt is made."""
+        """Account for the time until the trainer of an attempt is created."""
         self.attempts.add(attempt["attempt"])
         starting, importing = ("starting", "importing") if is_first else ("restart", "restart")
         main = attempt["workers"][0] if attempt.get("workers") else {}
         entered: float = main["entered"] if "entered" in main else attempt["time"]
         began: float = min(main["began"], entered) if "began" in main else entered
         if began <= self.now:
-            # A process that was kept in reserve is older than what it is needed for, and has imported before.
+            # A spare process is older than the need for it, and has already imported.
             began = entered
         self._wait(events, began, starting)
         self._pass(began, starting)
@@ -223,7 +222,7 @@ class _Book:
         self._pass(attempt["time"], starting)
         for mark in self.marks.get(attempt["attempt"], [])[:1]:
             made = mark["at"] - sum(mark["seconds"].values())
-            # A machine that slept before it says so: the trainer was made before it trained.
+            # If the machine slept, `made` is too late: the trainer was created before it trained.
             trained = [
                 each["time"] for each in events if each["event"] == "training" and each["time"] >= attempt["time"]
             ]
@@ -231,7 +230,7 @@ class _Book:
         self.setting_up = starting
 
     def _train(self, attempt: Event, events: Sequence[Event]) -> None:
-        """Accounts for what the main rank has said of its time, and for a hang after it."""
+        """Account for the main rank's reported time, and for a hang after it."""
         hung = next((event for event in events if event["event"] == "rank_hung"), None)
         marks = self.marks.get(attempt["attempt"], [])
         self._slept_s = 0.0
@@ -255,10 +254,10 @@ class _Book:
         self.furthest = max([self.furthest, at_first or 0, *reached])
 
     def _by_the_clock(self, last: dict[str, Any]) -> dict[str, float]:
-        """Returns what the main rank has spent, made to fit between now and when it said so, by the clock of the wall.
+        """Return the main rank's times, fitted to the wall time between now and its report.
 
-        Its own clock stands still where a machine sleeps, and is not set back: what is left over was no part of the
-        run, unless it is as little as the two clocks may differ, and what does not fit is made smaller in proportion.
+        Its monotonic clock stops while the machine sleeps: the excess of wall time is sleep, unless it is within the
+        drift of the clocks. Times that do not fit are scaled down.
         """
         spent = {name: float(seconds) for name, seconds in last["seconds"].items()}
         room_s = max(0.0, min(last["at"], self.ended or last["at"]) - self.now)
@@ -271,7 +270,7 @@ class _Book:
         return spent if total_s <= room_s else {name: each * room_s / total_s for name, each in spent.items()}
 
     def _take_hang(self, spent: dict[str, float], last: dict[str, Any], hung: Event) -> None:
-        """Moves what the main rank has spent in the phase in which it, or another rank, hung."""
+        """Move the main rank's time in the phase of a hang to "hang"."""
         phase = last["phase"] if last["phase"] in spent else max(spent, key=spent.__getitem__)
         known_s = min(last["at"], hung["time"]) - (hung["time"] - hung["for_s"])
         hung_s = min(max(0.0, known_s), spent[phase])
@@ -279,7 +278,7 @@ class _Book:
         self.seconds["hang"] += hung_s
 
     def _work(self, spent: dict[str, float], marks: Sequence[dict[str, Any]], at_first: int | None) -> None:
-        """Accounts for the updates of an attempt and what lies in between: those that count, and those made again."""
+        """Account for the updates of an attempt and the time between them, split into those that count and repeats."""
         updates, first_s = marks[-1]["updates"], spent.get(FIRST_UPDATE, 0.0)
         compute_s = sum(spent.get(phase, 0.0) for phase in UPDATE_PHASES)
         usual_s = min(first_s, compute_s / (updates - 1)) if updates > 1 else 0.0
@@ -294,7 +293,7 @@ class _Book:
 
 
 def _what_comes_after(events: Sequence[Event]) -> str:
-    """The class of the time after the last that is known of a start that has not ended."""
+    """Return the class of the time after the last event of a start without an end."""
     last = [event for event in events if event["event"] in ("attempt_started", "attempt_ended", "group_failed")][-1:]
     if not last:
         return "starting"
@@ -308,13 +307,13 @@ class _Again:
 
 
 def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usual_s: float) -> _Again:
-    """Which share of the updates' time of an attempt went into updates that had been made before.
+    """Return the share of an attempt's update time that repeated earlier updates.
 
     Args:
-        marks: of the attempt.
+        marks: the main rank's reports in the attempt.
         first: the step from which it trained.
-        furthest: the step that had been reached before it.
-        usual_s: what of its first update would have been there without compiling.
+        furthest: the furthest step before it.
+        usual_s: time of its first update without compilation.
     """
     points = [(first, 0.0)]
     for mark in marks:
@@ -325,7 +324,7 @@ def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usu
     for (step, before_s), (next_step, after_s) in itertools.pairwise(points):
         repeated = max(0, min(next_step, furthest) - step)
         steps += repeated
-        # Within an update that was not finished there is none to count.
+        # Between two reports within one update, the whole interval belongs to it.
         share = repeated / (next_step - step) if next_step > step else float(step < furthest)
         again_s += share * (after_s - before_s)
     total_s = points[-1][1]
@@ -333,7 +332,7 @@ def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usu
 
 
 def goodput_report_of(run: Run) -> GoodputReport:
-    """Accounts for every second of a run; of one that goes on, until now."""
-    # What its main rank was last heard to do is in no event yet.
-    heard = [] if (beat := last_heartbeat_event(run.folder)) is None else [beat]
-    return goodput_report([*read_events(run.folder), *heard], until=time.time() if run.status == "running" else None)
+    """Account for every second of a run, up to now if it is running."""
+    # The main rank's last heartbeat is not among the events yet.
+    last = [] if (heartbeat := last_heartbeat_event(run.folder)) is None else [heartbeat]
+    return goodput_report([*read_events(run.folder), *last], until=time.time() if run.status == "running" else None)

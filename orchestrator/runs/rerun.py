@@ -1,4 +1,4 @@
-"""`rerun(name)`: a run started again from its record, with every difference named before it and at its end."""
+"""`rerun(name)`: repeat a run from its record as a new run, reporting every difference before and after."""
 
 from __future__ import annotations
 
@@ -39,53 +39,53 @@ def rerun(
     verbose: bool = False,
     display: RunConsole | None = None,
 ) -> RunResult:
-    """Trains a run again, from its beginning, as a new run, by what its record says.
+    """Repeat a run from its record, from its first step, as a new run.
 
-    Before it starts, every difference from the record is shown: of the config, the data, the code, the versions and the
-    machine. Other data is refused. At the end the weights of both runs are compared.
+    Differences from the record in config, data, code, versions and machine are shown before it starts; other data is
+    refused. At the end the weights of both runs are compared.
 
     Args:
-        name: of the run; `sweep/trial-000` of a trial.
-        storage: folder or URI that holds it; the new run lies there, too.
-        overrides: as those of `resolve`; without `name=...` the new run is called NAME-rerun.
-        target: where the trainer is now, if not where it was: `file.py:name` or `module:name`.
-        strict: refuses other code and other versions of packages as well.
-        accept_changes: trains on other data, too, and on data that only the workers can see.
-        verbose: shows what Ray and the workers print.
-        display: where to show it; by default on standard output.
+        name: name of the run; `sweep/trial-000` for a trial.
+        storage: folder or URI of the run, and of the new one.
+        overrides: as in `resolve`; without `name=...` the new run is called NAME-rerun.
+        target: where the trainer is now, if it has moved: `file.py:name` or `module:name`.
+        strict: also refuse other code and other versions of packages.
+        accept_changes: accept other data, and data that only the workers can see.
+        verbose: show the output of Ray and the workers.
+        display: shows the run; by default on standard output.
 
     Raises:
-        ConfigError: there is no such run, its trainer is not found, or what differs is refused.
-        HeadwayError: whatever `fit` raises.
+        ConfigError: there is no such run, its trainer is not found, or a difference is refused.
+        HeadwayError: as raised by `fit`.
     """
     quiet_environment(verbose=verbose)
     display = display or RunConsole()
     past = _find(name, storage)
     experiment = _again(past, name, storage, overrides, target)
-    begin = _beginning(past)
+    start = _start_of(past)
     before = recorded_facts(name, storage)
     now = _data_now(past, experiment, accept_changes=accept_changes)
     rows = list(differing_facts(before, current_facts(experiment, now)))
     display.line(f"{name} again, as {experiment.name}" + ("" if rows else ": nothing differs from its record"))
     for row in rows:
-        display.line(f"  {_told(row)}", "dim")
+        display.line(f"  {_shown(row)}", "dim")
     for change in past.record.changes:
-        display.line(f"  while {name} trained, its config was changed; now from the beginning: {change}", "yellow")
+        display.line(f"  the config of {name} was changed between starts; now from the start: {change}", "yellow")
     _refuse(past, rows, before, strict=strict, accept_changes=accept_changes)
-    result = fit(experiment, resume=begin.resume, restore=begin.restore, verbose=verbose, display=display)
+    result = fit(experiment, resume=start.resume, restore=start.restore, verbose=verbose, display=display)
     if result.status in ("completed", "stopped"):
-        display.line(_verdict(name, storage, experiment), "bold")
+        display.line(_compare_weights(name, storage, experiment), "bold")
     return result
 
 
 def _find(name: str, storage: str) -> Run:
     if Folder(join(absolute(storage), name)).exists(SWEEP_RECORD):
-        raise ConfigError(f"{name} is a sweep: run one of its trials again, as {name}/trial-000")
+        raise ConfigError(f"{name} is a sweep: rerun one of its trials, such as {name}/trial-000")
     return find_run(name, storage)
 
 
 def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target: str | None) -> Experiment:
-    """The recorded experiment under a name of its own."""
+    """Return the recorded experiment under a new name."""
     try:
         found = past.experiment(target)
     except ConfigError as error:
@@ -95,38 +95,38 @@ def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target:
         code = f", at the commit {commit}" if commit else ""
         raise ConfigError(
             f"{error}. {name} was started in {past.record.working_dir or 'another folder'} on "
-            f"{past.record.hardware.get('host', 'another machine')}{code}: go to the folder in which the code lies "
-            "now, or say where its trainer is, as in --target file.py:Name"
+            f"{past.record.hardware.get('host', 'another machine')}{code}: change to the folder of the code, or pass "
+            "the trainer's location, as in --target file.py:Name"
         ) from error
     found = replace(found, name=f"{name.replace('/', '-')}-rerun", storage=absolute(storage))
     again: Experiment = override(found, parse_overrides(overrides))
     if again.run_dir == past.run_dir:
-        raise ConfigError(f"the new run would be {name} itself: give it another name, as in name={name}-2")
+        raise ConfigError(f"name={name} is the run itself: use another name, as in name={name}-2")
     if Folder(again.run_dir).exists(RUN_RECORD) and Run(again.run_dir).is_finished:
         raise ConfigError(
-            f"{again.name} is finished already, so that nothing would be trained and nothing shown of what the code "
-            f"does now: give the new run another name, as in name={again.name}-2"
+            f"name={again.name} is a finished run, so nothing would be trained: use another name, as in "
+            f"name={again.name}-2"
         )
     return again
 
 
-def _beginning(past: Run) -> ResumeOptions:
-    """What the run began with: nothing, or a checkpoint of another one.
+def _start_of(past: Run) -> ResumeOptions:
+    """Return what the run started from: scratch, or a checkpoint of another run.
 
     Raises:
-        ConfigError: it cannot begin so again.
+        ConfigError: that checkpoint is gone or unknown.
     """
     events, name = read_events(past.folder), past.record.name
     for event in reversed([event for event in events if event["event"] == "driver_started"]):
         resume = event.get("resume")
-        # The last start that began anew is the beginning of what there is; one that went back in the run is not.
+        # The run's state began at its last start from scratch, not at one from its own checkpoint.
         if resume == "never":
             return ResumeOptions()
         if resume is not None and _is_of_another(resume, past):
             if not Folder(resume).exists("manifest.json"):
-                raise ConfigError(f"{name} began with {resume}, which is gone: bring it back")
+                raise ConfigError(f"{name} started from the checkpoint {resume}, which does not exist: restore it")
             return ResumeOptions(resume=resume, restore=tuple(event.get("restore", COMPONENTS)))
-    # Earlier versions wrote down neither.
+    # Earlier versions recorded neither.
     began = next((event["step"] for event in events if event["event"] == "training"), 0)
     last = past.record.resumed_from
     if began == 0 and not (last and _is_of_another(last, past)):
@@ -134,8 +134,8 @@ def _beginning(past: Run) -> ResumeOptions:
     if began and last and _is_of_another(last, past) and Folder(last).exists("manifest.json"):
         return ResumeOptions(resume=last)
     raise ConfigError(
-        f"{name} began at step {began} with a checkpoint of another run ({last or 'not named'}), and its record does "
-        "not say with how much of it, or it is gone: give it to `headway fit --resume`, with --restore for a part of it"
+        f"{name} started at step {began} from a checkpoint of another run ({last or 'not recorded'}), which is gone or "
+        "whose restored parts were not recorded: use `headway fit --resume PATH`, with --restore for a part of it"
     )
 
 
@@ -144,17 +144,17 @@ def _is_of_another(checkpoint: str, past: Run) -> bool:
 
 
 def _data_now(past: Run, experiment: Experiment, *, accept_changes: bool) -> dict[str, str | None]:
-    """The identity of the training data here and now; reads no row. Empty where any will do, and there is none here."""
+    """Return the identity of the current training data without reading rows; empty if unavailable but accepted."""
     try:
         train = plan(experiment).estimate.train
     except ConfigError as error:
         if accept_changes:
             return {}
         where = past.record.working_dir
-        # It has a cause if the data has something against it.
+        # An error of the data has a cause.
         if error.__cause__ is None or not where or where == os.getcwd():
             raise
-        raise ConfigError(f"{error} (its relative paths are meant from {where}, and this is {os.getcwd()})") from error
+        raise ConfigError(f"{error} (relative paths refer to {where}, not to {os.getcwd()})") from error
     return {"guarantee": train.guarantee, "fingerprint": train.fingerprint}
 
 
@@ -162,8 +162,8 @@ def _refuse(past: Run, rows: Sequence[Row], before: Facts, *, strict: bool, acce
     data = [row for row in rows if row[0] == "data" and row[2] != MISSING]
     if data and not accept_changes:
         raise ConfigError(
-            f"the training data is not that of {past.record.name}: {_list(data)}. Bring it back as it was, or train on "
-            "what there is now: --accept-changes"
+            f"the training data differs from that of {past.record.name}: {_list(data)}. Restore it, or pass "
+            "--accept-changes to train on the current data"
         )
     if not strict:
         return
@@ -172,31 +172,31 @@ def _refuse(past: Run, rows: Sequence[Row], before: Facts, *, strict: bool, acce
         raise ConfigError(f"{past.record.name} has no record of its {', '.join(unknown)}, which --strict asks for")
     if others := [row for row in rows if row[0] in ("data", *_SURROUNDINGS)]:
         raise ConfigError(
-            f"--strict: not all is as it was for {past.record.name}: {_list(others)}. Go back to its code and "
-            "packages, or leave --strict out"
+            f"--strict: {past.record.name} had other code or packages: {_list(others)}. Restore them, or leave out "
+            "--strict"
         )
 
 
-def _verdict(name: str, storage: str, experiment: Experiment) -> str:
-    """Whether both runs have come to the same weights, as far as their checkpoints tell."""
+def _compare_weights(name: str, storage: str, experiment: Experiment) -> str:
+    """Return a line that says whether the newest checkpoints of both runs have the same weights."""
     try:
         shelves = [RunCheckpoints.of(name, storage), RunCheckpoints.of(experiment.name, experiment.storage)]
         newest = [shelf.entries[-1] for shelf in shelves]
         digests = [shelf.digest(entry) for shelf, entry in zip(shelves, newest, strict=True)]
     except ConfigError as error:
-        return f"its weights cannot be compared with those of {name}: {error}"
+        return f"the weights cannot be compared with those of {name}: {error}"
     steps = [entry.checkpoint.step if entry.checkpoint else None for entry in newest]
     if steps[0] != steps[1]:
-        return f"{name} has come to step {steps[0]}, this run to step {steps[1]}: their weights cannot be compared"
+        return f"the weights cannot be compared: {name} reached step {steps[0]}, this run step {steps[1]}"
     if digests[0] == digests[1]:
         return f"the same weights as {name} at step {steps[0]}, bit by bit: {digests[0]}"
-    return f"other weights than {name} at step {steps[0]}: {digests[1]}, there {digests[0]}"
+    return f"other weights than {name} at step {steps[0]}: {digests[1]}, not {digests[0]}"
 
 
-def _told(row: Row) -> str:
+def _shown(row: Row) -> str:
     part, field, before, after = row
     return f"{part} {field}: {before} -> {after}"
 
 
 def _list(rows: Sequence[Row]) -> str:
-    return "; ".join(map(_told, rows))
+    return "; ".join(map(_shown, rows))

@@ -1,4 +1,4 @@
-"""`plan(experiment)`: what `fit` would do, take and write, found out without doing, taking or writing any of it."""
+"""`plan(experiment)`: estimate what `fit` would train, use and write, without starting it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .fit import rank0_world
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run would do. `str()` gives the page that `headway fit --dry-run` prints.
+    """The plan of a run. `str()` gives the page that `headway fit --dry-run` prints.
 
     Attributes:
         experiment: the run.
@@ -38,33 +38,33 @@ class Plan:
 
     @property
     def epochs(self) -> float | None:
-        """Passes over the training data, where that is known."""
+        """Passes over the training data, if known."""
         in_epoch = self._steps_in_epoch
         total = self.estimate.total_steps
         return None if total is None or not in_epoch else total / in_epoch
 
     @property
     def num_evaluations(self) -> int | None:
-        """How often the validation data is gone through: when it is due, and at the end. None where a clock decides."""
+        """Number of evaluations, including the one at the end. None if their schedule depends on time."""
         config = self.experiment.config
         times = self._times(config.evaluate_every, at_end=True) if self.estimate.validation else 0
         return times + 1 if times and config.evaluate_at_start else times
 
     @property
     def num_checkpoints(self) -> int | None:
-        """How many checkpoints are written in all. None where a clock decides."""
+        """Number of checkpoints written in all. None if their schedule depends on time."""
         config = self.experiment.config.checkpoint
         return self._times(config.every, at_end=config.at_end)
 
     @property
     def storage_bytes(self) -> int | None:
-        """About what the checkpoints that are kept take; None where nobody can tell."""
+        """Approximate bytes of the checkpoints that are kept; None if unknown."""
         each, config = self.estimate.checkpoint_bytes, self.experiment.config.checkpoint
         number = self.num_checkpoints
         if config.keep_last != "all":
             if config.keep_every_time is not None:
                 return None
-            # The first of the best is mostly one of the last.
+            # The best checkpoint is usually also one of the last.
             best = config.keep_best - 1 if self.estimate.validation and config.keep_best else 0
             kept = config.keep_last + best + (self._times(config.keep_every, at_end=False) or 0)
             number = min(kept, number or kept)
@@ -127,7 +127,7 @@ def plan(
         most, fewest = experiment.scaling.max_workers, experiment.scaling.min_workers
         if most > fewest:
             experiment.trainer(experiment.config, world=rank0_world(experiment, most)).check()
-        # On the fewest ranks each has the most to hold.
+        # With the fewest ranks, each needs the most memory.
         estimate = experiment.trainer(experiment.config, world=rank0_world(experiment, fewest)).estimate()
     except ConfigError:
         raise
@@ -173,10 +173,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_about(memory.total)} per rank: {' + '.join(f'{name} {_about(size)}' for name, size in known)}",
     )
     if memory.offloaded:
-        yield "", "weights, gradients and optimizer of it in the memory of the CPU"
+        yield "", "of which weights, gradients and optimizer in CPU memory"
     if state is None:
-        yield "", f"and the state of the optimizer, which cannot be told ({estimate.unknown})"
-    yield "", "and activations, which grow with the micro-batch, and what libraries take"
+        yield "", f"and the state of the optimizer, which is unknown ({estimate.unknown})"
+    yield "", "and activations, which grow with the micro-batch, and libraries"
 
 
 def _strategy(experiment: Experiment) -> str:
@@ -208,14 +208,14 @@ def _batch(experiment: Experiment) -> str:
 def _steps(plan: Plan) -> str:
     config, total, epochs = plan.experiment.config, plan.estimate.total_steps, plan.epochs
     if total is None:
-        return f"unknown, {_many(config.max_epochs or 0, 'epoch')} of data that does not tell its length"
+        return f"unknown, {_many(config.max_epochs or 0, 'epoch')} of data of unknown length"
     return f"{total:,}" + ("" if epochs is None else f", {epochs:.3g} epochs")
 
 
 def _evaluation(plan: Plan) -> str:
     sets, config, times = plan.estimate.validation, plan.experiment.config, plan.num_evaluations
     if not sets:
-        return "none: there is no data for it"
+        return "none: there is no validation data"
     every = "at the end" if config.evaluate_every is None else f"every {config.evaluate_every}"
     every += " and at the start" if config.evaluate_at_start else ""
     over = "; ".join(f"{name}: {_amount(size)}" if name else _amount(size) for name, size in sets.items())

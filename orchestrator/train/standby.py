@@ -1,8 +1,8 @@
-"""Worker processes in reserve: on each machine one per rank, idle, with everything imported that a rank imports.
+"""Spare worker processes: on each machine one idle process per rank, with everything imported that a rank imports.
 
-Half of what a killed worker costs is the start of other processes: interpreters, Ray, torch. Ray starts processes ahead
-of time if it is asked to, and gives them to the next actors of the same job and environment; a hook in that environment
-imports. A spare has been given no work before it is taken: no job, no device, no random numbers were ever its own.
+Half of the cost of a killed worker is the start of its successor: the interpreter, Ray, torch. Ray can prestart
+processes and gives them to the next actors of the same job and runtime environment; a hook in that environment imports.
+A spare has had no work before it is taken: no job, device or RNG state.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.trainer import Trainer
 
-logger = logging.getLogger("headway.orchestrator")
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "HEADWAY_SPARES"
-"""In a worker that has spares: the threads that it computes with. Empty in what it starts for other purposes."""
+"""Set in a worker that has spares: its number of torch threads."""
 _HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-# Imports take the processor from the training, so they wait until it has come up.
+# Imports compete with the training for the CPU, so they wait until it has started.
 _DELAY_S = 5.0
 _KEEP_S = 7 * 24 * 3600
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Returns Ray's `runtime_env` for workers that have spares; empty where the job has a hook of its own.
+    """Return Ray's `runtime_env` for workers with spares; empty if the job has its own setup hook.
 
     Args:
-        threads: that a worker computes with.
+        threads: torch threads of a worker.
     """
     import ray
 
@@ -53,7 +53,7 @@ def environment(threads: int) -> dict[str, Any]:
 
 
 def _hook(file: str) -> Callable[[], None]:
-    """Returns what every process of the environment does first."""
+    """Return the setup hook of every process of the environment."""
 
     def warm() -> None:
         import contextlib
@@ -62,14 +62,14 @@ def _hook(file: str) -> Callable[[], None]:
         import sys
 
         before = dict(os.environ)
-        # An error would end the process; the worker that it becomes will say what is missing.
+        # An error here would end the process; the worker that it becomes will report what is missing.
         with contextlib.suppress(Exception):
             from ray._private.worker import global_worker
 
             threads = os.environ["HEADWAY_SPARES"]
             folder = os.path.join(global_worker.node.get_session_dir_path(), "headway-spares")
-            # The workers of the first attempt, and what libraries start inside of them, have the same environment. A
-            # spare was launched after it was asked for, and each is asked for by one file.
+            # The first workers, and processes that libraries start in them, have the same environment. A spare was
+            # launched after its request, and each request is one file.
             launched_ms = next(int(each.split("=")[1]) for each in sys.argv if each.startswith("--worker-launch-time-"))
             asked = [each for each in os.listdir(folder) if launched_ms >= int(each.split("-")[0])]
             while asked and threads:
@@ -80,9 +80,9 @@ def _hook(file: str) -> Callable[[], None]:
                     continue
             else:
                 return
-            # Ray says it when the process is given its work; libraries that are imported before would not hear of it.
+            # Ray sets it only when the process gets its work, which is too late for libraries imported here.
             os.environ.setdefault("OMP_NUM_THREADS", threads)
-            # What a job adds to the path comes later: with another Headway in it, this process stays as it is.
+            # A job's import path is set later. If it will import another Headway, do not import this one.
             found = importlib.util.find_spec("headway.orchestrator.train.standby")
             if found is not None and found.origin == file:
                 for name in (
@@ -91,34 +91,34 @@ def _hook(file: str) -> Callable[[], None]:
                     "torch._dynamo",
                 ):  # fmt: skip
                     importlib.import_module(name)
-        # Torch writes there too, when it is imported.
+        # Importing torch sets variables, too.
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
 
-    # By value: a process that cannot find Headway at this time of its life would end if it had to import the hook.
+    # Pickled by value: at this time the process may not be able to import Headway.
     warm.__module__ = "__main__"
     return warm
 
 
 class Spares(Callback):
-    """Asks for a successor of this process once it trains, if it was started with an `environment` for that."""
+    """Requests a spare for this process once it trains, if it was started with `environment`."""
 
     def __init__(self) -> None:
         self._timer = threading.Timer(_DELAY_S, _reserve)
         self._timer.daemon = True
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Sets the time."""
+        """Start the timer."""
         if os.environ.get(ENVIRONMENT):
             self._timer.start()
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        """Asks no more."""
+        """Cancel the request."""
         self._timer.cancel()
 
 
 def _reserve() -> None:
-    """Has Ray start one process on this machine, in the environment of this one, for this job."""
+    """Make Ray prestart one process on this machine, in this process's environment and job."""
     import ray
 
     try:
@@ -139,7 +139,7 @@ def _reserve() -> None:
             keep_alive_duration_secs=_KEEP_S,
             num_workers=1,
         )
-        # The hash of this very text decides whether a process fits.
+        # Ray matches processes by the hash of this text.
         request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
         if uri := runtime_env.working_dir_uri():
             request.runtime_env_info.uris.working_dir_uri = uri
@@ -151,5 +151,5 @@ def _reserve() -> None:
 
 
 def _do_without(error: Exception) -> None:
-    """Nothing that is used of Ray here is what it promises. Without it a restart takes longer, and that is all."""
-    logger.warning("no process can be kept in reserve (%s: %s)", type(error).__name__, error)
+    """This module uses private parts of Ray. Without them a restart takes longer."""
+    logger.warning("cannot keep a spare worker process, so restarts take longer (%s: %s)", type(error).__name__, error)

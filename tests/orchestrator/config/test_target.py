@@ -72,7 +72,7 @@ def test_a_function_returns_an_experiment(tmp_path: Path) -> None:
     [
         ("class B(A): pass", "", "has A, B: say which, as .*:A"),
         ("", ":AConfg", "there is no 'AConfg' in it; did you mean AConfig"),
-        ("x = 1", ":x", "is a int: a target is an Experiment"),
+        ("x = 1", ":x", "is a int: a target must be an Experiment"),
         ("del A", "", "neither an Experiment nor a Trainer class"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_run_that_goes_on_is_accounted_for_until_now() -> None:
     script.add("waiting_for_machines", since=script.now)
     account = goodput_report(script.events, until=script.now + 30)
     assert (account.seconds["starting"], account.seconds["waiting for machines"]) == (1.0, 30.0)
-    assert account.advice().startswith("waiting for machines is 97 % of the time: ask for fewer workers")
+    assert account.advice().startswith("waiting for machines is 97 % of the time: use fewer workers")
 
 
 def test_what_is_not_known_makes_no_ledger() -> None:

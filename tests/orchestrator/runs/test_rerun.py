@@ -20,7 +20,7 @@ from headway.orchestrator.cli.main import main
 from headway.orchestrator.runs.checkpoints import RunCheckpoints
 from headway.orchestrator.runs.compare import compare_runs, recorded_facts
 from headway.orchestrator.runs.open import open_run
-from headway.orchestrator.runs.rerun import _beginning
+from headway.orchestrator.runs.rerun import _start_of
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
 from headway.trainer.errors import ConfigError
@@ -120,7 +120,7 @@ def test_the_record_of_a_run_suffices_for_the_same_weights(
     assert {field for _, field, _, _ in compare_runs("one", "one-rerun", runs)} <= speeds
 
     # The same command again would train nothing, and compare what was trained before the code has changed.
-    with pytest.raises(ConfigError, match="one-rerun is finished already.* as in name=one-rerun-2"):
+    with pytest.raises(ConfigError, match="one-rerun is a finished run.* as in name=one-rerun-2"):
         rerun("one", runs)
 
     # Another seed gives other weights, which is said; and a difference that was asked for is named.
@@ -135,7 +135,7 @@ def test_other_data_is_refused_unless_it_is_accepted(home: Path) -> None:
     begun(home)
     shown, error = again(home)
     assert "  data fingerprint: of then -> " in shown
-    assert "the training data is not that of one: data fingerprint: of then -> " in error
+    assert "the training data differs from that of one: data fingerprint: of then -> " in error
     assert "--accept-changes" in error
     # Then what is wrong next is said.
     _, error = again(home, "scaling.workers=4096", accept_changes=True)
@@ -153,7 +153,7 @@ def test_other_code_and_other_packages_are_named_and_strictly_refused(home: Path
     methods = [line.split()[1] for line in lines if line.startswith("  code ") and "()" not in line]
     assert "training_step:" in methods
     assert "configure_models:" not in methods
-    assert error.startswith("--strict: not all is as it was for one: ")
+    assert error.startswith("--strict: one had other code or packages: ")
     assert "training_step" in error
     assert "versions torch: 0.1 -> " in error
 
@@ -167,7 +167,7 @@ def test_a_trainer_that_is_not_found_is_said_with_where_it_was(home: Path) -> No
     assert "--target file.py:Name" in error
     # Found where it is said to be, it is asked for the data.
     _, error = again(home, target="moved.py:Drop")
-    assert "the training data is not that of one" in error
+    assert "the training data differs from that of one" in error
 
 
 def test_of_two_files_of_one_name_the_one_with_the_recorded_content_is_taken(home: Path, tmp_path: Path) -> None:
@@ -205,11 +205,11 @@ def test_data_that_is_not_here_is_said_with_the_folder_that_paths_are_meant_from
     os.chdir(home.parent)
     _, error = again(home)
     assert "data/rows does not exist" in error
-    assert f"meant from {run.record.working_dir}" in error
+    assert f"relative paths refer to {run.record.working_dir}" in error
     # Perhaps the workers see it. What is not known to be equal is strictly refused.
     shown, error = again(home, accept_changes=True, strict=True)
     assert "  data fingerprint: of then -> -\n" in shown
-    assert "--strict: not all is as it was for one: data guarantee: exact -> -" in error
+    assert "--strict: one had other code or packages: data guarantee: exact -> -" in error
 
 
 def test_a_config_that_changed_along_the_way_is_told(home: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_config_that_changed_along_the_way_is_told(home: Path) -> None:
     overrides = [*SETTINGS, "config.rate=0.2", f"storage={home.parent}/runs"]
     open_run(resolve("drop.py", overrides), accept_changes=True).run.update(status="completed")
     shown, _ = again(home)
-    assert "while one trained, its config was changed; now from the beginning: config.rate: 0.1 -> 0.2" in shown
+    assert "the config of one was changed between starts; now from the start: config.rate: 0.1 -> 0.2" in shown
 
 
 def test_a_run_that_began_from_another_one_is_not_begun_from_nothing(home: Path) -> None:
@@ -229,22 +229,22 @@ def test_a_run_that_began_from_another_one_is_not_begun_from_nothing(home: Path)
 
     # Written by an earlier version: with counters, or with the weights alone.
     add("driver_started")
-    assert _beginning(run) == ResumeOptions()
+    assert _start_of(run) == ResumeOptions()
     run.update(resumed_from=str(base))
     add("training", step=0)
     _, error = again(home)
-    assert f"one began at step 0 with a checkpoint of another run ({base}), and its record does not say" in error
+    assert f"one started at step 0 from a checkpoint of another run ({base}), which is gone" in error
 
     # Now a start says what it was asked for.
     add("driver_started", resume=str(base), restore=["models"])
     add("driver_started", resume=f"{run.run_dir}/checkpoints/step-00000003")
-    with pytest.raises(ConfigError, match="one began with .*step-00000007, which is gone"):
-        _beginning(run)
+    with pytest.raises(ConfigError, match="one started from the checkpoint .*step-00000007, which does not exist"):
+        _start_of(run)
     base.mkdir(parents=True)
     (base / "manifest.json").write_text("{}")
-    assert _beginning(run) == ResumeOptions(resume=str(base), restore=("models",))
+    assert _start_of(run) == ResumeOptions(resume=str(base), restore=("models",))
     add("driver_started", resume="never")
-    assert _beginning(run) == ResumeOptions()
+    assert _start_of(run) == ResumeOptions()
 
 
 def test_a_run_whose_checkpoint_has_lost_its_sums_can_still_be_compared(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_run_whose_checkpoint_has_lost_its_sums_can_still_be_compared(tmp_path
     ("name", "overrides", "message"),
     [
         ("none", [], "there is no run 'none'"),
-        ("one", ["name=one"], "the new run would be one itself: give it another name"),
+        ("one", ["name=one"], "name=one is the run itself: use another name"),
         ("one", ["config.rat=1"], "did you mean config.rate?"),
     ],
 )
@@ -276,5 +276,5 @@ def test_what_cannot_be_meant_is_refused(home: Path, name: str, overrides: list[
 def test_a_sweep_is_no_run(home: Path) -> None:
     (home.parent / "runs/many").mkdir(parents=True)
     (home.parent / "runs/many/sweep.json").write_text("{}")
-    with pytest.raises(ConfigError, match="many is a sweep: run one of its trials again, as many/trial-000"):
+    with pytest.raises(ConfigError, match="many is a sweep: rerun one of its trials, such as many/trial-000"):
         rerun("many", f"{home.parent}/runs")

@@ -127,7 +127,7 @@ def test_an_optimizer_that_wants_values_leaves_its_size_unknown(tmp_path: Path) 
     for trainer, reason in ((Looks, "configure_optimizers() raises RuntimeError"), (Lbfgs, "raises TypeError")):
         found = plan(experiment(tmp_path, trainer=trainer))
         assert (found.estimate.optimizer_bytes, found.storage_bytes) == (None, None)
-        assert f"the state of the optimizer, which cannot be told ({found.estimate.unknown})" in str(found)
+        assert f"the state of the optimizer, which is unknown ({found.estimate.unknown})" in str(found)
         assert reason in found.estimate.unknown
 
 

@@ -67,7 +67,7 @@ def test_a_range_comes_back_from_a_file(ends: list[int], seconds: float) -> None
 
 @pytest.mark.parametrize("workers", [(8, 2), (0, 2), (2,), (1, 2, 3), (1.0, 2), (True, 2), [2, "8"], ()])
 def test_a_range_that_makes_no_sense_is_refused(workers: Any) -> None:
-    with pytest.raises(ConfigError, match=r"workers is a whole number from 1, or the fewest and the most of them"):
+    with pytest.raises(ConfigError, match=r"workers must be an integer >= 1, or a range of the fewest and the most"):
         Scaling(workers=workers)
 
 
@@ -80,9 +80,15 @@ def test_what_is_no_range_names_its_path(written: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"global_batch_size": None, "micro_batch_size": None}, "set config.global_batch_size"),
-        ({"global_batch_size": 4, "micro_batch_size": 4}, "is less than one sample for each of 2 to 8 workers"),
-        ({"parallel": ParallelConfig(strategy="hsdp", shard_size=2)}, "which 2 to 8 workers cannot always be dealt to"),
+        (
+            {"global_batch_size": None, "micro_batch_size": None},
+            "config.global_batch_size is required with 2 to 8 workers",
+        ),
+        ({"global_batch_size": 4, "micro_batch_size": 4}, "is less than one sample per worker with 2 to 8 workers"),
+        (
+            {"parallel": ParallelConfig(strategy="hsdp", shard_size=2)},
+            "into which 2 to 8 workers cannot always be divided",
+        ),
     ],
 )
 def test_what_would_be_another_training_on_another_number_is_refused(

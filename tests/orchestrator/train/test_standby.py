@@ -68,5 +68,5 @@ def test_a_warm_process_has_imported_and_done_nothing_else(tmp_path: Path) -> No
 
 def test_what_is_no_answer_is_refused() -> None:
     assert (Retries().spares, Retries(spares=True).spares) == ("auto", True)
-    with pytest.raises(ConfigError, match="spares is"):
+    with pytest.raises(ConfigError, match="spares must be"):
         Retries(spares="yes")  # type: ignore[arg-type]

@@ -119,7 +119,7 @@ def plan(
     quiet_environment()
     from ..cluster.connect import check_resources
 
-    ResumeOptions.asked(resume, restore, accept_changes=accept_changes)
+    ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
     Folder(experiment.run_dir).check_writable()
     found = preview_run(experiment, accept_changes=accept_changes)

@@ -126,7 +126,7 @@ def test_a_value_becomes_what_its_field_wants(override: str, value: Any) -> None
         ("config.layers=[{widht: 1}]", "did you mean config.layers[0].width?"),
         ("config.warmup=2 months", "config.warmup=2 months"),
         ("config.log_every=10s", "config.log_every counts steps or epochs"),
-        ("config.parallel=ddp", "give config.parallel.field=value"),
+        ("config.parallel=ddp", "set its fields, as config.parallel.field=value"),
         ("config.extra=1", "config.extra=1"),
         ("config.anything=[1", "config.anything=[1 is not valid YAML"),
         ("scaling.workers=0", "scaling.workers must be an integer >= 1, got 0"),
@@ -279,5 +279,5 @@ def test_a_config_of_a_local_class_says_why_it_cannot_be_read() -> None:
     names: dict[str, Any] = {"__name__": __name__}
     exec(module, names)
     odd = type("OddTrainer", (Trainer,), {"__orig_bases__": (Trainer[names["Odd"]],)})
-    with pytest.raises(ConfigError, match="the types of Odd cannot be read"):
+    with pytest.raises(ConfigError, match="the type hints of Odd cannot be resolved"):
         resolve(odd, ["config.what=1"])

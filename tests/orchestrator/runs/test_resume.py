@@ -70,7 +70,7 @@ def test_the_same_start_again_goes_on_and_only_never_begins_anew(tmp_path: Path,
         before = first
         first, told = begin(2, resume="never")
         assert (first.steps, first.resumed_from) == (2, None)
-        assert f"it begins anew, and not from its newest checkpoint: {before.last_checkpoint}" in told
+        assert f"starting from step 0 as requested, not from the newest checkpoint {before.last_checkpoint}" in told
         assert told.splitlines()[-1] == "to resume, start it again without --resume never"
         assert "start it again without --resume never" in stop_run("tiny", str(tmp_path))
     before = first

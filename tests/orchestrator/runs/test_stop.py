@@ -84,7 +84,7 @@ def test_a_running_run_is_asked_in_its_folder(
     ("changes", "answer"),
     [
         ({"status": "completed", "steps": 10, "reason": "max_steps=10 reached"}, "completed after 10 steps (max_steps"),
-        ({"status": "interrupted", "steps": 7, "reason": "Ctrl-C"}, "interrupted after 7 steps (Ctrl-C); to go on"),
+        ({"status": "interrupted", "steps": 7, "reason": "Ctrl-C"}, "interrupted after 7 steps (Ctrl-C); to resume"),
     ],
 )
 def test_a_run_that_has_ended_is_left_alone(tmp_path: Path, changes: dict[str, Any], answer: str) -> None:

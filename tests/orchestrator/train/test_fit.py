@@ -123,7 +123,7 @@ def test_a_finished_run_is_finished_at_once(
     assert result.history == [{"epoch": 1.0, "step": 10.0, "train/loss": 0.5}]
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
     assert "run is finished" in screen.text
-    assert "config.max_steps=..." in screen.text
+    assert "raise config.max_steps or config.max_epochs" in screen.text
     assert run.run_dir in screen.text
 
 

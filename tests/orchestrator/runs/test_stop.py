@@ -181,9 +181,9 @@ def test_the_driver_leaves_where_nothing_is_left_to_wait_for(
     supervision._has_workers = workers
     if stop is not None:
         request_stop(run.folder, stop)
-    first = supervision._heed_stop()
+    first = supervision._handle_stop()
     supervision._stop_since_s -= waited_s
-    assert (supervision._heed_stop() if waited_s else first) == leaves
+    assert (supervision._handle_stop() if waited_s else first) == leaves
     # The workers are told as well.
     assert (read_stop_request(run.folder) or StopRequest(reason="")).abort == (
         "immediately" in str(leaves) or waited_s > 0

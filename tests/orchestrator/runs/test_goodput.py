@@ -258,7 +258,9 @@ def test_what_is_not_known_makes_no_ledger() -> None:
 def test_the_first_thing_worth_fixing_is_the_largest_that_is_no_work() -> None:
     seconds = dict.fromkeys(CLASSES, 0.0) | {"compute": 60.0, "data wait": 31.0, "evaluation": 9.0}
     assert (
-        GoodputReport(seconds=seconds, wall_s=100.0).advice().startswith("data wait is 31 % of the time: more loader")
+        GoodputReport(seconds=seconds, wall_s=100.0)
+        .advice()
+        .startswith("data wait is 31 % of the time: use more loader")
     )
     seconds |= {"compute": 97.0, "data wait": 3.0, "evaluation": 0.0}
     assert GoodputReport(seconds=seconds, wall_s=100.0).advice().startswith("nothing")

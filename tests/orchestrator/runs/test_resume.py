@@ -76,7 +76,7 @@ def test_the_same_start_again_goes_on_and_only_never_begins_anew(tmp_path: Path,
     before = first
     first, told = begin(6, resume=base)
     assert first.resumed_from == base
-    assert f"it begins from {base}, and not from its newest checkpoint: {before.last_checkpoint}" in told
+    assert f"starting from {base} as requested, not from the newest checkpoint {before.last_checkpoint}" in told
 
 
 def test_what_was_begun_so_and_has_saved_nothing_begins_so_again() -> None:

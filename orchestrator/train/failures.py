@@ -29,6 +29,8 @@ from .preemption import count_endings
 # By module of the trainer, or by a function in it.
 _PHASES = {
     "trainer": "setting up",
+    "trainer.fit": "between two steps",  # calls the loop, also a custom one of the user's
+    "session.__enter__": "setting up",
     "setup.build": "setting up",
     "distributed.parallelize": "setting up",
     "setup.weight_init": "setting up",
@@ -37,7 +39,7 @@ _PHASES = {
     "checkpoints.snapshot": "saving or restoring",
     "checkpoints.background": "saving or restoring",
     "setup.init_from": "saving or restoring",
-    "loop.loop": "between two steps",  # also a custom loop of the user's
+    "loop.loop": "between two steps",
     "loop.loop._global_batches": "reading data",
     "metrics.train_log": "logging",
     "data.dataloader_stream": "reading data",

@@ -121,7 +121,7 @@ def test_the_fewest_must_have_a_place_the_most_need_not(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     check_resources(Scaling(workers=(1, 4096)))
-    with pytest.raises(ConfigError, match="4000 workers with 1 CPU each want 4000 CPUs, and this machine has"):
+    with pytest.raises(ConfigError, match="4000 workers with 1 CPU each need 4000 CPUs, and this machine has"):
         check_resources(Scaling(workers=(4000, 4096)))
 
 

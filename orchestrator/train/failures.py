@@ -31,6 +31,7 @@ _PHASES = {
     "trainer": "setting up",
     "trainer.fit": "between two steps",  # calls the loop, also a custom one of the user's
     "session.__enter__": "setting up",
+    "session.restore": "saving or restoring",
     "setup.build": "setting up",
     "distributed.parallelize": "setting up",
     "setup.weight_init": "setting up",

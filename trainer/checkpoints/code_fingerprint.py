@@ -1,12 +1,18 @@
 """Digests of Python code, to find out whether another rank, or an earlier run, had the same.
 
-They are of bytecode and not of source: a class from a user's file is sent to machines that do not have the file, or
-have an old version of it. Comments, line numbers and file names do not count. Comparable under one version of Python.
+Ranks compare bytecode: a class from a user's file is sent to machines that do not have the file, or have an old version
+of it. A resumed run compares source: bytecode differs between versions of Python, and where a tool such as pytest
+rewrites it in one process and not in another.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
 import hashlib
+import inspect
+import textwrap
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -26,12 +32,30 @@ def method_digests(cls: type) -> dict[str, str]:
 
 
 def learning_code(trainer: type) -> dict[str, str]:
-    """Return the digests of the methods that affect what is learned: hooks and measurements are left out."""
-    return {
-        name: digest
-        for name, digest in method_digests(trainer).items()
-        if name not in _DO_NOT_AFFECT_LEARNING and not name.startswith(("on_", "__"))
-    }
+    """Return a digest of the source of each method that affects what is learned, by name; comments do not count.
+
+    Methods of Headway, hooks and measurements are left out, and so are methods without source, as of a class defined in
+    an interpreter. What the methods call outside the class is not looked at.
+    """
+    code: dict[str, str] = {}
+    for cls in trainer.__mro__:
+        if cls.__module__ in ("builtins", "typing") or cls.__module__.startswith("headway.trainer."):
+            continue
+        for name, member in vars(cls).items():
+            method: Any = getattr(member, "__func__", member)
+            if name in code or name in _DO_NOT_AFFECT_LEARNING or name.startswith(("on_", "__")):
+                continue
+            if inspect.isfunction(method):
+                with contextlib.suppress(OSError, TypeError, SyntaxError):
+                    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+                    code[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return code
+
+
+@functools.cache
+def learning_code_at_first_use(trainer: type) -> dict[str, str]:
+    """Return what `learning_code` returned first in this process: the file may be edited while the run trains."""
+    return learning_code(trainer)
 
 
 def class_digest(cls: type) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..checkpoints.background import BackgroundSave
-from ..checkpoints.code_fingerprint import learning_code
+from ..checkpoints.code_fingerprint import learning_code_at_first_use
 from ..checkpoints.model_state import ModelState, NamedModels, OptimizerState, tensors_changed_by_step
 from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
@@ -75,7 +75,7 @@ class RunState:
         self._data, self._length, self._program = data, length, type(steps)
         self._optimizer_step, self._spikes = update, spikes
         self._certificate = ResumeCertificate(
-            code=learning_code(self._program),
+            code=learning_code_at_first_use(self._program),
             config=ctx.config,
             world=ctx.world,
             progress=ctx.progress,

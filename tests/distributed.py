@@ -33,13 +33,7 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s:
     Raises:
         AssertionError: a rank raised, died, or was late; the text holds the traceback of the first to fail.
     """
-    # A rank is forked from a server that has imported its modules and done nothing else: a rank costs 0.2 s of CPU, and
-    # starts with nothing that an earlier test has left behind.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
-    # It finds `tests` in the folder in which it starts; a test may be in another one.
-    with contextlib.chdir(Path(__file__).parents[1]):
-        forkserver.ensure_running()
+    context = forking()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="headway-ranks-") as folder:
         processes = [
@@ -54,6 +48,20 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def forking() -> Any:
+    """Return the multiprocessing context whose processes fork from a server that has imported `tests.preloaded`.
+
+    Such a process costs 0.2 s of CPU, and starts with nothing that an earlier test has left behind. A Python process
+    has one such server, so everything in the tests that wants one asks here.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    # The server finds `tests` in the folder in which it starts; a test may be in another one.
+    with contextlib.chdir(Path(__file__).parents[1]):
+        forkserver.ensure_running()
+    return context
 
 
 def _collect(processes: list[Any], results: Any, timeout_s: float, folder: Path) -> list[Any]:

@@ -11,6 +11,7 @@ import pkgutil
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401 - DDP and FSDP import it when they wrap a model
+import torch._inductor.utils  # noqa: F401
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.profiler._cupti_monitor  # noqa: F401 - an optimizer's first step imports it

@@ -47,9 +47,9 @@ def test_every_public_name_is_on_a_page_of_the_reference(package: str) -> None:
 
 
 READ = {
-    "CallbackList", "Checkpoint", "Description", "File", "FitResult", "Histogram", "Plan", "PrepareProgress",
-    "Prepared", "Progress", "Run", "RunInfo", "RunResult", "Estimate", "Source", "SweepResult",
-    "TrackerList", "TrialResult",
+    "ActiveRun", "CallbackList", "Checkpoint", "Description", "Estimate", "File", "FitResult", "Histogram", "Plan",
+    "PrepareProgress", "Prepared", "Progress", "Run", "RunInfo", "RunResult", "Source", "SweepResult", "TrackerList",
+    "TrialResult",
 }  # fmt: skip
 """Classes that Headway makes, and users read. Errors and protocols have no examples either."""
 

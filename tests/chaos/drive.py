@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import multiprocessing as mp
 import os
 import resource
 import shutil
@@ -25,9 +24,9 @@ from tests.chaos.ledger import Lived, complaints, surviving
 from tests.chaos.program import run_rank
 from tests.chaos.ray_schedule import RaySchedule
 from tests.chaos.schedule import Fault, Life, Schedule, Training
+from tests.distributed import forking
 from tests.on_ray import write_rows
 
-PRELOADED = ["torch", "torch._dynamo", "torch._inductor.utils", "headway.trainer", "tests.chaos.program"]
 LATE_S = 120.0
 MOST_LIVES = 12
 ROWS = 103
@@ -102,9 +101,7 @@ class Drive:
         self._undisturbed: dict[Training, Undisturbed] = {}
         self._asking: dict[Training, threading.Lock] = {}
         self._lock = threading.Lock()
-        # Forked from a server that has imported all there is and done nothing else: a rank starts in no time.
-        self._processes = mp.get_context("forkserver")
-        self._processes.set_forkserver_preload(PRELOADED)
+        self._processes = forking()
 
     def undisturbed(self, training: Training) -> Undisturbed:
         """Returns what becomes of a training that nothing befalls; run twice, to know that it is always the same."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from headway.trainer import Callback, CheckpointConfig, Trainer, World
 from headway.trainer.checkpoints import storage
+from tests.distributed import forking
 from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
 
 STEPS = 40
@@ -28,9 +28,6 @@ CONFIG = TinyConfig(
     log_every="5 steps",  # type: ignore[arg-type]
     checkpoint=CheckpointConfig(every=None),
 )
-# A run is interrupted in a process of its own, with a main thread that Python delivers signals to.
-PROCESSES = mp.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "headway.trainer"])
 
 
 class Patient(TinyTrainer):
@@ -104,8 +101,10 @@ def reference() -> Patient:
 )
 def test_nothing_is_lost(tmp_path: Path, reference: Patient, signals: list[str], doing: str, step: int) -> None:
     """Also where a terminal and `torchrun` both send one: the second within a second changes nothing."""
-    here, there = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=_run, args=(str(tmp_path), there, 1 if doing == "saving" else None))
+    # A process of its own has a main thread that Python delivers signals to.
+    processes = forking()
+    here, there = processes.Pipe()
+    process = processes.Process(target=_run, args=(str(tmp_path), there, 1 if doing == "saving" else None))
     process.start()
     try:
         while here.recv() != doing:
@@ -155,8 +154,10 @@ def _get_stuck(tell: Any) -> None:
 
 
 def test_a_second_ctrl_c_is_for_the_impatient() -> None:
-    here, there = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=_get_stuck, args=(there,))
+    # A process of its own has a main thread that Python delivers signals to.
+    processes = forking()
+    here, there = processes.Pipe()
+    process = processes.Process(target=_get_stuck, args=(there,))
     process.start()
     try:
         assert here.recv() == "stuck"

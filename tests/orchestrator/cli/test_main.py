@@ -148,7 +148,9 @@ def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
     # The shares shrink while this test takes its time.
     assert any(re.fullmatch(r"compute [56]\d\.\d % 68\.0 s", line) for line in lines)
     assert any(re.fullmatch(r"goodput [56]\d\.\d % of the time went into updates that counted", line) for line in lines)
-    assert any(re.match(r"fix first data wait is [23]\d % of the time: more loader workers", line) for line in lines)
+    assert any(
+        re.match(r"fix first data wait is [23]\d % of the time: use more loader workers", line) for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
     opened.update(status="failed", driver=Driver(host="elsewhere", pid=1, heartbeat=0.0))
     before = sorted(tmp_path.rglob("*"))
     for more, message in (
-        (["config.width=3"], "was begun with another config"),
+        (["config.width=3"], "was started with another config"),
         (["--resume", "/no/such"], "there is nothing to resume from"),
         (["--restore", "weights"], "restore takes some of"),
         (["name=many"], "is a sweep"),

@@ -83,7 +83,7 @@ def test_more_workers_than_the_machine_has_is_said_at_once(
 ) -> None:
     """I5: neither Ray nor a folder."""
     no_ray(monkeypatch)
-    with pytest.raises(ConfigError, match=r"4096 workers with 1 CPU each want 4096 CPUs, and this machine has \d+"):
+    with pytest.raises(ConfigError, match=r"4096 workers with 1 CPU each need 4096 CPUs, and this machine has \d+"):
         fit(experiment(tmp_path, data, workers=4096))
     assert list(tmp_path.iterdir()) == []
 
@@ -129,7 +129,7 @@ def test_a_finished_run_is_finished_at_once(
 
 @pytest.mark.ray
 def test_more_workers_than_the_cluster_has_is_said_at_once(ray_session: None, tmp_path: Path, data: str) -> None:
-    with pytest.raises(ConfigError, match=r"the cluster has 4 of 50 CPU that 50 workers want"):
+    with pytest.raises(ConfigError, match=r"the cluster has 4 of 50 CPU that 50 workers need"):
         fit(experiment(tmp_path, data, workers=50))
     assert list(tmp_path.iterdir()) == []
 

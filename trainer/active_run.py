@@ -243,7 +243,10 @@ class ActiveRun:
         self._engine.loop.wait_for_snapshot()
 
     def print(self, text: str) -> None:
-        """Prints once, from the main rank, where the person is looking: also when this rank is on another machine."""
+        """Print once, from the main rank, on the console from which the run was started; also from another machine.
+
+        The text is an INFO record of the logger `headway.run`, too.
+        """
         self._engine.print(text)
 
     def request_stop(self, reason: str, *, status: StopStatus = "stopped") -> None:

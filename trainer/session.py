@@ -108,7 +108,7 @@ class Session(ActiveRun):
         trackers: Sequence[Tracker] | None = None,
         world: World | None = None,
         attempt: int = 1,
-        printer: Callable[[str], None] = print,
+        printer: Callable[[str], None] | None = None,
     ) -> None:
         if not isinstance(config, TrainerConfig):
             raise ConfigError(f"config must be a TrainerConfig (or a subclass), not {config!r:.80}")

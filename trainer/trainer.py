@@ -71,7 +71,8 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         world: the ranks to train on. By default `setup` joins what `torchrun` describes, or this process trains alone;
             a process group that is joined in this way ends with `fit`, one of a given world is its owner's to end.
         attempt: number of this attempt at the run, for its records.
-        printer: where `print` goes on the main rank.
+        printer: displays messages of the main rank, such as those of `print`; by default on stdout. See "Logging" in
+            the documentation for files and levels.
 
     Attributes:
         config: as given.
@@ -116,7 +117,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         trackers: Sequence[Tracker] | None = None,
         world: World | None = None,
         attempt: int = 1,
-        printer: Callable[[str], None] = print,
+        printer: Callable[[str], None] | None = None,
     ) -> None:
         if not isinstance(config, TrainerConfig):
             raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), not {config!r:.80}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from headway.trainer.callbacks.progress_bar import Pace, progress_line
+from headway.trainer.loop import messages
 
 from ..storage.events import Event
 
@@ -41,7 +43,11 @@ class RunConsole:
         self._pace = Pace()
 
     def line(self, text: str, style: str | None = None) -> None:
-        """Print one line."""
+        """Log one line as a message of the run, and print it. A yellow one is a warning."""
+        level = logging.WARNING if style == "yellow" else logging.INFO
+        messages.log(text, lambda line: self._print(line, style), level=level)
+
+    def _print(self, text: str, style: str | None = None) -> None:
         # A style passed to `print` would colour the bar, too.
         self._console.print(Text(text, style=style or ""), soft_wrap=True)
 
@@ -52,7 +58,7 @@ class RunConsole:
         training = {name: value for name, value in record.items() if not name.startswith("validation/")}
         text = progress_line(training, total_steps=self._total, left_s=self._pace.left_s(record, self._total))
         if not self._console.is_terminal:
-            self.line(text)
+            self._print(text)
             return
         self._has_trained = True
         self._update_bar(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.trainer.checkpoints.retention import Mode
+from headway.trainer.loop import messages
 
 from ..config.experiment import Experiment
 from ..sweeps.record import Trial
@@ -50,8 +52,12 @@ class SweepConsole:
         self._total = self._done = 0
 
     def line(self, text: str, style: str | None = None) -> None:
-        """Print one line."""
-        self._console.print(Text(text, style=style or ""), soft_wrap=True)
+        """Log one line as a message of the sweep, and print it. A yellow one is a warning."""
+        messages.log(
+            text,
+            lambda line: self._console.print(Text(line, style=style or ""), soft_wrap=True),
+            level=logging.WARNING if style == "yellow" else logging.INFO,
+        )
 
     def begin(self, experiment: Experiment, search: Search, told: str, *, done: int, going_on: int) -> None:
         """Print the plan of the sweep, and start the table."""

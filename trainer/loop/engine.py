@@ -26,6 +26,7 @@ from ..step.lr_stepping import LrStepping
 from ..step.oom import add_memory_advice, is_out_of_memory
 from ..trackers.base import Tracker
 from ..trackers.jsonl import JsonlTracker
+from . import messages
 from .context import Mode, RunContext
 from .control import Requests
 from .evaluation_metrics import EvaluationMetrics
@@ -63,7 +64,7 @@ class Engine:
         trackers: Sequence[Tracker] | None,
         world: World | None,
         attempt: int,
-        printer: Callable[[str], None],
+        printer: Callable[[str], None] | None,
     ) -> None:
         self.program, self.config, self.owner = program, config, owner
         self.run_dir, self.attempt = run_dir, attempt
@@ -136,9 +137,9 @@ class Engine:
         return ([] if self.data is None else [self.data]) + list(self.validation.values())
 
     def print(self, text: str) -> None:
-        """Prints once, from the main rank."""
+        """Log a message of the run and display it once, from the main rank."""
         if self.world.is_main:
-            self._printer(text)
+            messages.log(text, self._printer or print, on_console=self._printer is None)
 
     def begin(self) -> None:
         """Starts to run: takes over signals and sets everything up; undone by `end`. Every rank must call this."""

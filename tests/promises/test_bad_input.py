@@ -93,7 +93,11 @@ def test_a_trainer_that_lacks_a_method_is_told_which(method: str) -> None:
     ("config", "wanted", "message"),
     [
         (TinyConfig(), ConfigError, "does not say when to stop: set max_epochs, max_steps, max_samples or max_tokens"),
-        (TinyConfig(max_epochs=1, global_batch_size=200), DataError, "has 103 rows, less than one global batch of 200"),
+        (
+            TinyConfig(max_epochs=1, global_batch_size=200),
+            DataError,
+            "has 103 rows, fewer than one global batch of 200",
+        ),
         (TinyConfig(max_epochs=1, batch_size=8, num_rows=0, shuffle=False), DataError, "has no rows"),
     ],
 )

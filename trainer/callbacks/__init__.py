@@ -1,4 +1,4 @@
-"""The base class of callbacks, and the callbacks that come with Headway. Names are imported on first use."""
+"""The base class of callbacks, and Headway's built-in callbacks. Names are imported on first use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PUBLIC = {
     "throughput": ("Throughput",),
     "time_limit": ("TimeLimit",),
 }
-"""The public names, by the module that defines them. The block for type checkers above repeats them."""
+"""Public names by defining module. The block for type checkers above repeats them."""
 
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

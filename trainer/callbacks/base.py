@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Observes a run through its hooks, and makes requests (`trainer.request_stop(reason)`); return values are ignored.
+    """Base class of callbacks: hooks that observe a run and can make requests, as in `trainer.request_stop(reason)`.
 
-    Every rank has its own callbacks and calls the same hooks at the same updates. Batch hooks are called for each
-    micro-batch of this rank, step hooks for each optimizer update. Defining a method `on_*` that is no hook raises
-    TypeError when the class is created. An error in a hook ends the run, with a note that names the hook.
+    Every rank has its own callbacks and calls the same hooks at the same updates; their return values are ignored.
+    Batch hooks are called for each micro-batch of this rank, step hooks for each optimizer update. Defining a method
+    `on_*` that is not a hook raises TypeError when the class is created. An error in a hook ends the run, with a note
+    that names the hook.
 
     Example:
         >>> class CountUpdates(Callback):
@@ -36,7 +37,7 @@ class Callback:
         check_hooks(cls)
 
     def on_setup_start(self, trainer: Any) -> None:
-        """Called first: the world and device exist, the models do not."""
+        """Called first: the world and device exist, the models do not yet."""
 
     def on_models_configured(self, trainer: Any) -> None:
         """Called after `configure_models`: the models are on the meta device, neither wrapped nor sharded."""
@@ -48,7 +49,7 @@ class Callback:
         """Called after a checkpoint was loaded."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called once, before the first update of this attempt, of a new and of a resumed run."""
+        """Called once, before the first update of this attempt, whether the run is new or resumed."""
 
     def on_epoch_start(self, trainer: Any) -> None:
         """Called before the first batch of an epoch, and when a run resumes inside one."""
@@ -112,7 +113,7 @@ class Callback:
         """
 
     def on_epoch_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """Called after each epoch, also one that a stop cuts short, with its training and evaluation means.
+        """Called after each epoch, even if a stop cut it short, with its training and evaluation means.
 
         If a stop interrupts the evaluation of an epoch, the resumed run repeats it and then ends the epoch.
         """
@@ -145,11 +146,11 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def _do_nothing(self: object, *args: object) -> None:
-    """The default of a trainer's own hook."""
+    """Default of every hook."""
 
 
 class OwnHooks:
-    """Every hook as a trainer's method, without the argument `trainer`, so that subclasses can call `super()`."""
+    """Every hook as a method of the trainer, without the argument `trainer`, so that subclasses can call `super()`."""
 
 
 for _name_of_hook in HOOKS:
@@ -160,16 +161,16 @@ def check_hooks(cls: type, *, leading: Sequence[str] = ("self", "trainer")) -> N
     """Check that every method `on_*` of a class is a hook, with the hook's parameters.
 
     Args:
-        cls: a callback; or a trainer, whose own hooks lack the argument `trainer`.
-        leading: the parameters before those of the hook itself.
+        cls: a callback class, or a trainer class, whose hooks lack the argument `trainer`.
+        leading: the parameters that precede the hook's own.
 
     Raises:
-        TypeError: with the method and the nearest hook, or the required parameters.
+        TypeError: a method is not a hook (the message suggests the nearest one) or has other parameters.
     """
     for name in (name for name in dir(cls) if name.startswith("on_")):
         if name not in HOOKS:
             nearest = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
-            raise TypeError(f"{cls.__qualname__} defines {name}, which nothing calls; did you mean {nearest}?")
+            raise TypeError(f"{cls.__qualname__} defines {name}, which is not a hook; did you mean {nearest}?")
         written = inspect.getattr_static(cls, name)
         if not inspect.isfunction(written):
             continue
@@ -178,26 +179,26 @@ def check_hooks(cls: type, *, leading: Sequence[str] = ("self", "trainer")) -> N
             inspect.signature(written).bind(*needed)
         except TypeError as error:
             raise TypeError(
-                f"{cls.__qualname__}.{name}({', '.join(inspect.signature(written).parameters)}) cannot be called "
-                f"as its hook is, with ({', '.join(needed)}): {error}"
+                f"{cls.__qualname__}.{name}({', '.join(inspect.signature(written).parameters)}) must accept the "
+                f"arguments of its hook, ({', '.join(needed)}): {error}"
             ) from None
 
 
 class CallbackList:
-    """All callbacks of one run, in their order, bound to its trainer: `callbacks.on_step_end()` calls each of them.
+    """The callbacks of one run, in order, bound to its trainer: `callbacks.on_step_end()` calls each of them.
 
-    The hooks of the trainer's own class come first. A hook that nothing overrides costs 0.05 microseconds.
+    Hooks of the trainer's own class come first. A hook without overrides costs 0.05 microseconds.
 
     Args:
-        callbacks: callbacks, or functions `(trainer, epoch, metrics)` to be called at the end of every epoch.
-        trainer: the `Trainer` or `Session` that the hooks get. Its class may define hooks itself, with the same names
+        callbacks: `Callback` objects, or functions `(trainer, epoch, metrics)` called at the end of every epoch.
+        trainer: the `Trainer` or `Session` passed to the hooks. Its class may define hooks too, under the same names
             and without the argument `trainer`.
 
     Attributes:
-        overridden: names of the hooks that are overridden, for a loop that would do work only for a hook.
+        overridden: names of the overridden hooks; a loop can skip work that only a hook needs.
 
     Raises:
-        ConfigError: one of `callbacks` is neither a callback nor such a function.
+        ConfigError: one of `callbacks` is neither a `Callback` nor a function of these arguments.
     """
 
     def __init__(self, callbacks: Sequence[Callback | PlainFunction] = (), trainer: object = None) -> None:
@@ -252,7 +253,7 @@ class CallbackList:
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore each callback that has a state in the checkpoint; warn of states without a callback."""
+        """Restore each callback that has a state in the checkpoint; warn about states without a callback."""
         if gone := sorted(set(state_dict) - set(self._by_key)):
             warnings.warn(
                 f"the checkpoint has states of callbacks that this run does not have: {', '.join(gone)}",
@@ -280,7 +281,7 @@ class _AtEpochEnd(Callback):
         self.function = function
 
     def on_epoch_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        # An incomplete epoch counts, too.
+        # An incomplete epoch counts as one.
         self.function(trainer, trainer.current_epoch + (trainer.progress.step_in_epoch > 0), metrics)
 
 
@@ -289,7 +290,7 @@ def _as_callback(candidate: Callback | PlainFunction) -> Callback:
         return candidate
     if isinstance(candidate, type):
         raise ConfigError(
-            f"callbacks takes objects, and {candidate.__qualname__} is a class: write {candidate.__qualname__}(...)"
+            f"callbacks must be instances, but {candidate.__qualname__} is a class: use {candidate.__qualname__}(...)"
         )
     if callable(candidate):
         try:
@@ -299,7 +300,7 @@ def _as_callback(candidate: Callback | PlainFunction) -> Callback:
                 f"a callback function must accept (trainer, epoch, metrics), but {candidate!r}: {error}"
             ) from None
         return _AtEpochEnd(candidate)
-    raise ConfigError(f"callbacks takes Callback objects and functions (trainer, epoch, metrics), got {candidate!r}")
+    raise ConfigError(f"callbacks must be Callback objects or functions (trainer, epoch, metrics), got {candidate!r}")
 
 
 def _name(callback: Callback) -> str:
@@ -350,7 +351,7 @@ def _named(callback: Callback, trainer: Any) -> Iterator[None]:
 
 
 def _call_at_end(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]) -> Callable[..., None]:
-    """Call all of them, also after errors. Raise the first error, or add a note of it to the run's own error."""
+    """Call all of them, even after errors. Raise the first error, or add it as a note to the run's own error."""
 
     def call(error: BaseException | None) -> None:
         first = error
@@ -362,7 +363,7 @@ def _call_at_end(hook: str, callees: Sequence[tuple[str, Callable[..., object]]]
                     raised.add_note(f"raised by {owner}.{hook}")
                     first = raised
                 elif raised is not first:
-                    first.add_note(f"besides, {owner}.{hook} raised {type(raised).__name__}: {raised}")
+                    first.add_note(f"{owner}.{hook} also raised {type(raised).__name__}: {raised}")
         if error is None and first is not None:
             raise first
 

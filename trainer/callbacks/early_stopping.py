@@ -18,7 +18,7 @@ class EarlyStopping(Callback):
     """Requests a stop when a metric has not improved for `patience` evaluations in a row.
 
     Checks every logged value of the metric: one per evaluation for `validation/...`, one per training record for a
-    metric such as `train/loss`. NaN and infinity are no improvement. Evaluations that are not logged
+    metric such as `train/loss`. NaN and infinity never improve it. Evaluations that are not logged
     (`trainer.evaluate()` called directly) are not checked. The count is in checkpoints: a stopped run that is resumed
     with the same patience stops again before its first update.
 
@@ -29,11 +29,11 @@ class EarlyStopping(Callback):
         min_delta: an improvement must beat the best value by more than this.
         target: stop, with success, at a value at least as good as this.
         divergence: stop, with failure, at a value worse than this or not finite.
-        warmup: number of first values that are ignored.
+        warmup: number of initial values to ignore.
 
     Attributes:
         best: the best value so far with its step; `best.value` is None before there is one.
-        without_gain: consecutive values that did not beat it.
+        without_gain: number of consecutive values without improvement.
 
     Raises:
         ConfigError: an argument is invalid; or, at the first evaluation, the metric is not logged.
@@ -58,7 +58,7 @@ class EarlyStopping(Callback):
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
             raise ConfigError(f"warmup must be an integer >= 0 (evaluations), got {warmup!r}")
         if patience is None and target is None and divergence is None:
-            raise ConfigError("EarlyStopping without patience, target and divergence never stops: give one of them")
+            raise ConfigError("EarlyStopping never stops: set patience, target or divergence")
         for name, bound in (("target", target), ("divergence", divergence)):
             if bound is not None and not math.isfinite(bound):
                 raise ConfigError(f"{name} must be a finite number, got {bound!r}")
@@ -78,14 +78,14 @@ class EarlyStopping(Callback):
         """Check the metric, in the records that should have it.
 
         Raises:
-            ConfigError: the metric is missing; lists those that are logged.
+            ConfigError: the metric is missing; the message lists the logged ones.
         """
         if not _should_have(metrics, self.monitor):
             return
         if self.monitor not in metrics:
             raise ConfigError(
-                f"EarlyStopping monitors {self.monitor!r}, which is not logged; logged are "
-                f"{', '.join(sorted(metrics)) or 'no metrics'}"
+                f"EarlyStopping monitors {self.monitor!r}, which is not logged; logged metrics: "
+                f"{', '.join(sorted(metrics)) or 'none'}"
             )
         if self._warmup_left:
             self._warmup_left -= 1
@@ -93,7 +93,7 @@ class EarlyStopping(Callback):
             trainer.request_stop(f"early stopping: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the count, and the rest of the warm-up."""
+        """Return the best value, the count and the remaining warm-up."""
         return {"best": self.best.state_dict(), "without_gain": self.without_gain, "warmup_left": self._warmup_left}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -116,7 +116,7 @@ class EarlyStopping(Callback):
         return None
 
     def _no_improvement(self) -> str:
-        best = "there was no finite value"
+        best = "no value was finite"
         if self.best.value is not None:
             best = f"the best was {self.best.value:.6g} at step {self.best.step}"
         times = "evaluation" if self.monitor.startswith("validation/") else "record"
@@ -126,7 +126,7 @@ class EarlyStopping(Callback):
 
 
 def _should_have(record: Mapping[str, float], monitor: str) -> bool:
-    """Whether a record is of the kind that has this metric: a training record or one of an evaluation."""
+    """Whether this kind of record, of training or of an evaluation, should have the metric."""
     # Only training records have "elapsed_s"; they may also have metrics under "validation/".
     is_training = "elapsed_s" in record
     if not monitor.startswith("validation/"):

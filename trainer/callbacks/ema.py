@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 class Ema(Callback):
     """Averages the trainable weights of all models: `average = decay * average + (1 - decay) * weight` after updates.
 
-    Only applied updates count, once each; skipped ones do not. Each rank averages its own shards, so this works with
-    every strategy; half-precision weights are averaged in float32. Buffers, and parameters that are frozen at setup,
-    are the model's own. The averages are in every checkpoint and resume exactly, also on another number of ranks and
+    Each applied update counts once; skipped updates do not count. Each rank averages its own shards, so this works with
+    every strategy; half-precision weights are averaged in float32. Buffers and parameters that are frozen at setup
+    are not averaged. The averages are in every checkpoint and resume exactly, also on another number of ranks and
     with another strategy.
 
-    During evaluations the models hold the averages, and afterwards the weights again, bit for bit, also after an error.
-    Meanwhile this takes the memory of a second copy of this rank's weights.
+    During evaluations the models hold the averages. Afterwards the weights are restored bit for bit, also after an
+    error. Until then, this needs memory for a second copy of this rank's weights.
 
     Args:
-        decay: factor of the average at each of its updates, from 0 to below 1.
+        decay: factor of the average at each of its updates; >= 0 and < 1.
         update_every: updates of the weights per update of the average.
         start_step: the average starts as a copy of the weights after this update.
-        device: of the averages; that of the weights by default. "cpu" saves GPU memory, but each update of the averages
-            then waits for the GPU.
+        device: where the averages are; by default with the weights. "cpu" saves GPU memory, but each update of the
+            averages then waits for the GPU.
         evaluate: whether evaluations use the averages; True for at most one of several `Ema`.
 
     Raises:
@@ -80,8 +80,8 @@ class Ema(Callback):
         """
         if sum(isinstance(each, Ema) and each.evaluate for each in trainer.callbacks) > 1:
             raise ConfigError(
-                "several Ema callbacks have evaluate=True, and an evaluation uses one set of weights: "
-                "give evaluate=False to all but one"
+                "several Ema callbacks have evaluate=True, but an evaluation uses one set of weights: "
+                "set evaluate=False on all but one"
             )
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class Ema(Callback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the averages into the models, and restore the weights at the end. Any rank may; it does not communicate.
+        """Swap the averages into the models inside this context. No collectives, so any rank may call this alone.
 
         Inside, forward passes and exports use the averages. Do not train or save inside. Does nothing before the
         average has started.
@@ -142,9 +142,9 @@ class Ema(Callback):
 
     @torch.no_grad()
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return a copy of each model's full state dict with the averages in it, by the name of the model.
+        """Return a copy of each model's full state dict, by model name, with the averages in place of the weights.
 
-        On the averages' device, in their dtype. Every rank must call this: sharded tensors are gathered.
+        The averages keep their device and dtype. Every rank must call this: sharded tensors are gathered.
         """
         averages = {
             id(parameter): to_dtensor_like(average, parameter)
@@ -184,7 +184,7 @@ class Ema(Callback):
             or saved[model, key].shape != self._parameters[model, key].shape
         ):
             raise CheckpointError(
-                "the averages in the checkpoint do not match the parameters that are trained now; these differ: "
+                "the averages in the checkpoint do not match the trainable parameters; these differ: "
                 f"{', '.join(differing[:8])}{' and more' if len(differing) > 8 else ''}"
             )
         for name, average in zip(self._parameters, self._averages, strict=True):
@@ -192,7 +192,7 @@ class Ema(Callback):
         self._has_begun = state_dict["has_begun"]
 
     def _weights(self) -> list[torch.Tensor]:
-        """This rank's shards of the weights. Under `no_grad`, where they need no gradient of their own."""
+        """Return this rank's shards of the weights. Call under `no_grad`, so that they are not tracked."""
         return [to_local(parameter) for parameter in self._parameters.values()]
 
     def _new_average(self, weight: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class Ema(Callback):
 
 
 def _trainable(models: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
-    """Return the parameters that get gradients, by model and key; a tied one once, by its first key."""
+    """Return the parameters that get gradients, by model and key; a tied one only under its first key."""
     found: dict[int, tuple[tuple[str, str], nn.Parameter]] = {}
     for name, model in models.items():
         for key, tensor in named_state_tensors(model):

@@ -25,10 +25,10 @@ class GradientNorms(Callback):
 
     Args:
         every: interval, in steps.
-        top: number of the largest norms.
+        top: number of norms to log.
 
     Attributes:
-        norms: of the last measured update, by name, largest first.
+        norms: the last measured norms, by parameter name, largest first.
 
     Raises:
         ConfigError: an argument is invalid.

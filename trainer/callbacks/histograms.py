@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Histograms(Callback):
     """Logs histograms of parameters and gradients to the trackers that support them: TensorBoard and wandb.
 
-    Gradients over all ranks, before clipping; parameters after the update. Every element counts once, with every
-    strategy. Updates at multiples of `every` wait for the device and the other ranks; others cost nothing.
+    Gradients are reduced over all ranks and not yet clipped; parameters are those after the update. Every element
+    counts once, with every strategy. Updates at multiples of `every` wait for the device and the other ranks; others
+    cost nothing.
 
     Args:
         every: interval, in steps.
@@ -30,7 +31,7 @@ class Histograms(Callback):
         parameters: whether to log parameters, as `parameters/<name>`.
         gradients: whether to log gradients, as `gradients/<name>`. If an update steps several optimizers, the last
             gradient of each parameter.
-        bins: per histogram.
+        bins: number of bins per histogram.
 
     Raises:
         ConfigError: an argument is invalid; or, before the first step, a pattern matches no parameter.
@@ -98,7 +99,7 @@ class Histograms(Callback):
             self._gradients |= histograms(gradients, trainer.world, bins=self._bins)
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
-        """Compute the histograms of parameters, and log all."""
+        """Compute the histograms of parameters, and log both kinds."""
         if trainer.global_step % int(self._every.amount) == 0:
             found, self._gradients = self._gradients, {}
             if self._of_parameters:

@@ -42,7 +42,7 @@ class PeakMemory(Callback):
         trainer.add_metric_source(partial(self._measure, trainer))
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Reset the peak, which includes setup."""
+        """Reset the peak, which so far includes setup."""
         reset_peak(trainer.device)
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:

@@ -29,7 +29,7 @@ class Profile(Callback):
 
     Args:
         steps: the first and the last update to trace, counted from 1 as in the log.
-        ranks: that write a trace.
+        ranks: the ranks that write a trace.
         record_shapes: whether to record the input shapes of operators.
         with_stack: whether to record Python stacks, which slows operators down.
         memory: on CUDA also write a snapshot of all allocations, `...-memory.pickle`, for
@@ -65,7 +65,7 @@ class Profile(Callback):
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
         """Check that the trainer has a run directory."""
         if trainer.run_dir is None:
-            raise ConfigError("Profile writes its traces to the run's directory: give the trainer a run_dir")
+            raise ConfigError("run_dir is not set, and Profile writes its traces there: pass run_dir to the trainer")
 
     def on_step_start(self, trainer: Trainer[Any]) -> None:
         """Start at the update before the first one, or later if the run resumes inside the traced updates."""
@@ -117,7 +117,7 @@ class Profile(Callback):
             with_stack=self._with_stack,
             profile_memory=self._memory,
         )
-        # Number its events like the run's updates; there is no public way.
+        # Number the events like the run's updates; torch has no public API for this.
         self._profiler.step_num = begin - 1
         self._profiler.start()
         if upcoming == begin:

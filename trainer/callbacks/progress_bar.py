@@ -23,12 +23,12 @@ _REDRAW_S = 0.1
 class ProgressBar(Callback):
     """Shows rank 0's records, and on a terminal a bar that advances with every update.
 
-    If the output is no terminal (a file, a pipe, a cluster's log), it is one line per record, without control
+    If the output is not a terminal (a file, a pipe, a cluster's log), it prints one line per record, without control
     characters. The time left is an estimate of training time, without evaluations.
 
     Args:
-        stream: of the output; standard output by default.
-        live: whether to draw a bar; by default, if the stream is a terminal.
+        stream: output stream; standard output by default.
+        live: whether to draw a bar; by default only if the stream is a terminal.
 
     Example:
         >>> bar = ProgressBar()
@@ -67,7 +67,7 @@ class ProgressBar(Callback):
             self._draw_training(trainer)
 
     def on_evaluation_start(self, trainer: Trainer[Any]) -> None:
-        """Store the bar, to restore it after the evaluation."""
+        """Remember the bar, to restore it after the evaluation."""
         self._interrupted = self._drawn
 
     def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -157,8 +157,8 @@ def progress_line(record: Mapping[str, Any], *, total_steps: int | None = None, 
 
     Args:
         record: with "step" and "epoch", and optionally "train/loss", "tokens_per_s" or "samples_per_s", "data_wait"
-            (the share of time spent waiting for data) and metrics under "validation/". As trackers get it, or as read
-            from `metrics.jsonl`, where NaN is a string.
+            (the share of time spent waiting for data) and metrics under "validation/". As passed to trackers, or as
+            read from `metrics.jsonl`, where NaN is a string.
         total_steps: updates of the whole run; None if unknown.
         left_s: see `Pace`.
     """

@@ -25,21 +25,21 @@ class Samples(Callback):
     of an `Ema` that is evaluated. The random generators are restored afterwards, so training is the same with and
     without samples; the time does not count in the throughput.
 
-    Every rank calls the function, because a sharded model needs all of them; rank 0's result is shown. An error causes
-    one warning, and training continues. If only some ranks fail, in the middle of a forward pass, the others wait for
-    them forever: let all ranks compute the same.
+    Every rank calls the function, because a sharded model needs all of them; only rank 0's result is shown. An error
+    causes one warning, and training continues. If only some ranks fail, in the middle of a forward pass, the others
+    wait for them forever, so all ranks should compute the same.
 
     Args:
         function: returns a text, a dict of texts and images by name, or None to show nothing.
         every: interval, in steps or epochs.
-        name: of a text that is returned without one.
+        name: name of a text that the function returns without one.
 
     Raises:
         ConfigError: `every` is wall time, which differs between ranks, or `function` is not callable.
 
     Example:
         >>> def guess(trainer):
-        ...     return f"of nothing it makes {trainer.model(torch.zeros(1, 64)).argmax().item()}"
+        ...     return f"for a blank image it predicts {trainer.model(torch.zeros(1, 64)).argmax().item()}"
         >>> trainer = Digits(config, callbacks=[Samples(guess, every="1000 steps")])
     """
 
@@ -96,6 +96,6 @@ class Samples(Callback):
             self._has_warned = True
             name = getattr(self._function, "__qualname__", repr(self._function))
             warnings.warn(
-                f"the samples of {name} failed, and training continues without them: {type(error).__name__}: {error}",
+                f"sampling with {name} failed; training continues without samples: {type(error).__name__}: {error}",
                 stacklevel=3,
             )

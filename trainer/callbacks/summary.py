@@ -39,8 +39,8 @@ class ModelSummary(Callback):
 def model_summary(model: nn.Module, *, name: str = "model") -> str:
     """Return a table of a model's top-level modules: class, parameters, trained parameters, bytes with buffers.
 
-    Numbers are those of the full model, also if it is sharded or on the meta device. A weight that several modules
-    share counts in the first of them.
+    Counts cover the full model, even if it is sharded or on the meta device. A weight shared by several modules counts
+    in the first of them.
 
     Args:
         model: may be wrapped and compiled.

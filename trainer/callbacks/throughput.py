@@ -47,7 +47,7 @@ class Throughput(Callback):
     Nothing is logged if the cost or the peak is unknown, as on a CPU.
 
     Args:
-        peak_flops: of one device, per second, in the training precision; by default that of a known GPU. float32 counts
+        peak_flops: FLOPs per second of one device in the training precision; looked up for known GPUs. float32 counts
             as TF32 if `torch.set_float32_matmul_precision` allows it.
 
     Raises:
@@ -103,7 +103,7 @@ def known_peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the dense peak of a GPU in FLOPs per second, or None if unknown.
 
     Args:
-        device: of this rank.
+        device: this rank's device.
         precision: as in `TrainerConfig.precision`.
     """
     if device.type != "cuda":
@@ -115,6 +115,6 @@ def known_peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_flops_of(name: str, kind: str) -> float | None:
-    """Return the dense peak of the GPU of that name in "bf16", "fp16", "tf32" or "fp32", or None if unknown."""
+    """Return the dense peak of the named GPU in "bf16", "fp16", "tf32" or "fp32", or None if unknown."""
     known = next((peaks for part, peaks in _PEAK_FLOPS.items() if part in name), {})
     return known.get(kind)

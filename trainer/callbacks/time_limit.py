@@ -24,7 +24,7 @@ class TimeLimit(Callback):
         limit: "90m", "2h30m", "1d", or a number of seconds.
 
     Raises:
-        ConfigError: `limit` is not such a time.
+        ConfigError: `limit` is not a time.
 
     Example:
         >>> trainer = Digits(config, callbacks=[TimeLimit("2h30m")])

@@ -1,8 +1,8 @@
-"""Digests of Python code, to find out whether another rank, or an earlier run, had the same.
+"""Digests of Python code, to compare it between ranks and with an earlier run.
 
-Ranks compare bytecode: a class from a user's file is sent to machines that do not have the file, or have an old version
-of it. A resumed run compares source: bytecode differs between versions of Python, and where a tool such as pytest
-rewrites it in one process and not in another.
+Ranks compare bytecode: a class from a user's file is sent to machines that lack the file or have an old version of it.
+A resumed run compares source: bytecode differs between versions of Python, and tools such as pytest rewrite it in some
+processes only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DO_NOT_AFFECT_LEARNING = (
 
 
 def method_digests(cls: type) -> dict[str, str]:
-    """Return a digest of each method of a class, by name; methods that Headway defines are left out."""
+    """Return a digest of each method of a class, by name, without methods that Headway defines."""
     digests: dict[str, str] = {}
     for base in cls.__mro__:
         if base.__module__ not in ("builtins", "typing") and not base.__module__.startswith("headway.trainer."):
@@ -34,8 +34,8 @@ def method_digests(cls: type) -> dict[str, str]:
 def learning_code(trainer: type) -> dict[str, str]:
     """Return a digest of the source of each method that affects what is learned, by name; comments do not count.
 
-    Methods of Headway, hooks and measurements are left out, and so are methods without source, as of a class defined in
-    an interpreter. What the methods call outside the class is not looked at.
+    Methods of Headway, hooks and measurements are left out, and so are methods without source, such as those of a class
+    defined in an interpreter. Functions that the methods call outside the class are not included.
     """
     code: dict[str, str] = {}
     for cls in trainer.__mro__:
@@ -54,12 +54,12 @@ def learning_code(trainer: type) -> dict[str, str]:
 
 @functools.cache
 def learning_code_at_first_use(trainer: type) -> dict[str, str]:
-    """Return what `learning_code` returned first in this process: the file may be edited while the run trains."""
+    """Return the first `learning_code` of this process, because the file may be edited while the run trains."""
     return learning_code(trainer)
 
 
 def class_digest(cls: type) -> str:
-    """Return one digest of the methods that a class itself defines."""
+    """Return one digest of the methods defined in the class itself."""
     return _digest([f"{name} {digest}" for name, digest in sorted(_own_methods(cls).items())])
 
 
@@ -73,7 +73,7 @@ def _digest(parts: Iterator[str] | list[str]) -> str:
 
 
 def _parts(function: FunctionType) -> Iterator[str]:
-    """Yield what tells two functions apart: also of what a decorator has wrapped, and plain default values."""
+    """Yield the bytecode and plain default values of a function, and of the functions that it wraps."""
     current: Any = function
     while isinstance(current, FunctionType):
         yield from _instructions(current.__code__)

@@ -1,8 +1,8 @@
-"""Writes the tensors of a save as files of Distributed Checkpoint, with a plan that is reused from save to save.
+"""Writes tensors as Distributed Checkpoint files, with a plan that is reused from save to save.
 
-Distributed Checkpoint plans which rank writes what, and its readers read the files. The plan depends only on names,
-shapes and shards, and so do the bytes that `torch.save` puts around the numbers of a tensor: both are cached. For 128
-tensors that avoids 40 ms of Python in each save, for which the training thread would have to wait.
+Distributed Checkpoint plans which rank writes what, and its readers read the files. The plan and the bytes that
+`torch.save` writes around a tensor's data depend only on names, shapes and shards, so both are cached. For 128 tensors
+this saves 40 ms of Python per save, for which the training thread would have to wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ METADATA = ".metadata"
 class DcpWriter:
     """Writes the tensors of successive saves, on one rank.
 
-    A process that trains alone also reuses the last layout of earlier writers, as for the successive trials of a sweep.
+    With one rank, it also reuses the last layout of earlier writers, as in successive trials of a sweep.
     """
 
     _of_one_rank: ClassVar[_Layout | None] = None
@@ -49,7 +49,7 @@ class DcpWriter:
     def write(self, tensors: Mapping[str, torch.Tensor], folder: Path, world: World) -> Written:
         """Write this rank's share and start to compute its checksums. Every rank must call this.
 
-        Of replicas on several ranks, one is written; the checksums are of that one.
+        Of replicas on several ranks only one is written; the checksums cover that one.
         """
         shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
         layout, self._layout = self._layout, None
@@ -80,10 +80,10 @@ class DcpWriter:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A rank's tensor file, whose checksums may still be in progress.
+    """A rank's tensor file; its checksums may still be in progress.
 
     Attributes:
-        file: its name.
+        file: name of the file.
         file_sum: checksum of the file.
         part_sums: checksums of the shards in it, with the tensors' names.
     """
@@ -99,12 +99,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the tensors of a save were written; reused for the next save if its tensors are alike.
+    """How the tensors of a save were written; reused for the next save if its names, shapes and shards are equal.
 
     Attributes:
-        shapes: what the plan depends on, by name.
+        shapes: shape and shards of each tensor, by name, on which the plan depends.
         file: this rank's file.
-        items: what this rank writes, in order.
+        items: the items that this rank writes, in order.
         metadata: content of the metadata file, on the main rank.
     """
 
@@ -118,10 +118,10 @@ class _RankFile:
     """One rank's tensor file, each tensor as `torch.save` would write it.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         sum: checksum of the file; set by `write`.
         part_sums: checksums of the shards in it, with the tensors' names.
-        is_framed: whether the positions in the file are the same for any values of the tensors.
+        is_framed: whether positions in the file do not depend on the tensors' values.
     """
 
     sum: Future[FileChecksum]
@@ -132,7 +132,7 @@ class _RankFile:
         self.is_framed = True
 
     def write(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> list[WriteResult]:
-        """Write the tensors; the helper thread computes checksums, possibly beyond the return."""
+        """Write the tensors; the helper thread computes checksums, possibly after this returns."""
         results = []
         # Buffered, because one system call writes at most 2 GB; large writes bypass the buffer.
         with self.path.open("wb") as stream:
@@ -152,7 +152,7 @@ class _RankFile:
         if not is_plain or (frame := _frame(tensor.shape, tensor.dtype)) is None:
             self.is_framed = False
             stream = io.BytesIO()
-            torch.save(tensor.cpu().clone(), stream)  # of a view, torch.save would write the whole storage
+            torch.save(tensor.cpu().clone(), stream)  # cloned: torch.save writes the whole storage of a view
             file.write(stream.getbuffer())
             if has_checksum(tensor):
                 sum_it = functools.partial(shard_checksum, tensor, offsets=offsets, size=size)
@@ -171,13 +171,13 @@ class _RankFile:
 
 @functools.cache
 def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes] | None:
-    """Return what `torch.save` writes before and after the numbers of any tensor of this shape and dtype.
+    """Return the bytes that `torch.save` writes before and after the data of a tensor of this shape and dtype.
 
-    None if this version of torch writes tensors in an unknown way.
+    None if this version of torch writes tensors in an unknown format.
     """
     tensor = torch.empty(shape, dtype=dtype)
     recorder = _Recorder(tensor)
-    # The zip format has a checksum that torch computes but never reads; ours are better.
+    # torch computes the zip format's CRC but never verifies it; our checksums replace it.
     computes = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -190,7 +190,7 @@ def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes] | None:
 
 
 class _Recorder:
-    """A file that records what is written before and after a tensor's memory."""
+    """A file object that records the bytes written before and after a tensor's memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.before: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Exports weights from a checkpoint or a trainer, as safetensors or as a Hugging Face folder."""
+"""Export weights from a checkpoint or a trainer, as safetensors or as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .store import CheckpointStore
 def load_weights(
     checkpoint_path: str | os.PathLike[str], *, model: str | None = None, ema: bool | str = False
 ) -> dict[str, torch.Tensor]:
-    """Read the weights and buffers of a checkpoint, in a script without trainer, cluster or GPU.
+    """Read the weights and buffers of a checkpoint, without a trainer, cluster or GPU.
 
-    The tensors are full, on the CPU, and have the names of the unwrapped model, for any number of ranks and any
-    parallel strategy that saved them: `module.load_state_dict(load_weights(path))`. The whole checkpoint is read and
+    The tensors are full, on the CPU, and named as in the unwrapped model, whatever number of ranks and parallel
+    strategy saved them: `module.load_state_dict(load_weights(path))`. The whole checkpoint is read and
     verified first. `TrainerConfig.init_from` starts a run from such weights.
 
     Args:
         checkpoint_path: directory or fsspec URI, such as `FitResult.last_checkpoint`.
-        model: the name of the trainer's attribute; optional if there is one model.
-        ema: True takes the averages of the callback `Ema` in place of the weights; with several such callbacks, the key
-            of one, such as "Ema/1".
+        model: name of the trainer's attribute; optional if there is only one model.
+        ema: whether to return the averages of the callback `Ema` in place of the weights; with several such
+            callbacks, the key of one, such as "Ema/1".
 
     Raises:
         CheckpointError: the path is not a checkpoint, or the checkpoint is damaged or has no averages.
@@ -59,17 +59,17 @@ def export_safetensors(
 ) -> None:
     """Write the weights of a checkpoint to one safetensors file.
 
-    Tied weights are in the file under each of their names, so that a strict `load_state_dict` finds all.
+    Tied weights are written under each of their names, so that a strict `load_state_dict` finds all.
 
     Args:
         checkpoint_path: directory or fsspec URI.
         file: path or fsspec URI; an existing file is replaced atomically.
         model: as in `load_weights`.
         ema: as in `load_weights`.
-        dtype: to which floating-point tensors are cast; by default as saved.
+        dtype: cast floating-point tensors to this dtype; by default as saved.
 
     Raises:
-        CheckpointError, ConfigError: as `load_weights`.
+        CheckpointError, ConfigError: as in `load_weights`.
 
     Example:
         >>> export_safetensors(result.last_checkpoint, "digits.safetensors", dtype=torch.bfloat16)
@@ -95,13 +95,13 @@ def export_pretrained(
     Args:
         checkpoint_path: directory or fsspec URI.
         folder: a local path, created if needed.
-        module: of the trained class, with its config; its weights are ignored, so it may be on "meta".
+        module: an instance of the trained class, with its config; its weights are ignored, so it may be on "meta".
         model: as in `load_weights`.
         ema: as in `load_weights`.
-        dtype: to which floating-point tensors are cast; by default as saved.
+        dtype: cast floating-point tensors to this dtype; by default as saved.
 
     Raises:
-        CheckpointError, ConfigError: as `load_weights`; also if the module has no `save_pretrained`.
+        CheckpointError, ConfigError: as in `load_weights`; ConfigError also if `module` has no `save_pretrained`.
     """
     if not hasattr(module, "save_pretrained"):
         raise ConfigError(
@@ -113,9 +113,9 @@ def export_pretrained(
 
 
 def gather_weights(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Return the full weights and buffers of a live model, on the CPU of the main rank. Every rank must call this.
+    """Return the full weights and buffers of a live model, on the main rank's CPU. Every rank must call this.
 
-    Tied weights stay tied. The other ranks hold one full tensor at a time, and get an empty dict.
+    Tied weights stay tied. Other ranks hold one full tensor at a time and return an empty dict.
     """
     gathered: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}
@@ -151,7 +151,7 @@ def write_on_main(world: World, what: str, write: Callable[[], None]) -> None:
     """Call a function on the main rank. Every rank must call this.
 
     Raises:
-        CheckpointError: on every rank, with the reason, if the function failed.
+        CheckpointError: `write` failed; raised on every rank, with the reason.
     """
     failure: Exception | None = None
     if world.is_main:
@@ -176,7 +176,7 @@ def choose_model(name: str | None, models: Mapping[str, object], where: str) -> 
     """Return `name`, or the name of the only model.
 
     Raises:
-        ConfigError: the name is missing and there are several models, or it is unknown.
+        ConfigError: the name is unknown, or missing although there are several models.
     """
     if name is None and len(models) > 1:
         raise ConfigError(f"{where} has several models: set model= to one of {', '.join(models)}")
@@ -188,12 +188,14 @@ def choose_model(name: str | None, models: Mapping[str, object], where: str) -> 
 def _averaged(
     weights: Mapping[str, torch.Tensor], model: str, callbacks: Mapping[str, Any], key: str, where: str
 ) -> dict[str, torch.Tensor]:
-    """Return the weights, replaced by their averages where a callback `Ema` has some."""
+    """Return the weights, with those that a callback `Ema` averages replaced by their averages."""
     if key not in callbacks:
         there = [name for name in callbacks if name.startswith("Ema/")]
         raise CheckpointError(f"{where} has no averages {key!r}; it has {', '.join(there) or 'none'}")
     if not callbacks[key]["has_begun"]:
-        raise CheckpointError(f"{where} was saved before the averages {key!r} began: use a later one, or ema=False")
+        raise CheckpointError(
+            f"{where} was saved before the averages {key!r} began: use a later checkpoint, or ema=False"
+        )
     averages: Mapping[str, torch.Tensor] = callbacks[key]["averages"].get(model, {})
     averaged = {**weights, **averages}
     # A tied weight is saved under each of its names, bit-identical, and averaged under the first.
@@ -205,7 +207,7 @@ def _averaged(
 
 
 class _StateCollector:
-    """A part that keeps the state it is loaded with."""
+    """A part that stores the state loaded into it."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Size and checksum of a file, on disk or while it is written. Without torch.
+"""Size and checksum of a file, on disk or while it is written. Imports no torch.
 
-The checksum is XXH3-128, the fastest of the established ones: it detects bit rot and torn writes, not tampering.
+The checksum is XXH3-128, chosen for speed: it detects bit rot and torn writes, not tampering.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .worker_thread import WorkerThread
 T = TypeVar("T")
 
 _ALGORITHM = "xxh3_128"
-# Small enough that a piece read from disk, or for another checksum, is still in the CPU cache.
+# Small enough that a piece just read, from disk or for another checksum, is still in the CPU cache.
 _PIECE_BYTES = 1 << 20
 
 
@@ -31,7 +31,7 @@ class FileChecksum:
         checksum: "xxh3_128:" and 32 hex digits.
 
     Raises:
-        ValueError: the checksum is of another algorithm.
+        ValueError: `checksum` names another algorithm.
     """
 
     size_bytes: int
@@ -39,7 +39,7 @@ class FileChecksum:
 
     def __post_init__(self) -> None:
         if not self.checksum.startswith(f"{_ALGORITHM}:"):
-            raise ValueError(f"the checksum must be {_ALGORITHM}:<hex digits>, not {self.checksum!r}")
+            raise ValueError(f"checksum must be {_ALGORITHM}:<hex digits>, got {self.checksum!r}")
 
     @classmethod
     def of(cls, path: Path) -> FileChecksum:
@@ -54,14 +54,14 @@ class FileChecksum:
 
 
 class ChecksummedFile:
-    """A file that is written sequentially, with a checksum of what was written.
+    """A file that is written sequentially, with a checksum of the bytes written.
 
-    A checksum of the bytes as they were handed over also detects corruption on the way to the disk; one of the file
-    read back does not.
+    A checksum of the bytes in memory also detects corruption on the way to the disk; a checksum of the file read back
+    does not.
 
     Args:
-        file: opened for binary writing; empty.
-        helper: computes the checksum.
+        file: an empty file opened for binary writing.
+        helper: thread that computes the checksum.
     """
 
     def __init__(self, file: Any, helper: WorkerThread) -> None:
@@ -78,8 +78,8 @@ class ChecksummedFile:
         """Write bytes while the helper reads them; return the result of `read`.
 
         Args:
-            data: must not change until the future is done.
-            read: called with a function, to which it must pass all of the data, piece by piece and in order.
+            data: bytes that must not change until the future is done.
+            read: called with a function, to which it must pass all of the data in order, piece by piece.
         """
         view = memoryview(data).cast("B")
         self._size += len(view)
@@ -92,6 +92,6 @@ class ChecksummedFile:
         return self._size
 
     def sum(self) -> Future[FileChecksum]:
-        """Return size and checksum of what has been written so far."""
+        """Return size and checksum of the bytes written so far."""
         size = self._size
         return self._helper.submit(lambda: FileChecksum(size, f"{_ALGORITHM}:{self._hasher.hexdigest()}"), Future())

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, `manifest.json`; a directory without it is not a checkpoint. Without torch."""
+"""The manifest of a checkpoint, `manifest.json`; a directory without it is not a checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Checkpoint:
         path: directory or URI.
         step: completed optimizer updates.
         epoch: completed passes over the data.
-        metrics: as of the save; floats, also NaN and infinities.
-        meta: what the run stores beside its state; JSON.
+        metrics: metrics at the save; floats, possibly NaN or infinite.
+        meta: what the run stores besides its state; JSON.
         world_size: number of ranks that saved it.
-        sequence: number of the save in its store. The newest checkpoint is the one saved last; it does not always have
-            the most steps, because a run may resume from an older checkpoint.
+        sequence: number of the save in its store. The newest checkpoint has the highest sequence, but not always the
+            highest step, because a run may resume from an older checkpoint.
         time_s: when it was committed, in seconds since 1970.
         writer: the process that committed it.
     """
@@ -49,10 +49,10 @@ class Checkpoint:
 
 
 def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileChecksum]) -> bytes:
-    """Return the text of a manifest, with a checksum of its own content.
+    """Return the text of a manifest, which includes a checksum of its content.
 
     Raises:
-        CheckpointError: `meta` is not JSON.
+        CheckpointError: `metrics` are not floats, or `meta` is not JSON.
     """
     try:
         body = {
@@ -74,10 +74,10 @@ def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileChecksum]) ->
 
 
 def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileChecksum]]:
-    """Read what `write_manifest` wrote for the checkpoint at `path`.
+    """Parse the text that `write_manifest` returned for the checkpoint at `path`.
 
     Raises:
-        CheckpointError: the text is incomplete, altered or of another format.
+        CheckpointError: the text is incomplete, altered or in another format.
     """
     try:
         body = json.loads(text)
@@ -86,7 +86,7 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileCh
                 f"{path}/{MANIFEST} has format {body['format']}; this version of Headway reads format {FORMAT}"
             )
         if body.pop("crc32") != _body_sum(body):
-            raise CheckpointError(f"{path}/{MANIFEST} is not what was written: its checksum differs")
+            raise CheckpointError(f"{path}/{MANIFEST} has changed since it was written: its checksum differs")
         checkpoint = Checkpoint(
             path=path,
             step=body["step"],
@@ -115,7 +115,7 @@ def _encode(value: Any) -> Any:
         return {"$float": repr(float(value))}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"keys must be text, not {wrong[0]!r}")
+            raise TypeError(f"keys must be text, got {wrong[0]!r}")
         return {key: _encode(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(each) for each in value]

@@ -2,9 +2,9 @@
 
 The names do not depend on the parallel strategy, so a run saved under DDP can resume under FSDP2, and the reverse.
 
-`torch.distributed.checkpoint.state_dict` is not used: to get the state of an optimizer that has none yet, it takes a
-step, which changes Adam's bias correction for good; it refuses SGD without momentum and parameters that never had a
-gradient; and `Optimizer.load_state_dict` alone casts float32 moments to a bfloat16 parameter's dtype.
+`torch.distributed.checkpoint.state_dict` is not used: to initialise an optimizer's state it takes a step, which
+permanently changes Adam's bias correction; and it rejects SGD without momentum and parameters that never had a
+gradient. `Optimizer.load_state_dict` alone would cast float32 moments to a bfloat16 parameter's dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..distributed.dtensor import strip_wrappers, to_local
 from ..errors import CheckpointError, ConfigError
 
-# Name components that wrappers add. DDP wraps the whole model and is removed as a module instead.
+# Name components added by wrappers. DDP, which wraps the whole model, is removed as a module instead.
 _CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
 
 
@@ -29,19 +29,19 @@ class NamedModels(dict[str, nn.Module]):
 
     @functools.cached_property
     def state_by_model(self) -> dict[str, dict[str, Any]]:
-        """The live `unwrapped_state_dict` of each model."""
+        """Return the live `unwrapped_state_dict` of each model."""
         return {name: unwrapped_state_dict(model, keep_vars=True) for name, model in self.items()}
 
     def clear_cache(self) -> None:
-        """Discard the state dicts, after the models' tensors may have changed."""
+        """Discard the state dicts, because the models' tensors may have changed."""
         self.__dict__.pop("state_by_model", None)
 
 
 class ModelState:
-    """The weights and buffers of models, which may be wrapped.
+    """The weights and buffers of possibly wrapped models.
 
     Args:
-        models: by the names under which they are saved.
+        models: models by the names under which they are saved.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
@@ -68,7 +68,7 @@ class ModelState:
         """Load all weights and buffers.
 
         Raises:
-            CheckpointError: a model, a key or a shape differs from the live ones.
+            CheckpointError: models, keys or shapes differ from the live ones.
         """
         self._targets = None
         self._models.clear_cache()
@@ -85,12 +85,12 @@ class OptimizerState:
     """The state and settings of one optimizer.
 
     Args:
-        models: those whose parameters the optimizer may hold.
-        name: of the optimizer, for messages.
-        optimizer: over parameters of one or several models.
+        models: models whose parameters the optimizer may hold.
+        name: name of the optimizer, for messages.
+        optimizer: an optimizer over parameters of one or several models.
 
     Raises:
-        ConfigError: the optimizer holds a parameter of none of the models, which no checkpoint would contain.
+        ConfigError: the optimizer holds a parameter that belongs to no model, so no checkpoint would contain it.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -113,7 +113,7 @@ class OptimizerState:
         }
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return an empty tensor, sharded and placed as the parameter to which the state belongs."""
+        """Return an empty tensor, sharded and placed like the parameter to which the state belongs."""
         if self._targets is None:
             self._targets = self._parameters_by_name()
         parameter = self._targets.get(path[1]) if path[0] == "state" else None
@@ -124,10 +124,10 @@ class OptimizerState:
         return torch.empty(size, dtype=dtype, device=parameter.device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state, in the dtypes in which it was saved, and the settings.
+        """Load the settings, and the state in its saved dtypes.
 
         Raises:
-            CheckpointError: the groups hold other parameters than the saved ones.
+            CheckpointError: the parameter groups differ from the saved ones.
         """
         self._targets = None
         parameters = self._parameters_by_name()
@@ -135,7 +135,8 @@ class OptimizerState:
         saved_groups, live_groups = state["param_groups"], self._optimizer.param_groups
         if len(saved_groups) != len(live_groups):
             raise CheckpointError(
-                f"optimizer {self._name!r} has {len(live_groups)} parameter groups, and had {len(saved_groups)}"
+                f"optimizer {self._name!r} has {len(live_groups)} parameter groups, but the checkpoint has "
+                f"{len(saved_groups)}"
             )
         groups, names = [], iter(parameters)
         for index, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):
@@ -160,7 +161,7 @@ class OptimizerState:
                 f"optimizer {self._name!r} holds {len(unknown)} parameters that belong to none of the models "
                 f"({', '.join(self._models) or 'there is none'}), the first at index {unknown[0]}, of shape "
                 f"{tuple(held[unknown[0]].shape)}: put each into a module that is an attribute of the trainer, "
-                "and make optimizers in configure_optimizers()"
+                "and create optimizers in configure_optimizers()"
             )
         return [known[id(parameter)] for parameter in held]
 
@@ -177,7 +178,7 @@ def unwrapped_state_dict(model: nn.Module, *, keep_vars: bool = False) -> dict[s
 def tensors_changed_by_step(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Callable[[torch.Tensor], bool]:
-    """Return a function that tells whether a tensor is a parameter or optimizer state, which change only on a step."""
+    """Return a predicate for parameters and optimizer state, the tensors that change only on an optimizer step."""
     state_by_model = (models if isinstance(models, NamedModels) else NamedModels(models)).state_by_model
     values: list[torch.Tensor] = [
         value for each in state_by_model.values() for value in each.values() if isinstance(value, nn.Parameter)
@@ -201,7 +202,7 @@ def _unwrapped_name(key: str) -> str:
 
 def named_state_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the live parameters and buffers with the names of the unwrapped model; sharded tensors stay sharded."""
-    # Not named_parameters(): of a sharded model that is gathered just now it gives the gathered ones.
+    # Not named_parameters(): if a sharded model is currently gathered, it returns the gathered parameters.
     state = unwrapped_state_dict(model, keep_vars=True)
     return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
 

@@ -1,8 +1,8 @@
-"""Proves, before the first update, that a resumed run continues the run that saved the checkpoint.
+"""Verifies, before the first update, that a resumed run continues the run that saved the checkpoint.
 
-The certificate is part of the manifest: the position in the data and the rows that come next, the names of optimizers
-and schedulers, and digests of all tensors, of each rank's random state and of the training code. The config and the
-fingerprint of the data are beside it in the manifest.
+The certificate is part of the manifest: the position in the data, the next rows, the names of optimizers and
+schedulers, and digests of all tensors, of each rank's random state and of the training code. The manifest also has the
+config and the fingerprint of the data.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _MOST_LINES = 8
 
 
 class ResumeCertificate:
-    """Makes the certificates of a run's checkpoints, and compares a resumed run with the certificate it resumes from.
+    """Creates the certificates of a run's checkpoints, and compares a resumed run with its checkpoint's certificate.
 
     Args:
         code: digests of the methods that affect what is learned, by name.
-        config: of the trainer.
+        config: the trainer's config.
         world: the ranks that train.
-        progress: of the run, live.
-        optimizers, schedulers: by name.
-        data: the training data, opened.
-        exact: what the bits of a run in exact mode depend on besides config and code; empty in an ordinary run.
+        progress: the run's live progress.
+        optimizers, schedulers: names.
+        data: the training data, after `setup`.
+        exact: facts besides config and code on which the bits depend in exact mode; empty in an ordinary run.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class ResumeCertificate:
                         kind,
                         ", ".join(info[kind]),
                         ", ".join(live) or "none",
-                        f"set self.{lacking[0]} in configure_optimizers() again, or leave {kind!r} out of restore=",
+                        f"set self.{lacking[0]} in configure_optimizers() again, or remove {kind!r} from restore=",
                     )
                 )
         self._raise_if_changed(checkpoint, changes)
         if (code := info.get("code")) and self._world.is_main and (edited := _edited(code, self._code)):
             warnings.warn(
-                f"the code of {', '.join(edited)} is not what it was when {checkpoint.path} was saved: the run "
-                "resumes with the new code, so its result may differ from that of an uninterrupted run",
+                f"the code of {', '.join(edited)} has changed since {checkpoint.path} was saved: the run resumes "
+                "with the new code, so its result may differ from that of an uninterrupted run",
                 CheckpointWarning,
                 stacklevel=5,
             )
@@ -127,7 +127,7 @@ class ResumeCertificate:
         Every rank must call this, before any random number is drawn or any data is read.
 
         Args:
-            checkpoint: the one that was loaded.
+            checkpoint: the loaded checkpoint.
             store: the store that loaded it.
             parts: the loaded parts that all ranks share.
             rank_parts: the loaded parts that belong to this rank.
@@ -146,7 +146,7 @@ class ResumeCertificate:
         self._raise_if_changed(checkpoint, changes)
 
     def _exact_facts(self) -> dict[str, Any]:
-        """Return what the bits of a run in exact mode depend on, beyond what no run may change."""
+        """Return the facts that must not change in exact mode, besides those that no run may change."""
         return {
             "config.micro_batch_size": self._config.micro_batch_size,
             **self._exact,
@@ -167,14 +167,14 @@ class ResumeCertificate:
         if len(found) > _MOST_LINES:
             lines.append(f"  and {len(found) - _MOST_LINES} more")
         raise ResumeError(
-            f"this run is not the one that saved {checkpoint.path}; what differs, then -> now:\n"
+            f"this run differs from the one that saved {checkpoint.path} (saved -> now):\n"
             + "\n".join(lines)
             + "\nTo resume: "
             + "; ".join(dict.fromkeys(each.remedy for each in found))
         )
 
     def _changed_update_size(self, checkpoint: Checkpoint, info: Mapping[str, Any]) -> Iterator[_Change]:
-        """Compare the samples of one update, or its batches if the data does not know its samples."""
+        """Compare the samples per update, or the batches per update if the data does not know its samples."""
         config, ranks, ranks_now = self._config, checkpoint.world_size, self._world.size
         before, now = info.get("samples_per_step"), self._samples_per_step()
         what, keep = "samples", f"global_batch_size={before}"
@@ -209,7 +209,7 @@ class ResumeCertificate:
                 "next rows",
                 f"{first[0]}, ... ({before_rows['digest']})",
                 f"{first[1]}, ... ({rows['digest']})",
-                f"find out why the order of the data has changed, or {_ACCEPT}",
+                f"check why the order of the data has changed, or {_ACCEPT}",
             )
 
     def _changed_tensors(
@@ -227,11 +227,11 @@ class ResumeCertificate:
         sums = {name: str(each) for name, each in compute_checksums(live, self._world).items()}
         changes = []
         for name in sorted(sums.keys() | saved.keys()):
-            # Tensors inside objects have no path of keys; they are named "part/#".
+            # Tensors inside objects have no key path; they are named "part/#".
             if "#" in name or not any(name.startswith(f"{part}/") for part in certain):
                 continue
             before, now = saved.get(name, "absent"), sums.get(name, "absent")
-            # A different dtype comes from a change of the config, which was accepted before.
+            # A dtype differs only after a change of the config, which has been accepted by now.
             if before != now and (before.split()[0] == now.split()[0] or "absent" in (before, now)):
                 changes.append(_Change(name, before, now, _ANOTHER))
         return changes
@@ -240,7 +240,7 @@ class ResumeCertificate:
         rank = self._world.rank
         if rank >= len(info["ranks"]):
             return
-        # This rank also gets the state of ranks that are gone.
+        # This rank also gets the states of ranks that no longer exist.
         has_more = rank + self._world.size < len(info["ranks"])
         for part, saved in info["ranks"][rank].items():
             if has_more and isinstance(rank_parts.get(part), Mergeable):
@@ -249,14 +249,16 @@ class ResumeCertificate:
             # Only keys on both sides: a GPU adds a generator.
             for key in saved.keys() & state.keys():
                 if (now := digest_of(state[key])) != saved[key]:
-                    remedy = 'leave "rng" out of restore=, for fresh random numbers' if part == "rng" else _ANOTHER
+                    remedy = (
+                        'remove "rng" from restore= to start with fresh random numbers' if part == "rng" else _ANOTHER
+                    )
                     yield _Change(f"{part}.{key} of rank {rank}", saved[key], now, remedy)
 
     def _samples_per_step(self) -> int | None:
         return self._data.samples_per_step if isinstance(self._data, SupportsPeek) else None
 
     def _next_rows(self, place: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the first ids and a digest of the next rows over all ranks; None if the data cannot tell."""
+        """Return the first ids and a digest of the next rows over all ranks; None if the data does not know."""
         if not isinstance(self._data, SupportsPeek):
             return None
         rows = list(self._data.next_rows(place["epoch"], offset=place["offset"], count=_NUM_ROWS))
@@ -269,7 +271,7 @@ _ANOTHER = "this cannot be overridden: resume from another checkpoint, or start 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One difference between the saved and the resumed run, and what to do about it."""
+    """A difference between the saved and the resumed run, and its remedy."""
 
     what: str
     before: str
@@ -293,7 +295,7 @@ def _position(progress: Progress) -> dict[str, int]:
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield each field that both configs have, with different values; other versions may have more or fewer fields."""
+    """Yield each field that differs and that both configs have; other versions may have more or fewer fields."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in before:
             if key in now and (path or key not in _NOT_COMPARED):

@@ -1,4 +1,4 @@
-"""Decides which checkpoints are kept and which is the best, from their manifests; and marks checkpoints to keep."""
+"""Choose the checkpoints to keep and the best one, from their manifests; mark checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints a run keeps: the last ones, the best ones, and some for good.
+    """Which checkpoints a run keeps: the last ones, the best ones, and some permanently.
 
     Attributes:
         keep_last: number of most recently saved checkpoints; "all" deletes none.
-        monitor: the metric that ranks checkpoints; None keeps none for being the best.
+        monitor: metric that ranks checkpoints; with None, no checkpoint counts as best.
         mode: "min" if lower is better, "max" if higher is.
         keep_best: number of best checkpoints.
         keep_every: steps or epochs; the first checkpoint at or after each multiple is kept.
@@ -39,19 +39,19 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.keep_last != "all" and not _whole(self.keep_last, at_least=1):
-            raise ConfigError(f'keep_last must be an integer >= 1 or "all", not {self.keep_last!r}')
+            raise ConfigError(f'keep_last must be an integer >= 1 or "all", got {self.keep_last!r}')
         if not _whole(self.keep_best, at_least=0):
-            raise ConfigError(f"keep_best must be an integer >= 0, not {self.keep_best!r}")
+            raise ConfigError(f"keep_best must be an integer >= 0, got {self.keep_best!r}")
         if self.keep_every is not None and self.keep_every.unit == "seconds":
             raise ConfigError(
-                f'keep_every must be in steps or epochs, such as "5000 steps", not {self.keep_every}; '
+                f'keep_every must be in steps or epochs, such as "5000 steps", got {self.keep_every}; '
                 "for a time, set keep_every_time"
             )
         if self.keep_every_time is not None and self.keep_every_time.unit != "seconds":
-            raise ConfigError(f'keep_every_time must be a time such as "30m", not {self.keep_every_time}')
+            raise ConfigError(f'keep_every_time must be a time such as "30m", got {self.keep_every_time}')
 
     def superseded(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints to delete, given all in the order of their commits."""
+        """Return the checkpoints to delete, given all checkpoints in commit order."""
         reasons = self.reasons(checkpoints)
         return [each for each in checkpoints if not reasons[each.path]]
 
@@ -66,7 +66,7 @@ class Retention:
         return {each.path: [why for why, kept in paths.items() if each.path in kept] for each in checkpoints}
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """Return the checkpoint with the best finite metric, the earliest of equals; None if no checkpoint has it."""
+        """Return the checkpoint with the best finite metric, the earliest of equals; None if none has it."""
         return next(iter(self.ranked(checkpoints)), None)
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -99,7 +99,7 @@ def _whole(value: object, *, at_least: int) -> bool:
 Mode = Literal["min", "max"]
 
 _ROUNDING = 1e-12
-"""Relative rounding error of a mean over the same rows in other batches or on other ranks."""
+"""Relative rounding error of a mean when the same rows are batched or distributed differently."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Best:
 
     Args:
         mode: "min" if lower is better, "max" if higher is.
-        min_delta: by how much a value must beat the best one; 0 accepts any improvement.
+        min_delta: an improvement must beat the best value by more than this; 0 accepts any improvement.
 
     Attributes:
         value: the best finite value; None before the first.
@@ -125,9 +125,9 @@ class Best:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ConfigError(f'mode must be "min" (lower is better) or "max" (higher is better), not {self.mode!r}')
+            raise ConfigError(f'mode must be "min" (lower is better) or "max" (higher is better), got {self.mode!r}')
         if not 0 <= self.min_delta < math.inf:
-            raise ConfigError(f"min_delta must be a number >= 0, not {self.min_delta!r}")
+            raise ConfigError(f"min_delta must be a number >= 0, got {self.min_delta!r}")
 
     def update(self, value: float, *, step: int) -> bool:
         """Record a value if it is the best so far; return whether it is."""
@@ -165,7 +165,7 @@ KEEP_MARK = "pinned"
 
 
 def mark_kept(storage: Storage, name: str) -> None:
-    """Mark a checkpoint to be kept for good, also by a run that is training now.
+    """Mark a checkpoint to be kept permanently, even by a run that is training now.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was just deleted.
@@ -175,7 +175,7 @@ def mark_kept(storage: Storage, name: str) -> None:
             storage.write(name, KEEP_MARK, b"")
     except FileNotFoundError:
         pass
-    # Checked after the mark is set: the run looks for the mark before it deletes.
+    # Checked after setting the mark, because the run looks for marks before it deletes.
     if not storage.committed(name):
         raise CheckpointError(f"cannot pin {storage.path_of(name)}: there is no such checkpoint")
 

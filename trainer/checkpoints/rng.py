@@ -15,15 +15,15 @@ from .manifest import CheckpointWarning
 
 
 def seed_everything(seed: int, *, rank: int | Literal["common"], step: int = 0) -> None:
-    """Seed Python, NumPy and torch (on all devices of this process), each with different numbers.
+    """Seed Python, NumPy and torch (all devices of this process), each with a different seed.
 
     Args:
         seed: an integer >= 0; nearby seeds give unrelated numbers.
-        rank: the rank, for dropout and augmentation; or "common" for a stream that is the same on every rank, for what
-            all ranks must agree on, such as initial weights.
-        step: the update after which a rank joins a run; it gets other numbers than a rank that started with the run.
+        rank: the rank, for dropout and augmentation; or "common" for a stream that is equal on every rank, such as for
+            initial weights.
+        step: the update after which a rank joins a run; its numbers differ from those of the rank at the start.
     """
-    # spawn_key is how NumPy derives streams that do not overlap: numpy.random.SeedSequence, "spawn".
+    # NumPy derives independent streams by spawn_key; see numpy.random.SeedSequence.spawn.
     key = (0,) if rank == "common" else (1, rank, step) if step else (1, rank)
     _seed(np.random.SeedSequence(seed, spawn_key=key))
 
@@ -32,8 +32,8 @@ def seed_for(seed: int, *purpose: str | int) -> None:
     """Seed the same generators for one purpose, independent of the rank; for exact mode.
 
     Args:
-        seed: of the run.
-        purpose: a word and integers >= 0, such as ("part", step, tries, part). Each gives a different stream.
+        seed: the run's seed.
+        purpose: a word and integers >= 0, such as ("part", step, tries, part). Each purpose has a separate stream.
     """
     key = [int.from_bytes(each.encode(), "big") if isinstance(each, str) else each for each in purpose]
     _seed(np.random.SeedSequence(seed, spawn_key=(2, *key)))
@@ -50,7 +50,7 @@ def _seed(stream: np.random.SeedSequence) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's CPU and CUDA generators that are in use, in a hundredth of the time of `torch.manual_seed`.
+    """Seed torch's CPU generator and initialized CUDA generators, 100 times faster than `torch.manual_seed`.
 
     `torch.manual_seed` also records a traceback for each device type that is not initialized yet, to seed it later.
     """
@@ -60,10 +60,10 @@ def seed_torch(seed: int) -> None:
 
 
 class RngState:
-    """The state of these generators on this rank, as a part of a checkpoint. For CUDA, of the current device."""
+    """The state of all generators of this rank, as a part of a checkpoint. For CUDA, that of the current device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of Python's, NumPy's, torch's and, where there is one, the CUDA device's generator."""
+        """Return the states of the generators of Python, NumPy, torch and, if there is one, the CUDA device."""
         version, numbers, half_a_pair = random.getstate()
         kind, keys, position, has_gauss, gauss = np.random.get_state()
         state: dict[str, Any] = {
@@ -77,7 +77,7 @@ class RngState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the generators. A generator without saved state keeps its current one, with a warning."""
+        """Restore the generators. A generator without a saved state keeps its current one, with a warning."""
         setters: dict[str, Callable[[Any], object]] = {
             "python": lambda saved: random.setstate(
                 (saved[0], struct.unpack(f"<{len(saved[1]) // 4}I", saved[1]), *saved[2:])

@@ -1,4 +1,4 @@
-"""Finds and verifies the checkpoints in a storage. Reads only, in one process."""
+"""Find and verify the checkpoints in a storage. Read-only, in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRIES, _PAUSE_S = 3, 1.0
-# Errors with which a file system reports that a disk has lost data.
+# Errors by which a file system reports that a disk has lost data.
 _LOST = frozenset((errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)))
 
 
@@ -31,7 +31,7 @@ class _DiskFailureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ScannedCheckpoint:
-    """Something that was once committed: a checkpoint, or what is wrong with its manifest."""
+    """A committed checkpoint, or the problem with its manifest."""
 
     name: str
     checkpoint: Checkpoint | None
@@ -40,10 +40,10 @@ class ScannedCheckpoint:
 
 
 def scan(storage: Storage) -> list[ScannedCheckpoint]:
-    """Return all committed checkpoints in the order of their commits; those with a damaged manifest come last.
+    """Return all committed checkpoints in commit order; those with a damaged manifest come last.
 
     Raises:
-        CheckpointError: a manifest cannot be read now, but is neither missing nor on a damaged disk.
+        CheckpointError: a manifest cannot be read, but is neither missing nor on a damaged disk.
     """
     entries = []
     names = storage.names()
@@ -63,15 +63,15 @@ def scan(storage: Storage) -> list[ScannedCheckpoint]:
                 raise
             entries.append(ScannedCheckpoint(name, None, {}, str(error)))
     if set(storage.names()) != set(names):
-        return scan(storage)  # a run that is training now has replaced one: scan again
+        return scan(storage)  # a run has replaced one meanwhile: scan again
     return sorted(entries, key=lambda each: (each.checkpoint.sequence if each.checkpoint else float("inf"), each.name))
 
 
 def verify_file(storage: Storage, name: str, file: str, expected: FileChecksum) -> str | None:
-    """Return what is wrong with one file of a checkpoint, or None. Read the whole file only if its size is right.
+    """Return the problem with one file of a checkpoint, or None. Reads the whole file only if its size is right.
 
     Raises:
-        CheckpointError: the file cannot be read now, but is neither missing nor on a damaged disk.
+        CheckpointError: the file cannot be read, but is neither missing nor on a damaged disk.
     """
 
     def verify() -> str | None:
@@ -79,7 +79,7 @@ def verify_file(storage: Storage, name: str, file: str, expected: FileChecksum) 
             return f"{file} has {size} of {expected.size_bytes} bytes"
         with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
             found = FileChecksum.of(storage.fetch(name, file, Path(scratch)))
-        return None if found == expected else f"{file} is not what was written: its checksum differs"
+        return None if found == expected else f"{file} has changed since it was written: its checksum differs"
 
     try:
         return _read(storage, f"{name}/{file}", verify)
@@ -90,13 +90,13 @@ def verify_file(storage: Storage, name: str, file: str, expected: FileChecksum) 
 
 
 def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
-    """Read with retries: a storage that cannot be read now does not make a checkpoint damaged.
+    """Read with retries: temporary errors of the storage do not mean that a checkpoint is damaged.
 
-    An I/O error of a local disk does: the data will not come back, and another checkpoint on the disk may be intact. A
-    network file system reports the same error when it is only unreachable.
+    An I/O error of a local disk does: the data is lost, and another checkpoint on the disk may be intact. A network
+    file system reports the same error when it is only unreachable.
 
     Raises:
-        CheckpointError: the file cannot be read, but is not known to be missing.
+        CheckpointError: the file cannot be read for another reason than that it is missing.
         _DiskFailureError: the file is lost on a local disk.
     """
     for left in reversed(range(_TRIES)):
@@ -121,7 +121,7 @@ def _read(storage: Storage, file: str, read: Callable[[], T]) -> T:
 
 
 def split_path(path: str) -> tuple[Storage, str]:
-    """Split the path or URI of a checkpoint into the storage and its name there."""
+    """Split the path or URI of a checkpoint into its storage and its name."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return open_storage(parent if parent else "/" if path.startswith("/") else "."), name
 

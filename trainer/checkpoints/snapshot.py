@@ -1,4 +1,4 @@
-"""The state of all parts at one instant: written to files, and read back."""
+"""The state of all parts at one instant, written to files and read back."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _rank_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state that one rank saves. The tensors are live: write them before the next update.
+    """The state that one rank saves. The tensors are live, so write them before the next update.
 
     Attributes:
-        structures: of every shared part, a function that returns the pickled structure.
-        tensors: the tensors of the shared parts, by name, that this rank may write.
-        rank_states: of every part that belongs to this rank, structure and tensors.
+        structures: by shared part, a function that returns its pickled structure.
+        tensors: by name, the tensors of the shared parts that this rank may write.
+        rank_states: structure and tensors of each part that belongs to this rank.
     """
 
     structures: dict[str, Callable[[], bytes]]
@@ -91,7 +91,7 @@ class Snapshot:
     def write_other_files(
         self, folder: Path, world: World, sums: Mapping[str, TensorChecksum]
     ) -> dict[str, FileChecksum]:
-        """Write everything but the shared tensors, after these, and return the files."""
+        """Write everything but the shared tensors, after those, and return the files."""
         stream = io.BytesIO()
         torch.save({part: (structure(), tensors) for part, (structure, tensors) in self.rank_states.items()}, stream)
         (folder / _rank_file(world.rank)).write_bytes(stream.getbuffer())
@@ -108,11 +108,11 @@ class Snapshot:
 
 
 class CheckpointReader:
-    """Loads one checkpoint: every rank must call all methods, in their order.
+    """Loads one checkpoint. Every rank must call all methods, in this order.
 
     Args:
-        storage: contains the checkpoint.
-        name: of the checkpoint there.
+        storage: storage of the checkpoint.
+        name: name of the checkpoint in the storage.
         scratch: folder for copies of remote files; only files that this rank needs are fetched.
     """
 
@@ -124,7 +124,7 @@ class CheckpointReader:
         self._targets: dict[str, torch.Tensor] = {}
 
     def read_structures(self, parts: Mapping[str, Stateful]) -> None:
-        """Rebuild the states with tensors that are still empty.
+        """Rebuild the states with empty tensors.
 
         Raises:
             CheckpointError: the checkpoint lacks a part.
@@ -149,7 +149,7 @@ class CheckpointReader:
             self._states[part] = decode_state(structures[part], empty)
 
     def read_tensors(self, world: World) -> None:
-        """Fill the tensors; each rank reads its shards of sharded ones."""
+        """Read the tensors; of sharded ones, each rank reads its shards."""
         if not self._targets:
             return
         reader = FileSystemReader(self._scratch)
@@ -168,11 +168,11 @@ class CheckpointReader:
             _load_part(part, owner.load_state_dict, self._states[part])
 
     def load_rank_parts(self, rank_parts: Mapping[str, Stateful], ranks: Sequence[int]) -> list[str]:
-        """Load the parts that belong to this rank; return the names of those that were not saved.
+        """Load the parts that belong to this rank; return the names of parts that were not saved.
 
         Args:
             rank_parts: the parts that belong to this rank.
-            ranks: whose states to load: its own, then, for parts that can merge states, those of ranks that are gone.
+            ranks: ranks whose states to load: this one, then, for parts that can merge states, those that are gone.
         """
         absent: list[str] = []
         for nth, rank in enumerate(ranks):
@@ -193,7 +193,7 @@ class CheckpointReader:
 
 
 class _FetchedFiles(FileSystem):
-    """Opens the files of a checkpoint; remote ones are fetched when first needed."""
+    """Opens the files of a checkpoint; remote files are fetched when first needed."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader

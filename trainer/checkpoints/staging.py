@@ -1,8 +1,8 @@
 """Copies tensors to host memory while training continues, so that a save barely delays it.
 
 Parameters and optimizer state do not change between optimizer steps. In that window a thread copies them (on a GPU, a
-separate stream, into pinned memory); only the next optimizer step has to wait for what is not copied by then. Tensors
-that may change earlier, as buffers do in a forward pass, are copied immediately.
+separate stream, into pinned memory), and the next optimizer step waits for the rest of the copy. Tensors that may
+change earlier, such as buffers in a forward pass, are copied immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 
 
 class _Buffer(NamedTuple):
-    """Host memory for one tensor, sharded like it, and this rank's shard."""
+    """Host memory for one tensor, sharded in the same way, and this rank's shard of it."""
 
     full: torch.Tensor
     shard: torch.Tensor
@@ -35,7 +35,7 @@ class _Deferred(NamedTuple):
 
 
 class Staging:
-    """Host memory for copies of tensors, reused from save to save. It takes as much as the tensors do.
+    """Host memory for copies of tensors, as large as the tensors, reused from save to save.
 
     No collectives.
     """
@@ -47,10 +47,10 @@ class Staging:
     def begin(
         self, tensors: Mapping[str, torch.Tensor], *, changes_only_on_step: Callable[[torch.Tensor], bool]
     ) -> Copy:
-        """Start to copy tensors, into the memory of the previous copy.
+        """Start to copy tensors into the memory of the previous copy.
 
         Args:
-            tensors: by name; copies of sharded tensors are sharded alike.
+            tensors: tensors by name; copies of sharded tensors are sharded in the same way.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
         """
         before, self._buffers = self._buffers, {}
@@ -123,7 +123,7 @@ class Copy:
             self._deferred = ()
 
     def check(self) -> None:
-        """Make sure that the copy is of a single instant.
+        """Check that all tensors were copied at one instant.
 
         Raises:
             CheckpointError: a tensor was changed during the copy.
@@ -132,8 +132,8 @@ class Copy:
             raise self._error
         if self._changed is not None:
             raise CheckpointError(
-                f"{self._changed} was changed while it was being saved, and not by an optimizer step of the trainer: "
-                "call trainer.wait_for_snapshot() before, or change it in on_step_end"
+                f"{self._changed} was changed while it was being saved, but not by an optimizer step of the trainer: "
+                "call trainer.wait_for_snapshot() first, or change it in on_step_end"
             )
 
     def wait(self) -> None:
@@ -145,7 +145,7 @@ class Copy:
         self._check_versions()
 
     def _check_versions(self) -> None:
-        """Record whether a tensor has changed too early; only the first call does."""
+        """Record whether a tensor has changed too early. Later calls do nothing."""
         with self._lock:
             if not self._may_change:
                 changed = (each.name for each in self._deferred if each.tensor._version != each.version)
@@ -154,7 +154,7 @@ class Copy:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        # In one call, so that the thread takes the GIL once, not for every tensor.
+        # One call, so that the thread acquires the GIL once, not for every tensor.
         if self._deferred:
             copies, tensors = [each.copy for each in self._deferred], [each.shard for each in self._deferred]
             torch._foreach_copy_(copies, tensors, non_blocking=True)

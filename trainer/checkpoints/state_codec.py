@@ -1,7 +1,7 @@
-"""Encodes one part's state as a pickled structure and named tensors, and decodes it.
+"""Encode one part's state as a pickled structure and named tensors, and decode it.
 
-In the structure every tensor is replaced by its name, so any nesting is restored exactly, while the tensors go through
-Distributed Checkpoint, which reads them at any number of ranks. Unpickling can run code: load only checkpoints that you
+In the structure every tensor is replaced by its name, so any nesting is restored exactly. The tensors are written by
+Distributed Checkpoint, which reads them on any number of ranks. Unpickling can run code: load only checkpoints that you
 trust.
 """
 
@@ -23,15 +23,15 @@ _LEAVES = frozenset((int, float, bool, str, bytes, type(None)))
 
 @runtime_checkable
 class SupportsLoadTarget(Protocol):
-    """A part that provides the tensors into which a checkpoint is read, before its `load_state_dict`."""
+    """A part that provides tensors for a checkpoint to be read into before `load_state_dict`."""
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the tensor to fill, possibly sharded, possibly the live one; None for one that the store allocates.
+        """Return the tensor to fill, which may be sharded or live; None to let the store allocate one.
 
         Args:
-            path: the keys that lead to the tensor in the part's state.
-            size: of the full tensor, over all ranks.
-            dtype: of the tensor as it was saved.
+            path: keys of the tensor in the part's nested state.
+            size: size of the full tensor, over all ranks.
+            dtype: saved dtype of the tensor.
         """
         ...
 
@@ -39,11 +39,11 @@ class SupportsLoadTarget(Protocol):
 def encode_state(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, torch.Tensor]]:
     """Split a state into a function that returns its pickled structure, and its tensors by name ("part/key/key").
 
-    Later changes of the state do not affect the structure. For plain containers, as models and optimizers have, it is
-    pickled only when the function is called, which may be in another thread.
+    Later changes of the state do not affect the structure. A structure of plain containers, as models and optimizers
+    have, is pickled only when the function is called, possibly in another thread.
 
     Raises:
-        CheckpointError: an object cannot be pickled; names the part and the keys that lead to the object.
+        CheckpointError: an object cannot be pickled; the message names the part and the keys of the object.
     """
     names = _Names(part)
     try:
@@ -62,7 +62,7 @@ def encode_state(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, 
         where = f"part {part!r}" + (f", key {'.'.join(path)!r}" if path else "")
         raise CheckpointError(
             f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be pickled "
-            f"({type(error).__name__}: {error}); leave it out of state_dict()"
+            f"({type(error).__name__}: {error}); remove it from state_dict()"
         ) from error
     return lambda: structure, names.tensors
 
@@ -89,8 +89,8 @@ class _Names:
         return name
 
     def of(self, tensor: torch.Tensor) -> str:
-        """Return its name."""
-        # Tensors inside objects have no path of keys; all ranks encounter them in the same order.
+        """Return the name of a tensor."""
+        # Tensors inside objects have no key path; all ranks encounter them in the same order.
         return self.add(f"{self._part}/#", tensor)
 
 
@@ -158,8 +158,8 @@ def allocate_target(
 ) -> torch.Tensor:
     """Return the tensor into which the tensor `name` of a checkpoint is read.
 
-    Never the live one, unless the part itself provides it: two parts may share a tensor, as an average that still
-    equals its model.
+    Only a part itself may provide the live tensor: two parts may share one, such as an average that still equals its
+    model.
     """
     if isinstance(owner, SupportsLoadTarget):
         placed = owner.load_target(tuple(name[len(part) + 1 :].split("/")), size, dtype)
@@ -172,10 +172,10 @@ def allocate_target(
 
 
 def iter_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yield every tensor in nested dicts, lists and tuples with the keys that lead to it."""
+    """Yield every tensor in nested dicts, lists and tuples, with its keys."""
     if isinstance(state, torch.Tensor):
         yield path, state
-    elif isinstance(state, (dict, Mapping)):  # dict first: it is faster to check
+    elif isinstance(state, (dict, Mapping)):  # dict first: a faster check
         for key, value in state.items():
             if type(value) not in _LEAVES:
                 yield from iter_tensors(value, (*path, str(key)))
@@ -186,7 +186,7 @@ def iter_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def _first_unpicklable(state: Any) -> tuple[tuple[str, ...], Any]:
-    """Return the keys that lead to the first object that cannot be pickled, and the object."""
+    """Return the keys of the first object that cannot be pickled, and the object."""
     children: list[tuple[str, Any]] = []
     if isinstance(state, Mapping):
         children = [(str(key), value) for key, value in state.items()]

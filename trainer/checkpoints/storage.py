@@ -1,4 +1,4 @@
-"""Stores checkpoints in a directory, or at any URI that fsspec reaches. Knows names and bytes, not their meaning.
+"""Storage of checkpoints in a directory or at an fsspec URI. Handles names and bytes, not their meaning.
 
 A save is staged, published and committed. On a local path it is staged in a hidden directory beside the checkpoints,
 and the commit is one rename. An object store cannot rename: every rank stages locally and uploads, and the manifest,
@@ -21,7 +21,7 @@ from .manifest import MANIFEST
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
 _MOUNTS = Path("/proc/self/mountinfo")
-# Of other file systems, such as network ones, an I/O error may be temporary.
+# On other file systems, such as network ones, an I/O error may be temporary.
 _ON_DISKS = frozenset(
     (
         "ext2",
@@ -50,7 +50,7 @@ class Storage(Protocol):
         ...
 
     def is_disk(self) -> bool:
-        """Whether this is known to be a local disk, where an I/O error means that data is lost."""
+        """Whether this is known to be a local disk, on which an I/O error means lost data."""
         ...
 
     def names(self) -> list[str]:
@@ -94,7 +94,7 @@ class Storage(Protocol):
         ...
 
     def flush(self, staged: Path, file: str) -> None:
-        """Flush one staged file to disk early, where staged files are final. Any rank may call this."""
+        """Flush one staged file to disk early, if staged files are final. Any rank may call this."""
         ...
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
@@ -102,7 +102,7 @@ class Storage(Protocol):
         ...
 
     def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
-        """Make a save a checkpoint, atomically. One rank calls this, after all have published."""
+        """Turn a save into a checkpoint, atomically. One rank calls this after all ranks have published."""
         ...
 
     def abandon(self, staged: Path, name: str) -> None:
@@ -110,7 +110,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; if interrupted, the remains do not count as a checkpoint."""
+        """Delete a checkpoint; the remains of an interrupted deletion do not count as a checkpoint."""
         ...
 
     def leftovers(self) -> list[str]:
@@ -118,12 +118,12 @@ class Storage(Protocol):
         ...
 
     def remove_leftover(self, name: str) -> None:
-        """Delete one of these."""
+        """Delete one leftover."""
         ...
 
 
 def open_storage(root: str | os.PathLike[str]) -> Storage:
-    """Return the storage at a path or URI; create nothing."""
+    """Return the storage at a path or URI, without creating anything."""
     text = os.fspath(root)
     if text.startswith("file://"):
         text = text[len("file://") :]
@@ -131,7 +131,7 @@ def open_storage(root: str | os.PathLike[str]) -> Storage:
 
 
 class _Local:
-    """A directory that all ranks see: a local disk or a mounted file system."""
+    """A directory shared by all ranks: on a local disk or a mounted file system."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -148,7 +148,7 @@ class _Local:
         )
 
     def committed(self, name: str) -> bool:
-        # Only the commit gives a directory a visible name.
+        # Only a commit gives a directory a visible name.
         return (self.root / name).is_dir()
 
     def read(self, name: str, file: str) -> bytes:
@@ -191,8 +191,8 @@ class _Local:
             there = (staged / file).stat().st_size if (staged / file).exists() else None
             if there != each.size_bytes:
                 raise OSError(
-                    f"{staged / file} has {each.size_bytes} bytes where it was written and {there or 'none'} here: "
-                    "the storage of a run must be shared by all its machines"
+                    f"{staged / file} has {each.size_bytes} bytes where it was written, but {there or 'none'} here: "
+                    "all machines of a run must share its storage"
                 )
         (staged / MANIFEST).write_bytes(manifest)
         _sync(staged / MANIFEST)
@@ -257,7 +257,7 @@ class _Remote:
         self.fs.rm_file(f"{self.root}/{name}/{file}")
 
     def has(self, name: str, file: str) -> bool:
-        # Another process may have created it since the last listing.
+        # Another process may have created the file since the last listing.
         self.fs.invalidate_cache()
         return bool(self.fs.exists(f"{self.root}/{name}/{file}"))
 
@@ -273,7 +273,7 @@ class _Remote:
         return Path(tempfile.mkdtemp(prefix=f"headway-{token}-"))
 
     def check(self) -> None:
-        # Under a name that `leftovers` finds.
+        # The name is one that `leftovers` finds.
         name = f"{self.root}/step-check-{uuid.uuid4().hex[:8]}"
         self.fs.makedirs(name, exist_ok=True)
         self.fs.pipe_file(f"{name}/empty", b"-")
@@ -296,7 +296,7 @@ class _Remote:
         self.fs.pipe_file(f"{self.root}/{name}/{MANIFEST}", manifest)
 
     def abandon(self, staged: Path, name: str) -> None:
-        # Uploaded files stay for `leftovers`: without a manifest they do not count, and another rank may still write.
+        # Uploaded files are left to `leftovers`: without a manifest they do not count, and another rank may write.
         shutil.rmtree(staged, ignore_errors=True)
 
     def remove(self, name: str) -> None:
@@ -311,7 +311,7 @@ class _Remote:
 
 
 def _file_system(path: Path) -> str | None:
-    """Return the file system type of a path, as Linux names it; None if unknown."""
+    """Return the Linux name of the file system type of a path; None if unknown."""
     try:
         mounts = _MOUNTS.read_bytes().splitlines()
     except OSError:

@@ -54,7 +54,7 @@ class Digests:
 
     Attributes:
         tensors: digest over all tensor checksums (those are in tensors.json).
-        ranks: of each rank's own state, by part and key.
+        ranks: digests of each rank's own state, by part and key.
     """
 
     tensors: str
@@ -67,7 +67,7 @@ class Digests:
 
 
 class _ConcurrentWriterError(CheckpointError):
-    """Another process saves to the same place, so a retry cannot succeed."""
+    """Another process saves to the same directory, so a retry cannot succeed."""
 
 
 Meta: TypeAlias = Mapping[str, Any] | Callable[[Digests], Mapping[str, Any]]
@@ -76,12 +76,12 @@ Meta: TypeAlias = Mapping[str, Any] | Callable[[Digests], Mapping[str, Any]]
 class CheckpointStore:
     """The checkpoints of one run. Every rank has a store, and all ranks call `save`, `newest_good` and `load` together.
 
-    Old checkpoints are deleted only after a commit; never the one just committed, the best ones, one that this store
-    has loaded, or one with a keep mark. Saving a step again commits a second checkpoint before the first is deleted, so
-    that there always is one.
+    Old checkpoints are deleted only after a commit. Never deleted are the one just committed, the best ones, those that
+    this store has loaded, and those with a keep mark. Saving a step again commits a second checkpoint before it deletes
+    the first, so there always is one.
 
-    Only one run at a time may save to a place. If another process commits a checkpoint there, the next save fails and
-    names that process.
+    Only one run at a time may save to a directory. If another process commits a checkpoint there, the next save fails
+    and names that process.
 
     Args:
         root: directory or fsspec URI, created by the first save. All machines of a run must see the same one.
@@ -90,15 +90,15 @@ class CheckpointStore:
         monitor: the metric that ranks checkpoints; the best ones are kept, however old.
         mode: "min" if lower is better, "max" if higher is.
         keep_best: number of best checkpoints to keep.
-        keep_every: steps or epochs; the first checkpoint at or after each multiple is kept for good.
-        keep_every_time: seconds; the first checkpoint in each such interval is kept for good.
-        retries: how often a failed write is retried, each time with a warning. A save that fails because another
-            process saves to the same place is not retried.
+        keep_every: steps or epochs; the first checkpoint at or after each multiple is kept permanently.
+        keep_every_time: seconds; the first checkpoint in each such interval is kept permanently.
+        retries: number of retries of a failed write, each with a warning. A save that fails because another process
+            saves to the same directory is not retried.
         retry_after_s: pause before each retry.
 
     Attributes:
-        skipped: the damaged checkpoints that the last `newest_good` passed, and what is wrong with each.
-        began_after: sequence number of the last checkpoint of an earlier run in the same place; 0 if there is none.
+        skipped: damaged checkpoints skipped by the last `newest_good`, each with its problem.
+        began_after: sequence number of the last checkpoint of an earlier run in this directory; 0 if there is none.
 
     Raises:
         ConfigError: one of the `keep_*` values is invalid.
@@ -131,7 +131,7 @@ class CheckpointStore:
         self._staging = Staging()
         self._saver = BackgroundSaver()
         self._dcp_writer = DcpWriter()
-        # Once, not around each save: all threads share the warning filters.
+        # Once, not around each save, because all threads share the warning filters.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self.began_after: int = 0
         self._sequence = 0
@@ -153,15 +153,16 @@ class CheckpointStore:
         """Write a checkpoint and return it once it is on disk. Every rank must call this.
 
         Args:
-            parts: state that all ranks share: equal on every rank, except for sharded tensors (`DTensor`).
+            parts: state shared by all ranks: equal on every rank, except for sharded tensors (`DTensor`).
             rank_parts: state that belongs to one rank.
             step: completed optimizer updates.
             epoch: completed passes over the data.
-            metrics: floats, also NaN and infinities.
-            meta: JSON, kept in the manifest; or a function that returns it, called on the main rank by the saving
-                thread with the digests of what has been written.
-            changes_only_on_step: whether a tensor changes only when an optimizer steps. Such a tensor is equal on all
-                ranks, which share its writing. Of other tensors, as BatchNorm's buffers, the main rank's are saved.
+            metrics: floats, possibly NaN or infinite.
+            meta: JSON for the manifest; or a function that returns it, called on the main rank by the saving thread
+                with the digests of the written state.
+            changes_only_on_step: whether a tensor changes only when an optimizer steps. The writing of such tensors,
+                which are equal on all ranks, is divided among the ranks. Of other tensors, such as BatchNorm's buffers,
+                the main rank's are saved.
 
         Raises:
             CheckpointError: on every rank if one rank failed. Earlier checkpoints are untouched.
@@ -180,7 +181,7 @@ class CheckpointStore:
         meta: Meta,
         changes_only_on_step: Callable[[torch.Tensor], bool],
     ) -> BackgroundSave:
-        """Start what `save` does in the background and return immediately. Every rank must call this.
+        """Start a save in the background and return immediately. Every rank must call this.
 
         Tensors that change only on a step must keep their value until `BackgroundSave.wait_for_snapshot` has returned;
         all others are copied before this method returns. Call no other method of the store before `result`.
@@ -190,7 +191,7 @@ class CheckpointStore:
             snapshot = self._snapshot(parts, rank_parts, changes_only_on_step)
             copy = self._staging.begin(snapshot.tensors, changes_only_on_step=changes_only_on_step)
         except Exception as error:
-            # Raised in the save thread, where the other ranks wait for it in a collective.
+            # Raised in the save thread, where the other ranks wait for this one in a collective.
             failure = error
             return self._saver.begin(
                 _no_op,
@@ -258,7 +259,7 @@ class CheckpointStore:
                 )
                 manifest = write_manifest(checkpoint, files)
                 known = self._refuse_foreign()
-                # Before the commit: if its answer is lost, the checkpoint that is there is ours.
+                # Set before the commit: if its reply is lost, the checkpoint found there is ours.
                 known.add(name)
                 self._sequence = sequence
                 self._storage.commit(staged, name, manifest, files)
@@ -272,13 +273,13 @@ class CheckpointStore:
             try:
                 self._retain(name, info.step)
             except Exception as error:
-                # The checkpoint is committed: an old one that stays is no reason to fail on this rank alone.
-                what = f"{checkpoint.path} is saved, but the checkpoints that it replaces are not deleted"
+                # The checkpoint is committed, so a failed deletion must not fail the save on this rank alone.
+                what = f"{checkpoint.path} is saved, but the checkpoints that it replaces could not be deleted"
                 warnings.warn(f"{what} ({type(error).__name__}: {error})", CheckpointWarning, stacklevel=2)
         return checkpoint
 
     def list(self) -> list[Checkpoint]:
-        """Return the checkpoints in the order of their commits, unverified. Any process may call this."""
+        """Return the checkpoints in commit order, unverified. Any process may call this."""
         return [entry.checkpoint for entry in scan(self._storage) if entry.checkpoint is not None]
 
     def best(self) -> Checkpoint | None:
@@ -286,7 +287,7 @@ class CheckpointStore:
         return self._retention.best(self.of_this_run())
 
     def of_this_run(self) -> Sequence[Checkpoint]:
-        """Return the checkpoints that this run has saved, without those of an earlier run in the same place."""
+        """Return the checkpoints that this run has saved, without those of an earlier run in this directory."""
         return [each for each in self.list() if each.sequence > self.began_after]
 
     def contains(self, checkpoint: Checkpoint) -> bool:
@@ -296,11 +297,11 @@ class CheckpointStore:
     def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
         """Return the newest intact checkpoint, or None if there is no checkpoint at all. Every rank must call this.
 
-        Checkpoints of an earlier run in the same place do not count, nor do damaged ones before this run's first.
-        Each damaged checkpoint on the way is named in a `CheckpointWarning` on the main rank, and in `skipped` on all.
+        Checkpoints of an earlier run in this directory do not count, nor do damaged ones before this run's first. Each
+        skipped checkpoint is named in a `CheckpointWarning` on the main rank and in `skipped` on all ranks.
 
         Args:
-            up_to: ignores checkpoints of later steps than this.
+            up_to: ignore checkpoints of later steps than this.
 
         Raises:
             CheckpointError: there are checkpoints, but all of them are damaged.
@@ -310,7 +311,7 @@ class CheckpointStore:
 
         def look() -> Sequence[ScannedCheckpoint]:
             entries = self._scan()
-            # A damaged checkpoint does not tell which run saved it.
+            # It is unknown which run saved a damaged checkpoint.
             return [] if self._sequence == self.began_after > 0 else entries
 
         entries = [
@@ -343,9 +344,9 @@ class CheckpointStore:
     ) -> None:
         """Load the parts in their order, rank parts last. Every rank must call this.
 
-        Parts of the checkpoint that are not asked for stay unread. A rank part that is not in the checkpoint keeps its
-        initial state, with one warning; on ranks beyond the number that saved, without a warning. Loading unpickles:
-        load only checkpoints that you trust.
+        Other parts of the checkpoint are not read. A rank part that is missing from the checkpoint keeps its initial
+        state, with one warning, or without one on ranks beyond the number that saved. Loading unpickles, so load only
+        checkpoints that you trust.
 
         Raises:
             CheckpointError: the checkpoint is damaged or lacks a part, or a part's `load_state_dict` failed.
@@ -360,7 +361,7 @@ class CheckpointStore:
             self._on_all_ranks(doing, lambda: reader.read_structures(parts))
             self._on_all_ranks(doing, lambda: reader.read_tensors(self.world))
             self._on_all_ranks(doing, lambda: reader.load_into(parts))
-            # With fewer ranks than saved, the state of the missing ranks is distributed over the remaining ones.
+            # If fewer ranks load than saved, the states of the missing ranks are distributed over the others.
             ranks = range(self.world.rank, checkpoint.world_size, self.world.size)
             absent = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts, ranks))
         self._loaded.add(checkpoint.path)
@@ -378,10 +379,10 @@ class CheckpointStore:
         return sums
 
     def check_writable(self) -> None:
-        """Write and delete an empty file, to find out early whether a save would fail. Every rank must call this.
+        """Write and delete an empty file, to detect early that saves would fail. Every rank must call this.
 
         Raises:
-            CheckpointError: some rank cannot write here.
+            CheckpointError: a rank cannot write here; raised on every rank.
         """
 
         def check() -> None:
@@ -417,9 +418,9 @@ class CheckpointStore:
         return not self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
 
     def start_over(self) -> None:
-        """Treat all existing checkpoints as an earlier run's. Every rank must call this.
+        """Treat all existing checkpoints as those of an earlier run. Every rank must call this.
 
-        Each stays until this run saves the same step; none of them counts as this run's best.
+        Each is kept until this run saves the same step; none counts as this run's best.
 
         Raises:
             CheckpointError: the folder cannot be listed.
@@ -441,7 +442,7 @@ class CheckpointStore:
         return self._sequence + 1, name, uuid.uuid4().hex[:8]
 
     def _scan(self) -> Sequence[ScannedCheckpoint]:
-        """Return all that was ever committed; the first scan also records what was there before this store."""
+        """Return all committed checkpoints; the first scan also records which existed before this store."""
         entries = scan(self._storage)
         if self._known is None:
             self._known = {entry.name for entry in entries}
@@ -449,10 +450,10 @@ class CheckpointStore:
         return entries
 
     def _refuse_foreign(self) -> set[str]:
-        """Return the names of all checkpoints. Two runs in one place would delete each other's checkpoints.
+        """Return the names of all checkpoints. Two runs in one directory would delete each other's checkpoints.
 
         Raises:
-            CheckpointError: another process has saved one.
+            CheckpointError: another process has saved a checkpoint here.
         """
         assert self._known is not None
         there = set(self._storage.names())
@@ -460,8 +461,8 @@ class CheckpointStore:
         for name in sorted(there - self._known):
             if name.startswith("step-") and self._storage.committed(name):
                 raise _ConcurrentWriterError(
-                    f"{_writer(self._storage, name)} has saved {name} here since this run started or resumed: two "
-                    "runs write to one place. Stop one of them, or give each its own run_dir"
+                    f"{_writer(self._storage, name)} has saved {name} here since this run started or resumed, but "
+                    "only one run may write here. Stop one of the two, or set a different run_dir for each"
                 )
         return self._known
 
@@ -470,7 +471,7 @@ class CheckpointStore:
     ) -> tuple[dict[str, FileChecksum], dict[str, TensorChecksum]]:
         """Write this rank's tensors; return the checksums of its files and of its tensors."""
         written = self._dcp_writer.write(snapshot.tensors, staged, self.world)
-        # The checksums are computed meanwhile.
+        # The checksums are computed in the meantime.
         self._storage.flush(staged, written.file)
         return {written.file: written.file_sum.result()}, written.tensor_checksums()
 
@@ -516,7 +517,7 @@ class CheckpointStore:
             warnings.warn(what, CheckpointWarning, stacklevel=4)
 
     def _verify(self, storage: Storage, name: str, files: Mapping[str, FileChecksum]) -> str | None:
-        """Return what is wrong with a checkpoint, the same on every rank; the ranks share the reading."""
+        """Return the problem with a checkpoint, or None, equal on every rank; the ranks divide the reading."""
         mine = sorted(files, key=lambda file: -files[file].size_bytes)[self.world.rank :: self.world.size]
         problems = self._on_all_ranks(
             f"verify {storage.path_of(name)}",
@@ -533,7 +534,7 @@ class CheckpointStore:
         """Call a function on every rank; if it fails on one, all ranks raise.
 
         Raises:
-            CheckpointError: with the error of each rank that failed.
+            CheckpointError: a rank failed; the message has the error of each.
         """
         box: list[T] = []
         failure: BaseException | None = None
@@ -554,7 +555,7 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class _CheckpointInfo:
-    """What the manifest of a checkpoint will say."""
+    """Facts for the manifest of a checkpoint."""
 
     step: int
     epoch: int

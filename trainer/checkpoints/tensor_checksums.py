@@ -1,8 +1,8 @@
-"""Checksums of tensors that do not depend on how a tensor is sharded, and digests of plain values.
+"""Checksums of tensors, independent of their sharding, and digests of plain values.
 
 A checksum is two numbers over the tensor's bytes as 32-bit integers (lanes, little-endian): the sum of the lanes, and
-the sum of each lane times its index, both modulo 2**64. So the checksums of shards add up to that of the full tensor,
-on any number of ranks. One or two changed bits are always detected. They detect errors, not tampering.
+the sum of each lane times its index, both modulo 2**64. The checksums of shards therefore add up to that of the
+full tensor, on any number of ranks. One or two changed bits are always detected; tampering is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
 
-# 64-bit words. So many rows stay in a core's cache after the first read.
+# 64-bit words. This many rows stay in a core's cache after the first read.
 _WIDTH, _ROWS = 1 << 10, 1 << 6
 _FEWEST_WORDS = 8 * _WIDTH  # fewer are faster to sum without a table
 _MOST_AT_ONCE = 1 << 20  # elements that are widened to 64 bits
@@ -32,7 +32,7 @@ _Longs: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class TensorChecksum(NamedTuple):
-    """The checksum of a tensor or of a shard; those of the shards add up."""
+    """The checksum of a tensor or of a shard; checksums of shards add up."""
 
     dtype: str
     bits: int
@@ -48,7 +48,7 @@ class TensorChecksum(NamedTuple):
 
 
 def has_checksum(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a checksum: its local part is plain numbers, not a subclass that packs others."""
+    """Whether a tensor can have a checksum: its local part is a plain tensor, not a subclass that packs others."""
     part = to_local(tensor)
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and not part.is_quantized
 
@@ -64,10 +64,10 @@ def shard_checksum(
 
     Args:
         part: the block.
-        offsets: of the block in the full tensor, per dimension.
-        size: of the full tensor.
-        also: is called with all bytes of the block in order, in pieces, each while it is in the CPU cache; for another
-            reader of the same bytes.
+        offsets: position of the block in the full tensor, per dimension.
+        size: size of the full tensor.
+        also: called with all bytes of the block in order, in pieces that are still in the CPU cache, for another reader
+            of the same bytes.
     """
     dtype = str(part.dtype).removeprefix("torch.")
     part, offsets, size = _as_numbers(part, offsets, size)
@@ -92,9 +92,9 @@ def _as_numbers(
 
 
 def _sums_of_bytes(data: _Bytes, first: int, also: Callable[[_Bytes], object] | None) -> tuple[int, int]:
-    """Sum contiguous bytes, of which the first has the index `first` in the full tensor; not yet modulo 2**64."""
+    """Sum contiguous bytes that start at index `first` of the full tensor; not yet modulo 2**64."""
     begin = -first % 4
-    # The table needs one more lane behind it.
+    # The table needs one more lane after its end.
     words = ((len(data) - begin - 4) // 8) // _WIDTH * _WIDTH
     if words < _FEWEST_WORDS:
         if also is not None:
@@ -114,7 +114,7 @@ def _sums_of_bytes(data: _Bytes, first: int, also: Callable[[_Bytes], object] | 
 
 
 def _sums_of_words(data: _Bytes, also: Callable[[_Bytes], object] | None) -> tuple[int, int]:
-    """Sum pairs of lanes, and each times its index; there is one more lane behind the last pair.
+    """Sum pairs of lanes, and each times its index; there must be one more lane after the last pair.
 
     Sums of pairs, as 64-bit integers, give the sum of their lower lanes modulo 2**32. Pairs shifted by one lane give
     that of the other lanes; together they give the rest. That is several times faster than widening each lane.
@@ -130,7 +130,7 @@ def _sums_of_words(data: _Bytes, also: Callable[[_Bytes], object] | None) -> tup
             rows_so_far.append(rows.sum(1))
         if also is not None:
             also(data[8 * _WIDTH * begin : min(8 * count, 8 * _WIDTH * (begin + _ROWS))])
-    # An index is a row's and a column's: the sums of rows and of columns suffice.
+    # An index is that of a row plus that of a column, so the sums of rows and of columns suffice.
     pairs, pair_places = [], []
     for rows_so_far, columns_so_far in zip(of_rows, of_columns, strict=True):
         row_sums, column_sums = torch.cat(rows_so_far).numpy(), columns_so_far.numpy()
@@ -138,7 +138,7 @@ def _sums_of_words(data: _Bytes, also: Callable[[_Bytes], object] | None) -> tup
         pair_places.append(_times_place(row_sums) * _WIDTH + _times_place(column_sums))
     ends = data[:4], data[-4:]
     before, behind = (int.from_bytes(each.tobytes(), "little") for each in ends)
-    # Of lanes with an even index, and of those with an odd one.
+    # Sums over lanes with an even index, and over lanes with an odd index.
     even = _lower(pairs[0]) + (_upper(pairs[0]) - _lower(pairs[1]) << 32) % _MODULUS
     odd = _lower(pairs[1]) + (_upper(pairs[1]) - (even - before + behind) << 32) % _MODULUS
     even_places = _lower(pair_places[0]) + (_upper(pair_places[0]) - _lower(pair_places[1]) << 32) % _MODULUS
@@ -203,7 +203,7 @@ def _lanes(values: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def compute_checksums(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, TensorChecksum]:
-    """Compute checksums of full tensors: of sharded ones over all ranks. Every rank must call this.
+    """Compute checksums of full tensors; sharded ones over all ranks. Every rank must call this.
 
     Tensors that have no checksum are left out.
     """
@@ -216,7 +216,7 @@ def compute_checksums(tensors: Mapping[str, torch.Tensor], world: World) -> dict
         if not isinstance(tensor, DTensor):
             own[name] = shard_checksum(part, offsets=[0] * part.dim(), size=part.shape)
         elif _counts_here(tensor) and part.numel():
-            # The method that Distributed Checkpoint itself calls for the offsets of a DTensor.
+            # Distributed Checkpoint calls the same method for the offsets of a DTensor.
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
             shards[name] = shard_checksum(part, offsets=chunk.offsets, size=tensor.shape)
     return own | combine_checksums(world.all_gather_object(shards))
@@ -234,7 +234,7 @@ def combine_checksums(ranks: Sequence[Mapping[str, TensorChecksum]]) -> dict[str
 def digest_of(value: Any) -> str:
     """Return a digest of a plain value, 16 hex digits: numbers, text, tensors, nested in dicts and lists.
 
-    Lists and tuples count as equal; of any other object only the class counts.
+    Lists and tuples count as equal; for any other object only the class counts.
     """
     digest = hashlib.sha256()
     _feed(digest, value)

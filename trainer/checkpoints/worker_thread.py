@@ -22,8 +22,8 @@ class WorkerThread:
     It is a daemon thread: Python does not wait for it at exit.
 
     Args:
-        name: of the thread.
-        is_behind: whether it runs at low priority; on Linux only.
+        name: name of the thread.
+        is_behind: whether the thread runs at low priority; on Linux only.
     """
 
     def __init__(self, name: str, *, is_behind: bool = False) -> None:
@@ -36,7 +36,7 @@ class WorkerThread:
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=_work, args=(self._tasks, self._is_behind), name=self._name, daemon=True).start()
-            # Not at exit, when another task may still be waited for.
+            # Not at exit, when the result of another task may still be needed.
             weakref.finalize(self, self._tasks.put, None).atexit = False
         self._tasks.put((task, outcome))
         return outcome
@@ -53,7 +53,7 @@ def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
             result = task()
         except BaseException as raised:
             error = raised
-        # Freed before the outcome is set, after which Python may exit: a thread that frees tensors then aborts.
+        # Free the task before setting the outcome: Python may exit then, and a thread that frees tensors would abort.
         del given, task
         if error is not None:
             outcome.set_exception(error)

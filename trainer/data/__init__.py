@@ -1,1 +1,1 @@
-"""What the loop asks of training data, and the streams made of DataLoaders and iterables."""
+"""Interfaces of training data, and streams over DataLoaders and iterables."""

@@ -1,7 +1,7 @@
 """A torch DataLoader over a map-style dataset as an exact `BatchStream`.
 
-Its rows are read in an order that is a pure function of (seed, epoch), so any position in an epoch is found again
-without reading, on any number of ranks.
+The order of the rows is a pure function of (seed, epoch), so a run can resume at any position in an epoch without
+reading the rows before it, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
 
 
 class LoaderStream:
-    """Reads a map-style DataLoader in a seeded order, in which any position of an epoch can be found again.
+    """Reads a map-style DataLoader in a seeded order that can resume at any position of an epoch.
 
     The loader's dataset, collate function, worker processes, batch size, `drop_last` and whether it shuffles are kept.
-    Its sampler is replaced, and the rows are divided among the ranks. With worker processes, everything a row draws
-    from the global generators of Python, NumPy and torch is seeded by (seed, epoch, row): augmentation does not depend
-    on the number of workers, ranks or restarts. `get_worker_info().seed`, for a generator of the dataset's own, depends
-    on the run's seed, the rank and the epoch in which the worker starts; resuming does not restore such a generator.
+    Its sampler is replaced, and the rows are divided among the ranks. With worker processes, the global generators of
+    Python, NumPy and torch are seeded by (seed, epoch, row) before each row, so augmentation does not depend on the
+    number of workers, ranks or restarts. `get_worker_info().seed`, for a generator that the dataset owns, depends on
+    the run's seed, the rank and the epoch in which the worker starts; resuming does not restore such a generator.
     """
 
     guarantee: Guarantee = "exact"
@@ -55,7 +55,7 @@ class LoaderStream:
     def fingerprint(self) -> str:
         """The class and length of the dataset, and its own `fingerprint` if it has one.
 
-        Nothing more is known without reading it. The private `_fingerprint` of Hugging Face's datasets is not used:
+        Anything more would require reading it. The private `_fingerprint` of Hugging Face's datasets is not used:
         after a transformation that cannot be pickled, or without their cache, it differs in every process.
         """
         what = f"{type(self._dataset).__qualname__}[{len(self._dataset)}]"
@@ -66,8 +66,8 @@ class LoaderStream:
         """Compute the batch sizes.
 
         Raises:
-            DataError: the training dataset is empty, or smaller than one global batch whose tail is dropped. An
-                evaluation skips an empty set.
+            DataError: the training dataset is empty, or with `drop_last` smaller than one global batch. An evaluation
+                skips an empty dataset.
         """
         loader, self._shard = self._loader, shard
         assert loader.batch_size is not None
@@ -79,20 +79,20 @@ class LoaderStream:
             raise DataError(f"the {type(self._dataset).__name__} of the training loader has no rows")
         if self._drop_last and len(self._dataset) < self._global_batch_size:
             raise DataError(
-                f"the {type(self._dataset).__name__} has {len(self._dataset)} rows, less than one global batch of "
-                f"{self._global_batch_size}, and drop_last drops it: nothing would be trained on"
+                f"the {type(self._dataset).__name__} has {len(self._dataset)} rows, fewer than one global batch of "
+                f"{self._global_batch_size}, and drop_last drops them: lower the batch size, or set drop_last=False"
             )
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Rows of an epoch over all ranks."""
+        """Return the rows of an epoch over all ranks."""
         return self._epoch_end(0)
 
     def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
-        """Rows that `drop_last` leaves out; different ones in each epoch if they are shuffled."""
+        """Return how many rows `drop_last` leaves out; shuffling leaves out different ones in each epoch."""
         return len(self._dataset) - self._epoch_end(offset)
 
     def steps_in_epoch(self, epoch: int) -> int:
-        """Global batches of an epoch, the last of which may be smaller."""
+        """Return the global batches of an epoch; the last one may be smaller."""
         return ceil_div(self.samples_in_epoch(epoch), self._global_batch_size)
 
     @property
@@ -110,8 +110,8 @@ class LoaderStream:
         return self._order(epoch)[offset : min(offset + count, self._epoch_end(offset))].tolist()
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
-        """Yield the global batches from `offset` on; finding it costs only the epoch's permutation."""
-        # The reader runs ahead by what it prefetches; no more of the epoch than that is ever in lists.
+        """Yield the global batches from `offset` on; seeking costs only the epoch's permutation."""
+        # Lists hold only the rows that the reader has prefetched, never the whole epoch.
         plan, ahead = tee(self._split(rows) for rows in self._global_rows(epoch, offset))
         rows = (rows for micro_batches, _, _ in ahead for rows in micro_batches)
         # Worker processes may outlive an epoch, so each row carries its epoch.
@@ -133,7 +133,7 @@ class LoaderStream:
         self._batches = self._reader = None
 
     def _epoch_end(self, offset: int) -> int:
-        """Where the epoch ends if its batches are cut from `offset` on; earlier batches may have had another size."""
+        """Return the end of the epoch if batches are cut from `offset` on; earlier ones may have had another size."""
         rows = len(self._dataset)
         return rows - (rows - offset) % self._global_batch_size if self._drop_last else rows
 
@@ -150,7 +150,7 @@ class LoaderStream:
 
     @property
     def _seeds_this_process(self) -> bool:
-        """Whether rows are read in this process and seeded all the same."""
+        """Whether rows are read in this process and seeded as in worker processes."""
         return self._shard.by_shard and not self._loader.num_workers
 
     @property
@@ -167,12 +167,12 @@ class LoaderStream:
             of_rank = _nth_part(rows, rank, size)
             num_micro_batches = max(1, ceil_div(ceil_div(len(rows), size), length))
             own = [_nth_part(of_rank, i, num_micro_batches) for i in range(num_micro_batches)]
-        # A micro-batch without rows reads one that counts as none: its rank still joins every collective of the pass.
+        # An empty micro-batch reads one row that does not count: its rank must join every collective of the pass.
         return [each or rows[:1] for each in own], [len(each) for each in own], len(rows)
 
     def _reader_for(self, epoch: int) -> DataLoader[Any]:
         """Return the loader that reads; workers that start now are seeded by run, epoch and rank."""
-        # Without one, every start of an epoch draws from the global generator, so a resume would draw once more.
+        # Without a generator, every start of an epoch draws from the global one, so a resume would draw once more.
         generator = _generator(self._shard.seed, epoch, self._shard.rank)
         if self._reader is None:
             loader = self._loader
@@ -207,7 +207,7 @@ class _Indices:
 
 
 class _SeededRows(Dataset[Any]):
-    """Seeds all global generators before each row, so that what a row draws depends only on the row.
+    """A dataset that seeds all global generators before each row, so that its random numbers depend only on the row.
 
     For worker processes; the training process must restore its generators afterwards.
     """
@@ -232,7 +232,7 @@ class _SeededRows(Dataset[Any]):
 def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
     """Start a worker process: `get_worker_info` must show the loader's own dataset, not its `_SeededRows`."""
     info: Any = get_worker_info()
-    # `WorkerInfo` refuses assignment; the process reads its rows through another reference.
+    # `WorkerInfo` forbids assignment. The process reads its rows through another reference.
     object.__setattr__(info, "dataset", info.dataset._dataset)
     if init is not None:
         init(worker)
@@ -245,7 +245,7 @@ def _generator(*key: int) -> torch.Generator:
 
 @contextmanager
 def _preserve_rng() -> Iterator[None]:
-    """Restore the generators of this process at the end."""
+    """Restore the generators of this process on exit."""
     generators = RngState()
     before = generators.state_dict()
     try:
@@ -266,7 +266,7 @@ def ceil_div(amount: int, divisor: int) -> int:
 def shut_down_workers(batches: Iterator[Any] | None) -> None:
     """Shut down the worker processes behind an iterator of a DataLoader, if there are any.
 
-    They would end with the iterator itself, but the traceback of an error in a row keeps it alive.
+    They would end with the iterator, but the traceback of an error in a row keeps it alive.
     """
     if (shut_down := getattr(batches, "_shutdown_workers", None)) is not None:
         shut_down()
@@ -279,7 +279,7 @@ def unsupported_part(loader: DataLoader[Any]) -> str | None:
         None if the loader draws each row of a map-style dataset once.
     """
     if any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
-        return f"its class, {type(loader).__name__}, which overrides how a DataLoader iterates"
+        return f"its class, {type(loader).__name__}, which overrides the iteration of DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return f"its dataset, the IterableDataset {type(loader.dataset).__name__}"
     if loader.batch_sampler is None:

@@ -34,19 +34,19 @@ class IterableStream:
 
     @property
     def guarantee(self) -> Guarantee:
-        """Whether the start of an epoch is found again ("epoch"), or nothing ("none"), as for an iterator."""
+        """Return "epoch" if the iterable can be restarted, "none" if it is an iterator."""
         return "none" if self._is_iterator else "epoch"
 
     @property
     def fingerprint(self) -> None:
-        """None: the content of an iterable is unknown before it is read."""
+        """Return None: the content is unknown before it is read."""
         return
 
     def setup(self, shard: ShardInfo) -> None:
-        """Store `shard`, and check that the iterable can be read as it asks.
+        """Store `shard`, and check that the iterable supports it.
 
         Raises:
-            ConfigError: a global batch size is set, which only a stream that knows its rows can keep.
+            ConfigError: a global batch size is set, which needs a stream that knows its rows.
             DataError: the iterable is training data and has no batches.
         """
         self._shard = shard
@@ -64,11 +64,11 @@ class IterableStream:
             self._warn_if_rows_repeat()
 
     def samples_in_epoch(self, epoch: int) -> None:
-        """None: unknown before the batches are read."""
+        """Return None: the number is unknown before the batches are read."""
         return
 
     def steps_in_epoch(self, epoch: int) -> int | None:
-        """Global batches, if the iterable has a length."""
+        """Return the number of global batches, or None if the iterable has no length."""
         return None if self._num_batches is None else ceil_div(self._num_batches, self._batches_per_step)
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
@@ -94,7 +94,7 @@ class IterableStream:
                 shut_down_workers(batches)
 
     def close(self) -> None:
-        """Shut down a loader's worker processes; the next epoch starts others."""
+        """Shut down a loader's worker processes; the next epoch starts new ones."""
         shut_down_workers(self._batches)
         if self._loader is not None:
             # A loader with persistent workers keeps its iterator, and would reuse it without workers.
@@ -103,7 +103,7 @@ class IterableStream:
         self._batches = None
 
     def _private_copy(self, made: Iterable[Any]) -> Iterable[Any]:
-        """Return a copy of a loader with persistent workers: it has one iterator, which other streams may use too."""
+        """Return a copy of a loader with persistent workers, whose single iterator other streams may use too."""
         if not isinstance(made, DataLoader) or not made.persistent_workers:
             return made
         if self._loader is None or made is not self._copied_from:
@@ -120,7 +120,7 @@ class IterableStream:
         warnings.warn(
             f"each of the {shard.world_size} ranks reads all rows of the {role} loader, so each row {effect} "
             f"{shard.world_size} times: the loader is read in its own order because of {unsupported_part(data)}. Let "
-            "it read only the part of self.world.rank, or give a DataLoader without that",
+            "it read only the part of self.world.rank, or use a DataLoader without that",
             stacklevel=2,
         )
 
@@ -137,20 +137,20 @@ def _set_epoch(data: Any, epoch: int) -> bool:
     """Call every `set_epoch` of a loader and its parts; return whether its dataset has one."""
     batch_sampler, dataset = getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
     parts = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset)
-    for part in {id(part): part for part in parts}.values():  # the batch sampler mostly has the loader's own sampler
+    for part in {id(part): part for part in parts}.values():  # the batch sampler usually shares the loader's sampler
         if (set_epoch := getattr(part, "set_epoch", None)) is not None:
             set_epoch(epoch)
     return hasattr(dataset, "set_epoch")
 
 
 def _is_rank_aware(loader: DataLoader[Any]) -> bool:
-    """Whether a sampler of a loader gives each rank its part."""
+    """Whether a sampler of the loader splits the rows by rank."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return any(hasattr(each, name) for each in samplers for name in ("num_replicas", "rank", "process_index"))
 
 
 def _length(data: Any) -> int | None:
-    """Return the number of batches if known: a DataLoader asks its sampler, which may not know, or only estimates."""
+    """Return the number of batches if known: a DataLoader asks its sampler, which may lack or only estimate it."""
     if not isinstance(data, Sized) or (isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)):
         return None
     try:

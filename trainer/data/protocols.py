@@ -16,14 +16,14 @@ Guarantee = Literal["exact", "epoch", "none"]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state goes into a checkpoint."""
+    """An object whose state is saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and picklable objects."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restores a state that `state_dict` returned, perhaps in another process."""
+        """Restore a state that `state_dict` returned, possibly in another process."""
         ...
 
 
@@ -32,8 +32,8 @@ class GlobalBatch(Protocol):
 
     Attributes:
         micro_batches: the arguments of `training_step`, in order; the same number on every rank.
-        num_samples: samples of each micro-batch that count; 0 marks rows that only keep the ranks in step.
-        global_num_samples: samples of the whole update over all ranks; None if only a collective can tell.
+        num_samples: number of samples in each micro-batch that count; 0 for padding that only keeps the ranks in step.
+        global_num_samples: number of samples in the update over all ranks; None if it takes a collective to know.
     """
 
     @property
@@ -43,18 +43,18 @@ class GlobalBatch(Protocol):
 
     @property
     def num_samples(self) -> Sequence[int]:
-        """Samples of each that count."""
+        """Number of samples in each micro-batch that count."""
         ...
 
     @property
     def global_num_samples(self) -> int | None:
-        """Samples of the update over all ranks."""
+        """Number of samples in the update over all ranks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A plain `GlobalBatch`, with the dataset index of each row where known."""
+    """A plain `GlobalBatch`, with the dataset index of each row if known."""
 
     micro_batches: Sequence[Any]
     num_samples: Sequence[int]
@@ -68,7 +68,7 @@ class LoadedBatch:
 
 @runtime_checkable
 class HasRowIds(Protocol):
-    """A `GlobalBatch` that knows the ids of its rows, for errors that name the rows at fault."""
+    """A `GlobalBatch` that knows the ids of its rows, so that errors can name the offending rows."""
 
     def row_ids(self) -> Sequence[Sequence[int | str]]:
         """Return the ids of the rows of each micro-batch; empty if unknown."""
@@ -77,16 +77,16 @@ class HasRowIds(Protocol):
 
 @runtime_checkable
 class HasDroppedTail(Protocol):
-    """A `BatchStream` that leaves out the samples at the end of an epoch that fill no global batch."""
+    """A `BatchStream` that drops the samples at the end of an epoch that do not fill a global batch."""
 
     def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
-        """Return the number left out, over all ranks, if the global batches are cut from `offset` on."""
+        """Return the number of dropped samples, over all ranks, if global batches are cut from `offset` on."""
         ...
 
 
 @runtime_checkable
 class SupportsPeek(Protocol):
-    """A `BatchStream` that knows the next rows without reading them, which a resumed run is verified by."""
+    """A `BatchStream` that knows its next rows without reading them, so that a resumed run can be verified."""
 
     @property
     def samples_per_step(self) -> int:
@@ -96,26 +96,26 @@ class SupportsPeek(Protocol):
     def next_rows(self, epoch: int, *, offset: int, count: int) -> Sequence[int | str]:
         """Return the ids of the next rows over all ranks, at most `count`, in order.
 
-        The same on any number of ranks. May be called from another thread than the reading one.
+        The same on any number of ranks. May be called while another thread reads.
         """
         ...
 
 
 @runtime_checkable
 class SupportsDiff(Protocol):
-    """A `BatchStream` whose fingerprint includes how its rows are read, and that can explain such a change."""
+    """A `BatchStream` whose fingerprint includes how rows are read, and that can explain a change of it."""
 
     def explain_change(self, before: str) -> str | None:
-        """Return how reading differs from this earlier fingerprint, and what to do; None if the rows differ."""
+        """Return how reading differs from an earlier fingerprint and what to do; None if the rows themselves differ."""
         ...
 
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """A per-rank `Stateful` whose states can be summed, so that fewer ranks can resume the states of more."""
+    """A per-rank `Stateful` whose states can be added, so that a run can resume on fewer ranks."""
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Add what `state_dict` returned on another rank."""
+        """Add the state that `state_dict` returned on another rank."""
         ...
 
 
@@ -150,17 +150,17 @@ def micro_batch_ranges(num_shards: int, world_size: int, *, num_own: int, rank: 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of the data a stream reads, and how. Other packages match it by shape and do not import it.
+    """Which part of the data a stream reads, and how. Matched structurally: other packages need not import it.
 
     Attributes:
         rank, world_size: select this rank's part of every global batch.
-        global_batch_size: samples of one update over all ranks; None: as the loader has it.
-        micro_batch_size: the most samples of one forward pass; None: the rank's whole part of the update.
-        accumulation: micro-batches of one update, for loaders that bring their own batches.
-        seed: of the order of the data; the same on all ranks.
-        device: of the batches.
+        global_batch_size: samples per update over all ranks; None for the loader's batch size.
+        micro_batch_size: maximum samples per forward pass; None for the rank's whole part of the update.
+        accumulation: micro-batches per update, for loaders that form their own batches.
+        seed: seed of the order of the data; the same on all ranks.
+        device: the batches' device.
         training: False for evaluation, which reads every row exactly once, in a fixed order.
-        by_shard: no micro-batch has rows of two logical shards; see `SupportsShards`.
+        by_shard: whether each micro-batch has rows of a single logical shard; see `SupportsShards`.
     """
 
     rank: int
@@ -177,30 +177,30 @@ class ShardInfo:
 class BatchStream(Protocol):
     """Batches of one rank, epoch by epoch, from any position in an epoch.
 
-    The position is one number: the samples of the epoch that all ranks together have consumed. The loop keeps it, in
-    every checkpoint, and passes it to `epoch`; a stream need not remember it.
+    The position is one number: the samples of the epoch that all ranks together have consumed. The loop saves it
+    in every checkpoint and passes it to `epoch`; a stream need not remember it.
     """
 
     @property
     def guarantee(self) -> Guarantee:
-        """Positions that a resumed run finds again: "exact" any, "epoch" the start of an epoch, "none" none."""
+        """Where a run can resume: "exact" at any position, "epoch" at the start of an epoch, "none" nowhere."""
         ...
 
     @property
     def fingerprint(self) -> str | None:
-        """Changes when the data changes; None if unknown."""
+        """Identifies the data: changes when the data changes; None if unknown."""
         ...
 
     def setup(self, shard: ShardInfo) -> None:
-        """Called once, before anything else: check the data against `shard`, without reading rows."""
+        """Check the data against `shard`, without reading rows. Called once, before anything else."""
         ...
 
     def samples_in_epoch(self, epoch: int) -> int | None:
-        """Return the samples of one epoch over all ranks, without a dropped tail; None if unknown."""
+        """Return the number of samples per epoch over all ranks, without a dropped tail; None if unknown."""
         ...
 
     def steps_in_epoch(self, epoch: int) -> int | None:
-        """Return the global batches of one whole epoch; None if unknown."""
+        """Return the number of global batches per full epoch; None if unknown."""
         ...
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
@@ -212,20 +212,20 @@ class BatchStream(Protocol):
         ...
 
     def close(self) -> None:
-        """End its threads and processes. May be called twice."""
+        """Stop the stream's threads and processes. May be called twice."""
         ...
 
 
 def is_exhausted(data: BatchStream, *, epoch: int, steps: int, offset: int) -> bool:
-    """Whether an epoch has no batch left, if the data has a length.
+    """Return whether an epoch has no batch left; False if the data has no known length.
 
-    Exact data is compared by samples: before a resume, batches may have had another size.
+    Exact data is compared by samples, because batches may have had another size before a resume.
 
     Args:
-        data: after `setup`.
+        data: a stream after `setup`.
         epoch: the epoch in progress.
-        steps: updates of it so far.
-        offset: samples of it so far, over all ranks.
+        steps: updates of the epoch so far.
+        offset: samples of the epoch so far, over all ranks.
     """
     end = data.samples_in_epoch(epoch) if data.guarantee == "exact" else None
     if end is None:
@@ -242,16 +242,16 @@ def is_stream(data: Any) -> TypeGuard[BatchStream]:
 
 
 def check_data(config: TrainerConfig, data: BatchStream, validation: Mapping[str, BatchStream]) -> None:
-    """Check that the data has what the config needs.
+    """Check that the data provides what the config needs.
 
     Raises:
-        ConfigError: an epoch has no known end, or something needs validation data and there is none.
+        ConfigError: the end of an epoch is needed but unknown, or validation data is needed but missing.
     """
     limits = (config.max_steps, config.max_samples, config.max_tokens, config.steps_per_epoch)
     endless = all(limit is None for limit in limits)
     if endless and data.guarantee == "none":
         raise ConfigError(
-            f"max_epochs={config.max_epochs} counts epochs, and the end of an iterator (the training data) is unknown: "
+            f"max_epochs={config.max_epochs} counts epochs, but the training data is an iterator with an unknown end: "
             "set steps_per_epoch, or max_steps, max_samples or max_tokens instead"
         )
     wanting = {
@@ -262,5 +262,5 @@ def check_data(config: TrainerConfig, data: BatchStream, validation: Mapping[str
     if not validation and (names := [name for name, wants in wanting.items() if wants]):
         raise ConfigError(
             f"{' and '.join(names)} needs an evaluation, and there is no validation data: return (train, validation) "
-            "from configure_dataloaders, or leave it out"
+            "from configure_dataloaders, or remove the setting"
         )

@@ -1,4 +1,4 @@
-"""Choose the stream that reads whatever `configure_dataloaders` returns."""
+"""Choose the stream that reads the data returned by `configure_dataloaders`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .protocols import BatchStream, is_stream
 
 
 def as_stream(data: Any) -> BatchStream:
-    """Return the stream that reads `data`: a stream as it is, a DataLoader, an iterable, or a function that makes one.
+    """Return a stream over `data`: a stream (returned as is), a DataLoader, an iterable or a function that makes one.
 
     Raises:
         ConfigError: `data` is none of these.
@@ -26,6 +26,6 @@ def as_stream(data: Any) -> BatchStream:
     if not isinstance(data, (str, bytes, Mapping)) and (isinstance(data, Iterable) or callable(data)):
         return IterableStream(data)
     raise ConfigError(
-        f"cannot read batches from a {type(data).__name__}: give a torch DataLoader, a Headway stream, any iterable of "
+        f"cannot read batches from a {type(data).__name__}: use a torch DataLoader, a Headway stream, any iterable of "
         "batches, or a function that returns one"
     )

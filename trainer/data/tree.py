@@ -21,7 +21,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -
     Args:
         function: called with each tensor.
         nested: dicts and other mappings, lists, tuples, named tuples and dataclasses (also frozen) of any depth. Not
-            modified; leaves that are no tensors are kept.
+            modified; other leaves are kept.
 
     Example:
         >>> map_tensors(torch.Tensor.half, {"image": torch.ones(2), "labels": [torch.ones(1)], "name": "cat"})
@@ -34,7 +34,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -
         if type(nested) is dict:
             return mapped
         if isinstance(nested, MutableMapping):
-            # A copy keeps what a constructor would lose: Hugging Face's BatchEncoding, the default of a defaultdict.
+            # A copy keeps what a constructor would lose: Hugging Face's BatchEncoding, a defaultdict's default.
             clone = copy.copy(nested)
             clone.update(mapped)
             return clone
@@ -62,13 +62,13 @@ def average_records(
 ) -> dict[str, Any]:
     """Return the weighted mean of every number in some records, nested as they are.
 
-    A number that only some records have is averaged over these. Other values, such as text, are left out.
+    A number that only some records have is averaged over those records. Other values, such as text, are left out.
 
     Args:
         records: numbers, or tensors of one element, by name, possibly in nested dicts; reading a tensor waits for its
             device.
-        weights: of each record, such as its number of samples; equal by default.
-        exclude_nan: leave NaN out of a mean; a mean of NaN alone is still NaN.
+        weights: weight of each record, such as its number of samples; equal by default.
+        exclude_nan: whether to leave NaN out of means; a mean of only NaN is still NaN.
 
     Raises:
         ValueError: the numbers of weights and records differ, or a name is a number in one record and a dict in
@@ -79,7 +79,7 @@ def average_records(
         {'loss': 2.0, 'top': {'1': 0.5}}
     """
     if weights is not None and len(weights) != len(records):
-        raise ValueError(f"weights: {len(weights)} given for {len(records)} records; give one for each")
+        raise ValueError(f"weights must have one entry per record: got {len(weights)} for {len(records)} records")
     found: dict[str, list[tuple[Any, float]]] = {}
     for record, weight in zip(records, weights or [1.0] * len(records), strict=True):
         for name, value in record.items():
@@ -89,7 +89,7 @@ def average_records(
     for name, each in found.items():
         dicts = [(value, weight) for value, weight in each if isinstance(value, Mapping)]
         if dicts and len(dicts) < len(each):
-            raise ValueError(f"{name!r} is a dict in some records and a number in others: give them different names")
+            raise ValueError(f"{name!r} is a dict in some records and a number in others: use different names")
         if dicts:
             means[name] = average_records(*zip(*dicts, strict=True), exclude_nan=exclude_nan)
             continue

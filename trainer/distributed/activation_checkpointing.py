@@ -1,4 +1,4 @@
-"""Activation checkpointing: which results of a block are kept for backward, and which are recomputed."""
+"""Activation checkpointing: which results of a block are saved for backward and which are recomputed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 def wrap_checkpointed(block: nn.Module, policy: Literal["full", "selective"]) -> nn.Module:
-    """Return a block that keeps less for backward; its results and random numbers stay the same.
+    """Return the block wrapped so that it saves less for backward; results and random numbers stay the same.
 
     Args:
         block: called once per forward pass.
@@ -27,9 +27,9 @@ def wrap_checkpointed(block: nn.Module, policy: Literal["full", "selective"]) ->
 def _ops_to_save() -> list[Any]:
     """Return the operators whose results are kept, because recomputing them is expensive.
 
-    Source: the list, not the code, of pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py and
-    models/llama3/parallelize.py at cfb9326, which keeps every second matrix product where this keeps all. Batched
-    products (bmm) are not in it: attention written by hand computes its T x T scores with them.
+    Source: the list of pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py and
+    models/llama3/parallelize.py at cfb9326; torchtitan saves every second matrix product, this saves all. Batched
+    products (bmm) are left out: hand-written attention computes its T x T scores with them.
     """
     aten, names = torch.ops.aten, torch.ops
     return [
@@ -43,6 +43,6 @@ def _ops_to_save() -> list[Any]:
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_fused_attention_overrideable.default,
         torch._higher_order_ops.flex_attention,
-        aten.max.default,  # from which float8 computes its scale
-        names._c10d_functional.reduce_scatter_tensor.default,  # the user's own tensor parallelism
+        aten.max.default,  # float8 computes its scale from it
+        names._c10d_functional.reduce_scatter_tensor.default,  # the user's tensor parallelism
     ]

@@ -27,7 +27,7 @@ def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_dtensor_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard as a DTensor sharded like `tensor`, or the shard itself if `tensor` is not sharded."""
+    """Return `local`, this rank's shard, as a DTensor like `tensor`; unchanged if `tensor` is not sharded."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
@@ -49,7 +49,7 @@ def strip_wrappers(module: nn.Module) -> nn.Module:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module that the user wrote: without the wrappers of `strip_wrappers`, `AveragedModel` and FSDP1.
+    """Return the user's module: like `strip_wrappers`, and also without `AveragedModel` and FSDP1.
 
     Checkpoints keep `AveragedModel`, which has its own state, so they use `strip_wrappers`.
     """

@@ -35,18 +35,18 @@ from .world import World, set_group_timeout
 
 
 def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World) -> None:
-    """Prepare a model in place, up to the initialisation of its weights. Every rank must call this.
+    """Prepare a model in place: all steps up to the initialisation of weights. Every rank must call this.
 
     Args:
         model: on the meta device, or with weights, in which case all ranks get rank 0's.
-        config: of checkpointing, compilation and sharding.
-        precision: "bf16" and "fp16" gather sharded parameters in that dtype, "bf16-true" keeps them in it; their
+        config: settings of checkpointing, compilation and sharding.
+        precision: "bf16" and "fp16" gather sharded parameters in that dtype, "bf16-true" stores them in it; their
             gradients are reduced in float32.
         world: the ranks to shard over.
 
     Raises:
-        ConfigError: the strategy does not fit the number of ranks; or only some tensors have values, which
-            materialising the others would lose.
+        ConfigError: the strategy does not fit the number of ranks; or some tensors have values, which would be
+            lost, while others are on the meta device.
     """
     check_strategy(config, world)
     _check_all_on_meta_or_none(model)
@@ -93,11 +93,11 @@ def check_unsharded(model: nn.Module) -> None:
     """Check that a model can continue in another process group.
 
     Raises:
-        ConfigError: it is sharded over the ranks of the group that has ended.
+        ConfigError: the model is sharded over the ranks of a group that has ended.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            "fit() has ended the process group that it started, and a sharded model cannot move to another. Give the "
+            "fit() has ended the process group that it started, and a sharded model cannot move to another. Pass the "
             "trainer a world that outlives fit: `with World.from_environment() as world: trainer = ...(world=world)`"
         )
 
@@ -106,7 +106,7 @@ def check_no_partial_gradients(model: nn.Module) -> None:
     """Check that a model holds no gradients of an update that failed.
 
     Raises:
-        ConfigError: it is sharded: FSDP2 keeps partial gradients and offers no way to drop them.
+        ConfigError: the model is sharded: FSDP2 keeps partial gradients and offers no way to drop them.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
@@ -119,11 +119,11 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
     """Check that the strategy fits the number of ranks.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the strategy does not fit.
     """
     if config.strategy == "none" and world.size > 1:
         raise ConfigError(
-            f"parallel.strategy='none' trains in one process, and there are {world.size} ranks: use 'ddp' or 'fsdp'"
+            f"parallel.strategy='none' trains in one process, but there are {world.size} ranks: use 'ddp' or 'fsdp'"
         )
     if config.strategy == "hsdp" and world.size > 1 and world.size % (config.shard_size or 1):
         raise ConfigError(
@@ -131,8 +131,8 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
         )
     if config.cpu_offload and world.device.type != "cpu" and world.size == 1:
         raise ConfigError(
-            "parallel.cpu_offload moves FSDP2's shards to the CPU, and a single rank has none: use at least 2 ranks, "
-            "or remove it"
+            "parallel.cpu_offload moves FSDP2's shards to the CPU, but a single rank has none: use at least 2 ranks, "
+            "or remove cpu_offload"
         )
     if config.cpu_offload and world.device.type != "cpu" and world.size > 1 and not world.supports_cpu_tensors:
         raise ConfigError(
@@ -145,7 +145,7 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
     """Check that models are not wrapped yet, and that they contain the modules that the config names.
 
     Raises:
-        ConfigError: with the modules that there are.
+        ConfigError: a model is already wrapped, or a module is missing; the message lists the existing ones.
     """
     for name, model in models.items():
         if isinstance(model, DistributedDataParallel):
@@ -167,7 +167,7 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
         )
     if config.activation_checkpointing != "none" and not blocks:
         raise ConfigError(
-            "parallel.activation_checkpointing needs blocks to checkpoint, and there is no ModuleList in "
+            "parallel.activation_checkpointing needs blocks to checkpoint, but there is no ModuleList in "
             f"{', '.join(models)}: name the blocks' classes in parallel.shard_modules"
         )
 
@@ -175,11 +175,11 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
 def without_gradient_sync(
     models: Mapping[str, nn.Module], *, also_sharded: bool = True
 ) -> AbstractContextManager[object]:
-    """Skip the reduction of gradients inside the context: for all micro-batches of an update but the last.
+    """Skip gradient reduction inside the context, for all but the last micro-batch of an update.
 
     Args:
         models: the models being trained.
-        also_sharded: False reduces sharded gradients all the same; otherwise sharded parameters get no `grad`.
+        also_sharded: whether to skip sharded gradients too; sharded parameters then get no `grad`.
     """
     stack = ExitStack()
     for model in models.values():
@@ -223,7 +223,7 @@ def _fully_shard(
         param_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
         reduce_dtype=None if precision == "fp32" else torch.float32,
     )
-    # Pinning needs a GPU, which copies from pinned memory asynchronously.
+    # Pinned memory is for asynchronous copies to a GPU, and needs one.
     offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()
     # Innermost first: fully_shard skips the parameters of modules that are already sharded.
     for module in reversed(blocks):
@@ -261,7 +261,7 @@ def _check_all_on_meta_or_none(model: nn.Module) -> None:
     if real and len(real) < len(tensors):
         raise ConfigError(
             f"{', '.join(real[:8])}{' and more' if len(real) > 8 else ''} of {type(model).__name__} came with values, "
-            "and the rest is on the meta device, where configure_models runs: set the values in init_weights(), or "
+            "but the rest is on the meta device, where configure_models runs: set the values in init_weights(), or "
             'create the whole model with values, under torch.device("cpu")'
         )
 

@@ -1,6 +1,6 @@
-"""The ranks of a training run, and the only caller of `torch.distributed` collectives.
+"""The ranks of a training run. All collectives of `torch.distributed` are called here.
 
-With a single process every collective is the identity, so no other file asks whether training is distributed.
+With a single process every collective is the identity, so other modules need not ask whether training is distributed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class World:
     """All ranks of one training run, seen from one rank. Every rank must call every collective, in the same order.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: rank of this process, from 0.
         size: number of processes.
-        local_rank: of this process on its machine.
-        device: of this rank's computations.
-        rendezvous: set if this object started the process group, which it then also ends.
+        local_rank: rank of this process on its machine.
+        device: device of this rank's computations.
+        rendezvous: set if this object started, and thus owns, the process group.
         control: gloo group for host-side bookkeeping, which never waits for the device; None if the default group is
             gloo.
 
@@ -63,11 +63,11 @@ class World:
     def from_environment(cls, *, timeout_s: float = TIMEOUT_S, with_cpus: bool = False) -> World:
         """Join the process group that `torchrun` describes in the environment, or return a single-process world.
 
-        An existing process group is joined, and `close` leaves it running. One that this starts is ended by `close`, at
-        the latest when Python exits; as a context manager, a world ends it with the block.
+        An existing process group is joined, and `close` leaves it running. A group that this method starts is ended by
+        `close`, at the end of a `with` block, or at the latest when Python exits.
 
         Args:
-            timeout_s: of collectives.
+            timeout_s: timeout of collectives.
             with_cpus: also support collectives on CPU tensors, which offloaded gradients need.
 
         Raises:
@@ -94,8 +94,8 @@ class World:
         """Join the existing process group, without owning it, or return a single-process world.
 
         Args:
-            device: of this rank's computations; the best one of the machine by default.
-            timeout_s: of collectives in the group for `control`.
+            device: device of this rank's computations; by default the best one of the machine.
+            timeout_s: timeout of collectives in the `control` group.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls.single(device)
@@ -110,9 +110,9 @@ class World:
         )
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of all collectives from here on, except in `with_own_group`. Every rank must call this."""
+        """Set the timeout of all later collectives, except in groups of `with_own_group`. Every rank must call this."""
         if self.size > 1:
-            # Or a rank would time out on another one that is still in its first step, under the longer timeout.
+            # Otherwise a rank could time out waiting for one that is still in its first step, under the longer timeout.
             self.barrier()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -137,10 +137,10 @@ class World:
         return self.size == 1 or not dist.is_initialized() or "cpu:" in dist.get_backend_config()
 
     def with_own_group(self, *, timeout_s: float = TIMEOUT_S) -> World:
-        """Return the same ranks with another process group, for collectives of another thread. Every rank must call.
+        """Return these ranks with a separate process group for another thread. Every rank must call this.
 
         Args:
-            timeout_s: of collectives in that group.
+            timeout_s: timeout of collectives in that group.
         """
         return replace(self, rendezvous=None, control=_new_group(timeout_s, _OWN_GROUP)) if self.size > 1 else self
 
@@ -167,7 +167,7 @@ class World:
             torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
     def all_to_all(self, tensor: torch.Tensor, *, give: int, take: Sequence[int]) -> torch.Tensor:
-        """Send each rank the next `give` elements of a flat tensor; return the received ones, `take[r]` of rank r."""
+        """Send each rank the next `give` elements of a flat tensor; return the received ones, `take[r]` from rank r."""
         if self.size == 1:
             return tensor
         received = tensor.new_empty(sum(take))
@@ -192,9 +192,9 @@ class World:
         return total
 
     def all_reduce_max_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Start the maximum of a CPU tensor over all ranks, in place; call `wait()` on the result, unless it is None.
+        """Start an in-place maximum of a CPU tensor over all ranks; call `wait()` on the result unless it is None.
 
-        Never touches the device, so it does not wait for pending kernels.
+        Does not touch the device, so it does not wait for pending kernels.
         """
         if self.size == 1:
             return None
@@ -202,7 +202,7 @@ class World:
         return work
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank passed True. Waits for the other ranks, not for the device."""
+        """Return whether any rank passed True. Waits for the other ranks, not for the device."""
         if self.size == 1:
             return flag
         value = torch.tensor(int(flag), dtype=torch.int32)
@@ -224,7 +224,7 @@ class World:
         return tensor
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order, on every rank; picklable. For rare, small values."""
+        """Return every rank's value, in rank order, on every rank; must be picklable. For rare, small values."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -240,14 +240,14 @@ class World:
         """End the process group if this object started it. May be called twice."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
-            # A DDP model keeps gloo's threads alive, which may not have released the last tensors they sent; releasing
-            # one while Python exits aborts the program. https://github.com/pytorch/pytorch/pull/179291
+            # A DDP model keeps gloo's threads alive, and these may still hold the last tensors they sent; releasing one
+            # while Python exits aborts the program. https://github.com/pytorch/pytorch/pull/179291
             time.sleep(_GLOO_DRAIN_S)
 
     def rejoin(self) -> None:
         """Start another process group of the same ranks after `close` has ended the first. Every rank must call this.
 
-        DDP and FSDP models keep a reference to the first group, and must be wrapped again.
+        DDP and FSDP models keep a reference to the old group and must be wrapped again.
         """
         if self.rendezvous is not None and self.has_ended:
             self.rendezvous.start_process_group()
@@ -311,13 +311,13 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of a process group's later collectives.
 
     Source: torchtitan calls the same private function after its first step, in `set_pg_timeouts` of
-    torchtitan/distributed/utils.py at cfb9326; torch has no public one.
+    torchtitan/distributed/utils.py at cfb9326; torch has no public function for it.
     """
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def backend(device_type: str, *, with_cpus: bool = False) -> str:
-    """Return the name of the `torch.distributed` backend for such devices."""
+    """Return the name of the `torch.distributed` backend for a device type."""
     if device_type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if with_cpus else "nccl"

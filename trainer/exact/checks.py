@@ -27,7 +27,7 @@ def check_exact_config(config: TrainerConfig) -> None:
         _refuse(f"strategy {parallel.strategy!r} adds gradients in the order of the ranks: use 'ddp'")
     if parallel.compile:
         _refuse(
-            "a compiled model uses kernels for the shapes that its process has seen, which differ between ranks: "
+            "a compiled model uses kernels for the shapes its process has seen, which differ between ranks: "
             "remove parallel.compile"
         )
     if config.float8:
@@ -42,7 +42,7 @@ def check_exact_models(models: Mapping[str, nn.Module]) -> None:
     """Check that the models' results do not depend on which rank sees which rows.
 
     Raises:
-        ConfigError: with the name of the module and the reason.
+        ConfigError: a module does not support exact mode; names it and the reason.
     """
     for name, model in models.items():
         for path, module in model.named_modules():
@@ -63,10 +63,10 @@ def check_exact_models(models: Mapping[str, nn.Module]) -> None:
 
 
 def check_exact_metrics(metrics: Collection[str]) -> None:
-    """Check that there are no metrics of `configure_metrics`.
+    """Check that `configure_metrics` returned no metrics.
 
     Raises:
-        ConfigError: there are.
+        ConfigError: there are some.
     """
     if metrics:
         _refuse(
@@ -79,7 +79,7 @@ def check_exact_data(data: BatchStream, validation: Mapping[str, BatchStream], w
     """Check that the data can be split by logical shards, and that there are enough of them.
 
     Raises:
-        ConfigError: it cannot, or there are more ranks than shards.
+        ConfigError: the data cannot be split so, or there are more ranks than shards.
     """
     for what, stream in (("training", data), *(("validation", each) for each in validation.values())):
         if stream.guarantee != "exact" or not isinstance(stream, SupportsShards):
@@ -96,4 +96,4 @@ def check_exact_data(data: BatchStream, validation: Mapping[str, BatchStream], w
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise ConfigError(f"exact=True promises the same bits on any number of ranks, and {reason}")
+    raise ConfigError(f"exact=True promises the same bits on any number of ranks, but {reason}")

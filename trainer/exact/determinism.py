@@ -1,4 +1,4 @@
-"""Compute a micro-batch to the same bits in every process on one kind of hardware."""
+"""Make a micro-batch's results bit-identical in every process on one kind of hardware."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def deterministic_mode(device: torch.device) -> Iterator[None]:
     threads, benchmarks = torch.get_num_threads(), torch.backends.cudnn.benchmark
     mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if device.type == "cuda":
-        # PyTorch refuses matrix products without it; cuBLAS reads it only once.
+        # PyTorch requires it for deterministic matrix products; cuBLAS reads it only once.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         if device.type == "cpu":
@@ -43,7 +43,7 @@ def deterministic_mode(device: torch.device) -> Iterator[None]:
 
 
 def hardware_fingerprint(device: torch.device) -> dict[str, str]:
-    """Return what rounding depends on besides the code; must be equal on all ranks and after a resume."""
+    """Return the hardware facts that rounding depends on; must be equal on all ranks and after a resume."""
     cpu = f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "computes on": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,

@@ -2,7 +2,7 @@
 
 Parts 0 to P - 1 are the leaves; a node [low, high) is the sum of its two halves. Floating-point sums depend on the
 order of additions, and this order depends only on P. Each rank has a range of the parts, sums every node inside its
-range, and sends the largest of these nodes; then each rank sums the rest of the tree for one slice of the elements.
+range and sends the largest of these nodes; then each rank sums the rest of the tree for one slice of the elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..distributed.world import World
 from ..errors import StepError
 
 _CHUNK = 2**22
-"""Elements of each node that are exchanged at a time, which bounds the memory of the exchange."""
+"""Number of elements per node to exchange at a time; bounds the memory of the exchange."""
 
 
 class Node(NamedTuple):
@@ -31,10 +31,10 @@ class GradientTree:
     """Sums the gradients of one rank's parts of an update, and then those of all ranks.
 
     Args:
-        parameters: trainable, in the same order on every rank.
-        num_parts: P, over all ranks.
-        may_miss: whether a part may leave parameters without a gradient, which then counts as zero; a parameter without
-            a gradient in all parts of all ranks gets none. Costs a wait for the device in every update.
+        parameters: trainable parameters, in the same order on every rank.
+        num_parts: P, the number of parts over all ranks.
+        may_miss: whether parameters may lack a gradient in a part, which then counts as zero; a parameter without any
+            gradient in the update gets none. Costs a wait for the device in every update.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], num_parts: int, *, may_miss: bool) -> None:
@@ -54,13 +54,13 @@ class GradientTree:
         """
         if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
             raise StepError(
-                "a parameter has a sparse gradient, and exact=True adds dense gradients: use Embedding(sparse=False), "
+                "a parameter has a sparse gradient, but exact=True needs dense gradients: use Embedding(sparse=False), "
                 "or remove exact"
             )
         missing = sum(p.grad is None for p in self._parameters)
         if missing and not self._may_miss:
             raise StepError(
-                f"{missing} of {len(self._parameters)} parameters got no gradient in a micro-batch, and with "
+                f"{missing} of {len(self._parameters)} parameters got no gradient in a micro-batch, but with "
                 "exact=True each needs one: freeze unused parameters, remove them from the optimizer, or set "
                 "parallel.find_unused_parameters=True"
             )
@@ -104,7 +104,7 @@ class GradientTree:
                 parameter.grad = None
 
     def _push(self, part: int, flat: list[torch.Tensor]) -> None:
-        """Add a leaf, and sum every node that it completes."""
+        """Add a leaf, and sum every node completed by it."""
         node, tree = Node(part, part + 1), split_points(self._num_parts)
         while self._sums and tree.get(Node(self._sums[-1][0].low, node.high)) == node.low:
             left, before = self._sums.pop()
@@ -116,7 +116,7 @@ class GradientTree:
 
 @cache
 def split_points(num_parts: int) -> Mapping[Node, int]:
-    """Return the inner nodes of the tree over so many parts, with the first part of each one's second half."""
+    """Return the inner nodes of a tree of `num_parts` leaves, each with the first part of its second half."""
     found: dict[Node, int] = {}
     todo = [Node(0, num_parts)]
     while todo:

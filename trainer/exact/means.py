@@ -20,19 +20,19 @@ _SMALLEST = 1074
 """Every finite float64 is a multiple of 2**-1074."""
 
 _ONE = 1 << _SMALLEST
-"""1 in these units."""
+"""The number 1 in units of 2**-1074."""
 
 _STACK_AT = 1024
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Exact sums.
+    """Exact sums of one metric.
 
     Attributes:
-        weighted: of weight * value, in units of 2**-2148.
-        weight: of weight, in units of 2**-1074.
-        not_finite: of weight * value for values that are not finite.
+        weighted: sum of weight * value, in units of 2**-2148.
+        weight: sum of weight, in units of 2**-1074.
+        not_finite: sum of weight * value over values that are not finite.
         is_total: whether `value` is the sum instead of the mean.
     """
 
@@ -71,8 +71,8 @@ class _Sums:
 class ExactMeans(MeanMetrics):
     """`MeanMetrics` for exact mode: a mean is rounded once, at the end.
 
-    So its bits depend only on the micro-batches, and not on which rank had which. Costs slightly more on the host, and
-    keeps every number of a device until it is read.
+    Its bits therefore depend only on the micro-batches, not on how the ranks divide them. Costs slightly more on the
+    host, and keeps every device value until `read`.
 
     Example:
         >>> means = ExactMeans()
@@ -117,21 +117,21 @@ class ExactMeans(MeanMetrics):
                 self._exact.setdefault(name, _Sums()).add(float(value), float(weight))
 
     def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
-        """Add one number, as `MeanMetrics.log` does; sums are exact, too.
+        """Add one number, as `MeanMetrics.log` does; sums are exact as well.
 
         Raises:
-            StepError: as there; or `reduce` is "last".
+            StepError: as in `MeanMetrics.log`, or `reduce` is "last".
         """
         if reduce == "last":
             raise StepError(
-                f"log({name!r}, reduce='last') depends on which rank has a value, and with exact=True nothing may: log "
+                f"log({name!r}, reduce='last') depends on which rank has a value, which exact=True does not allow: log "
                 "a mean, a sum or an extreme"
             )
         if reduce != "sum":
             super().log(name, value, weight, reduce)
             return
         if isinstance(weight, Tensor) or weight != 1:
-            raise StepError(f"log({name!r}) has a weight, which only reduce='mean' takes, not {reduce!r}")
+            raise StepError(f"log({name!r}): weight requires reduce='mean', got reduce={reduce!r}")
         self.reduced.check_kind(name, reduce)
         self._exact.setdefault(name, _Sums(is_total=True))
         self.add({name: value})
@@ -149,7 +149,7 @@ class ExactMeans(MeanMetrics):
         return dict(sorted((values | self.reduced.merge_ranks([reduced for _, reduced in per_rank], means)).items()))
 
     def merge(self, other: MeanMetrics) -> None:
-        """Add everything of another `ExactMeans`."""
+        """Add all values of another `ExactMeans`."""
         assert isinstance(other, ExactMeans)
         self._exact = _merge([self._exact, other._exact])
         self._kept += other._kept
@@ -163,7 +163,7 @@ class ExactMeans(MeanMetrics):
         self.reduced.values.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has added since the last read; "sums" is for resuming without exact mode."""
+        """Return this rank's sums since the last read; "sums" is for resuming without exact mode."""
         self._exact = sums = self._drain_exact()
         return {
             "sums": {
@@ -179,7 +179,7 @@ class ExactMeans(MeanMetrics):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore what `state_dict` or that of `MeanMetrics` returned, and drop everything else."""
+        """Restore a state of this class or of `MeanMetrics`, and drop everything else."""
         self.reset()
         self.reduced.load_state_dict(state_dict["reduced"])
         if "exact products" in state_dict:
@@ -193,7 +193,7 @@ class ExactMeans(MeanMetrics):
                 self._exact[name] = _Sums(0, _units(weight), mean_times_weight)
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Add what a rank that no longer exists had added since the last read."""
+        """Add the state of a rank that no longer exists."""
         gone = ExactMeans()
         gone.load_state_dict(state_dict)
         self.merge(gone)
@@ -209,7 +209,7 @@ class ExactMeans(MeanMetrics):
         self._stacks.append(([name for name, *_ in kept], torch.stack(columns, dim=1)))
 
     def _drain_exact(self) -> dict[str, _Sums]:
-        """Move everything of this rank to the host, and reset it."""
+        """Move all sums of this rank to the host, and reset them."""
         if self._kept:
             self._stack()
         sums, self._exact = self._exact, {}

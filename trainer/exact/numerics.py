@@ -1,7 +1,7 @@
-"""Where a training in exact mode differs from an ordinary one. The only place that asks for `config.exact`.
+"""The differences between exact and ordinary training. Only this module reads `config.exact`.
 
-`Numerics` is ordinary floating-point training; its subclass promises the same bits at every number of ranks. The loop,
-the evaluation, the setup and the checks of a resumed run ask the one of `numerics_of`, and never the config.
+`Numerics` is ordinary floating-point training; its subclass promises the same bits on any number of ranks. The loop,
+the evaluation, the setup and the checks of a resumed run use the object returned by `numerics_of`, not the config.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .step import ExactStep
 
 
 def numerics_of(config: TrainerConfig) -> Numerics:
-    """Returns how a training with this config computes."""
+    """Return the numerics that a config selects."""
     return _ExactNumerics() if config.exact else Numerics()
 
 
 class Numerics:
-    """Ordinary floating-point training: sums are in the order of the ranks, and each rank draws its own numbers.
+    """Ordinary floating-point training: sums are in rank order, and each rank draws different random numbers.
 
     Attributes:
-        cuts_by_shard: whether no micro-batch may have rows of two logical shards.
-        skips_padding: whether an evaluation leaves out the batches that only keep the ranks in step.
-        may_halve: whether micro-batches may be cut when memory runs out.
+        cuts_by_shard: whether each micro-batch must have rows of a single logical shard.
+        skips_padding: whether evaluations skip padding batches, which only keep the ranks in step.
+        may_halve: whether micro-batches may be split when memory runs out.
     """
 
     cuts_by_shard = False
@@ -49,64 +49,64 @@ class Numerics:
     may_halve = True
 
     def check_config(self, config: TrainerConfig) -> None:
-        """Refuses what this cannot keep, as far as the config tells."""
+        """Raise ConfigError if a setting is not supported."""
 
     def check_models(self, models: Mapping[str, nn.Module]) -> None:
-        """Refuses models whose result would differ."""
+        """Raise ConfigError if a model is not supported."""
 
     def check_metrics(self, metrics: Collection[str]) -> None:
-        """Refuses metrics whose result would differ."""
+        """Raise ConfigError if a metric is not supported."""
 
     def check_data(self, data: BatchStream, validation: Mapping[str, BatchStream], world: World) -> None:
-        """Refuses data that cannot be cut as needed."""
+        """Raise ConfigError if the data cannot be split as needed."""
 
     def check_own_batch(self) -> None:
-        """Refuses an update of a batch that is not the epoch's, where that cannot be kept."""
+        """Raise ConfigError if updates from a batch outside the epoch are not supported."""
 
     def facts(self, device: torch.device) -> dict[str, str]:
-        """Returns what must be equal on all ranks, and on resume, besides config and code."""
+        """Return facts besides config and code that must be equal on all ranks and after a resume."""
         return {}
 
     def deterministic(self, device: torch.device) -> AbstractContextManager[None]:
-        """Returns the context in which a training computes."""
+        """Return the context in which training computes."""
         return nullcontext()
 
     def make_step(self, ctx: RunContext, steps: Steps, metrics: MeanMetrics, data: BatchStream) -> OptimizerStep:
-        """Returns what makes one update."""
+        """Return the optimizer step."""
         kind = AutoMicrobatchStep if ctx.config.halve_on_out_of_memory else OptimizerStep
         return kind(ctx, steps, metrics)
 
     def make_means(self) -> MeanMetrics:
-        """Returns what averages metrics."""
+        """Return an empty accumulator of metrics."""
         return MeanMetrics()
 
     def replicate(self, model: nn.Module, config: TrainerConfig, world: World) -> nn.Module:
-        """Returns the model whose gradients are synchronised, wrapped where the strategy asks for it."""
+        """Return the model with gradient synchronisation, wrapped if the strategy requires it."""
         return parallelize.replicate(model, config.parallel, world)
 
     def seed_rank(self, world: World) -> int:
-        """Returns the number by which the random numbers of this rank differ from those of others."""
+        """Return the number that distinguishes this rank's random numbers from those of other ranks."""
         return world.rank
 
     def share_rng(self, world: World) -> bool:
-        """Gives ranks that join a run the random numbers of the others; returns whether it did."""
+        """Copy rank 0's random state to all ranks, for ranks that join a run; return whether it was copied."""
         return False
 
     def seed_after_evaluation(self, config: TrainerConfig, step: int) -> None:
-        """Seeds what is drawn after an evaluation."""
+        """Seed the random numbers drawn after an evaluation."""
 
     def evaluation_batch(self, config: TrainerConfig, batch: Any, *key: str | int) -> Any:
-        """Returns a batch of an evaluation as the step is to see it, and seeds what the step draws."""
+        """Return an evaluation batch as passed to the step, and seed the step's random numbers."""
         return batch
 
     def batch_numbers(self, stream: BatchStream, batch: GlobalBatch, first: int, world: World) -> tuple[range, int]:
-        """Returns the numbers of this rank's micro-batches in an evaluation, and the first of the next batch."""
+        """Return the numbers of this rank's micro-batches in an evaluation, and the first number of the next batch."""
         num_own = len(batch.micro_batches)
         return range(first, first + num_own), first + num_own
 
 
 class _ExactNumerics(Numerics):
-    """The same bits at every number of ranks."""
+    """Exact mode: the same bits on any number of ranks."""
 
     cuts_by_shard = True
     skips_padding = True
@@ -126,8 +126,8 @@ class _ExactNumerics(Numerics):
 
     def check_own_batch(self) -> None:
         raise ConfigError(
-            "exact=True learns from the batches of configure_dataloaders, which are cut in the same way for any "
-            "number of ranks, and train_step was given another: call train_epoch, or leave exact out"
+            "exact=True supports only batches of configure_dataloaders, which are split in the same way on any number "
+            "of ranks, but train_step got another batch: call train_epoch, or remove exact"
         )
 
     def facts(self, device: torch.device) -> dict[str, str]:
@@ -144,7 +144,7 @@ class _ExactNumerics(Numerics):
         return ExactMeans()
 
     def replicate(self, model: nn.Module, config: TrainerConfig, world: World) -> nn.Module:
-        # The step itself adds gradients up, in one order for any number of ranks.
+        # The step itself sums gradients, in the same order on any number of ranks.
         parallelize.broadcast_weights(model, world)
         return model
 

@@ -30,11 +30,11 @@ class ExactStep(OptimizerStep):
     """Makes one update whose result is bit-identical on any number of ranks.
 
     Args:
-        ctx: with models that no wrapper synchronises.
+        ctx: the run's context; no wrapper synchronises the gradients of its models.
         steps: the user's steps.
-        metrics: exact ones.
-        logged: exact ones, for what a step logs by itself.
-        data: cut by logical shards.
+        metrics: exact means of what the steps return.
+        logged: exact means of what the steps log.
+        data: a stream that splits batches by logical shards.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ExactStep(OptimizerStep):
         self._num_combined = 0
 
     def describe(self) -> str:
-        """Return a sentence on the communication of an update, compared to DDP, which sends the gradient twice."""
+        """Return a line on the communication per update, compared to DDP, which sends the gradient twice."""
         world, shards = self._world, self._num_shards
         numbers = sum(p.numel() * max(p.element_size(), 4) for p in _trainable(self._optimizers))
         own = shards * (world.rank + 1) // world.size - shards * world.rank // world.size
@@ -64,7 +64,7 @@ class ExactStep(OptimizerStep):
         )
 
     def metric_source(self) -> Callable[[Mapping[str, float]], dict[str, float]]:
-        """Returns what adds `exact_s` to the log: the seconds in which gradients are summed, on the slowest rank."""
+        """Return a metric source of `exact_s`: seconds per update of summing gradients, on the slowest rank."""
         return self._measure
 
     def _measure(self, record: Mapping[str, float]) -> dict[str, float]:
@@ -73,14 +73,14 @@ class ExactStep(OptimizerStep):
         return {"exact_s": longest_s}
 
     def __call__(self, batch: GlobalBatch) -> str | None:
-        """Makes the update, and leaves all ranks with the same random numbers for what comes between two updates."""
+        """Make the update; afterwards all ranks have the same random state until the next one."""
         with deterministic_mode(self._ctx.device):
             rejection = super().__call__(batch)
         self._seed_between_updates()
         return rejection
 
     def complete(self) -> str | None:
-        """Makes the update of what was accumulated, with the same random numbers on all ranks afterwards."""
+        """Make the update from the accumulated gradients; afterwards all ranks have the same random state."""
         rejection = super().complete()
         self._seed_between_updates()
         return rejection
@@ -89,13 +89,13 @@ class ExactStep(OptimizerStep):
         seed_for(self._config.seed, "between updates", self._ctx.progress.step, self._attempts())
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """Not supported: an optimizer can only step when the gradients of all parts are summed.
+        """Not supported: an optimizer can only step after the gradients of all parts are summed.
 
         Raises:
             StepError: always.
         """
         raise StepError(
-            "training_step called self.step(optimizer), and with exact=True an optimizer can only step after the "
+            "training_step called self.step(optimizer), but with exact=True an optimizer can only step after the "
             "gradients of all parts have been summed: return the loss, or remove exact"
         )
 
@@ -157,7 +157,7 @@ class ExactStep(OptimizerStep):
             return [weight / batch.global_num_samples for weight in weights]
         rank_ranges = self._rank_ranges(batch)
         device, own = self._ctx.device, rank_ranges[self._world.rank]
-        # Weights may be fractions, so these are added up in one order too: to a zero no sum is rounded.
+        # Weights may be fractions, so they need a fixed order of addition too; adding zeros rounds nothing.
         weight_P = torch.zeros(rank_ranges[-1].stop, dtype=torch.float64, device=device)
         weight_P[own.start : own.stop] = torch.stack(
             [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for weight in weights]
@@ -184,7 +184,7 @@ class ExactStep(OptimizerStep):
         """Check that the step changed no parameter or buffer, which other ranks would not see.
 
         Raises:
-            StepError: it did; with the names.
+            StepError: the step changed some; the message names them.
         """
         if (now := self._tensor_versions()) == before:
             return

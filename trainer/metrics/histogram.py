@@ -17,11 +17,11 @@ class Histogram:
     """The finite values of a tensor in bins of equal width.
 
     Attributes:
-        edges: of the bins, ascending, one more than there are bins.
+        edges: edges of the bins, ascending; one more than there are bins.
         counts: number of values in each bin.
         total: sum of the values.
         total_of_squares: sum of their squares.
-        non_finite: number of values that are NaN or infinite, which no bin or sum includes.
+        non_finite: number of NaN and infinite values, which are in no bin and no sum.
 
     Example:
         >>> histograms({"a": torch.tensor([0.0, 1.0, 1.0])}, World.single("cpu"), bins=2)["a"].counts
@@ -36,12 +36,12 @@ class Histogram:
 
 
 def histograms(tensors: Mapping[str, torch.Tensor], world: World, *, bins: int = 64) -> dict[str, Histogram]:
-    """Compute histograms of some tensors, equal on every rank. Every rank must call this, with the same names.
+    """Return a histogram of each tensor, equal on every rank. Every rank must call this, with the same names.
 
     Waits for the device. Empty tensors are left out.
 
     Args:
-        tensors: by name; sharded ones as `DTensor`, others equal on all ranks.
+        tensors: tensors by name; a `DTensor` if sharded, otherwise equal on all ranks.
         world: the ranks.
         bins: number of bins of equal width, from the minimum to the maximum finite value.
     """
@@ -66,7 +66,7 @@ def histograms(tensors: Mapping[str, torch.Tensor], world: World, *, bins: int =
 
 
 def _counted_here(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Return the values that only this rank counts, flat, at least in float32."""
+    """Return the values that this rank counts and no other does, flat, at least in float32."""
     part = to_local(tensor)
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate() or ()

@@ -17,7 +17,7 @@ from ..errors import StepError
 from .reductions import Reduce, Reductions, to_float64
 
 _FOLD_AT = 1024
-"""The most values of one name that are kept on a device before they are summed: bounds the memory without waiting."""
+"""Values of one name to keep on a device before they are summed, which bounds the memory without waiting."""
 
 
 class MeanMetrics:
@@ -26,11 +26,11 @@ class MeanMetrics:
     `add` never waits for a device; only `read` waits, for the device and the other ranks. A mean is
     `sum(weight * value) / sum(weight)`, summed in float64 (float32 on devices without float64) and clamped to the range
     of its values, so that the mean of a constant is the constant. A name may be missing on some ranks or in some
-    micro-batches: its mean is over the others.
+    micro-batches; its mean is over the others.
 
     Attributes:
         reduced: logged sums, extremes and last values, which `read` also returns.
-        weights: the total weight of each mean of the last read, over all ranks.
+        weights: total weight of each mean of the last read, over all ranks.
 
     Example:
         >>> metrics = MeanMetrics()
@@ -54,8 +54,9 @@ class MeanMetrics:
 
         Args:
             outputs: numbers and tensors of one element on any device, in nested mappings. Tensors are detached.
-            weight: >= 0: samples, tokens, or a tensor of one element. Values of weight 0 are ignored, even NaN.
-            prefix: of every name.
+            weight: >= 0, such as the number of samples or tokens; a number or a tensor of one element. Values of
+                weight 0 are ignored, even NaN.
+            prefix: prepended to every name.
 
         Raises:
             StepError: a value is not a single number.
@@ -89,16 +90,16 @@ class MeanMetrics:
                     sums[3] = value
 
     def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
-        """Add one number, to be reduced as `reduce` says; the weight is for means.
+        """Add one number, to be reduced by `reduce`; only means have a weight.
 
         Raises:
-            StepError: the value is not a single number, or `reduce` is unknown or not that of earlier values.
+            StepError: the value is not a single number, or `reduce` is unknown or differs from earlier calls.
         """
         if reduce == "mean":
             self.add({name: value}, weight)
             return
         if isinstance(weight, Tensor) or weight != 1:
-            raise StepError(f"log({name!r}) has a weight, which only reduce='mean' takes, not {reduce!r}")
+            raise StepError(f"log({name!r}): weight requires reduce='mean', got reduce={reduce!r}")
         self.reduced.add(name, value, reduce)
 
     def read(self, world: World) -> dict[str, float]:
@@ -130,7 +131,7 @@ class MeanMetrics:
         return dict(sorted((means | self.reduced.merge_ranks(per_rank, means)).items()))
 
     def merge(self, other: MeanMetrics) -> None:
-        """Add everything of another one; never waits for a device."""
+        """Add all values of another `MeanMetrics`; never waits for a device."""
         for name, sums in other._sums.items():
             self._sums[name] = _merge(self._sums[name], sums)
         for name, kept in other._on_device.items():
@@ -153,14 +154,14 @@ class MeanMetrics:
         sums = self._drain()
         self._sums.update(sums)
         return {
-            # The same entry as in exact mode, so that a run may resume from either.
+            # The same key as in exact mode, so that a run may resume from either.
             "sums": {name: list(each[:2]) for name, each in sums.items()},
             "extremes": {name: list(each[2:]) for name, each in sums.items()},
             "reduced": self.reduced.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore what `state_dict` returned, also in exact mode, and drop everything else."""
+        """Restore a state, also one saved in exact mode, and drop everything else."""
         self.reset()
         extremes = state_dict.get("extremes", {})  # exact mode has none
         for name, sums in state_dict["sums"].items():
@@ -168,7 +169,7 @@ class MeanMetrics:
         self.reduced.load_state_dict(state_dict["reduced"])
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Add what a rank that no longer exists had added since the last read."""
+        """Add the state of a rank that no longer exists."""
         merged = MeanMetrics()
         merged.load_state_dict(state_dict)
         # In this order, so that for "last" this rank's value wins.
@@ -176,7 +177,7 @@ class MeanMetrics:
         self.load_state_dict(merged.state_dict())
 
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
-        """Keep a value on its device, cloned unless it is a fresh result of the graph, which cannot change in place."""
+        """Keep a value on its device. Clone it unless it is a fresh autograd result, which cannot change in place."""
         kept = self._on_device[name]
         fresh = value.grad_fn is not None and not value._is_view()
         kept.append((value.detach() if fresh else value.detach().clone(), weight))
@@ -226,7 +227,7 @@ class MeanMetrics:
 
 
 def clamp(mean: float, least: float, greatest: float) -> float:
-    """Return a mean clamped to the range of its values, which rounding may leave; NaN stays NaN."""
+    """Return a mean clamped to the range of its values, because rounding may exceed it; NaN stays NaN."""
     return min(max(mean, least), greatest)
 
 
@@ -247,5 +248,5 @@ def not_a_number_error(name: str, value: Any) -> StepError:
     )
     return StepError(
         f"the step returned {what} as {name!r}, which must be a number or a tensor of one element: "
-        "return its mean, or store it as an attribute for a callback"
+        "return its mean, or store it in an attribute for a callback"
     )

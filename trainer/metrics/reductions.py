@@ -20,13 +20,13 @@ Reduced: TypeAlias = Mapping[str, tuple[Reduce, float]]
 
 
 class Reductions:
-    """Sums, extremes and last values of one rank, by name, since the last `drain`; `add` never waits for a device.
+    """One rank's sums, extremes and last values by name since the last `drain`; `add` never waits for a device.
 
     "last" is the last value of the lowest rank that has one. NaN propagates.
 
     Attributes:
-        kinds: how each name that was ever added is reduced.
-        values: the reduced values, on the device of the first one.
+        kinds: reduction of every name that was ever added.
+        values: reduced values, each on the device of its first value.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Reductions:
         """Add a number.
 
         Raises:
-            StepError: it is not a single number, or `reduce` is unknown or not that of earlier values.
+            StepError: `value` is not a single number, or `reduce` is unknown or differs from earlier calls.
         """
         if reduce not in get_args(Reduce):
             raise StepError(f"log({name!r}): reduce must be {', '.join(get_args(Reduce))}, got {reduce!r}")
@@ -46,11 +46,11 @@ class Reductions:
         elif isinstance(value, numbers.Real):
             value = float(value)
         else:
-            raise StepError(f"log({name!r}) takes a number or a tensor of one element, got {value!r:.60}")
+            raise StepError(f"log({name!r}): value must be a number or a tensor of one element, got {value!r:.60}")
         self._merge_value(name, reduce, value)
 
     def merge(self, other: Reductions) -> None:
-        """Add everything of another one, as later values."""
+        """Add all values of another `Reductions`, as later ones."""
         for name, value in other.values.items():
             self._merge_value(name, other.kinds[name], value)
 
@@ -69,7 +69,7 @@ class Reductions:
 
         Args:
             ranks: what `drain` returned on each rank.
-            means: names that are logged as means, for the check.
+            means: names logged as means, to check that no name is reduced in two ways.
 
         Raises:
             StepError: a name is reduced in two ways; raised on every rank that has ever logged it.
@@ -92,7 +92,7 @@ class Reductions:
         return {"kinds": dict(self.kinds), "values": dict(self.values)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore them, and drop everything else."""
+        """Restore a state, and drop everything else."""
         self.kinds, self.values = dict(state_dict["kinds"]), dict(state_dict["values"])
 
     def _merge_value(self, name: str, reduce: Reduce, value: float | Tensor) -> None:
@@ -103,7 +103,7 @@ class Reductions:
         """Check that a name is always reduced in the same way.
 
         Raises:
-            StepError: it was reduced in another way before.
+            StepError: `name` was reduced in another way before.
         """
         if (known := self.kinds.setdefault(name, reduce)) != reduce:
             raise StepError(

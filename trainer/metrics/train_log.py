@@ -21,32 +21,32 @@ from ..trackers.base import RunInfo, Tracker, TrackerList
 from .means import MeanMetrics
 
 _SLOW_DATA = 0.3
-"""Warn if waiting for data takes more than this share of the time."""
+"""Share of time spent waiting for data above which to warn."""
 
 SLOW_DATA_AFTER_S = 10.0
-"""Ignore shorter intervals: a run of a few seconds mostly waits for its first batch."""
+"""Shorter intervals cause no warning: a run of a few seconds mostly waits for its first batch."""
 
 _TOKENS = "tokens"
 
 MetricSource = Callable[[Mapping[str, float]], Mapping[str, float]]
-"""Called with each record on every rank, returns entries to add to it; may use collectives."""
+"""Function called with each record on every rank; returns entries to add, and may use collectives."""
 
 
 class Recorder:
     """Writes records of the metrics to hooks, history and trackers.
 
     The throughput excludes evaluations, saves, and the first update of an attempt, which compiles, allocates and waits
-    for the first batch. Samples and tokens that only keep ranks in step do not count.
+    for the first batch. Padding samples and tokens, which only keep ranks in step, do not count.
 
     Args:
-        ctx: of the run.
-        steps: count tokens.
-        metrics: what the updates have added since the last flush.
-        update: knows the learning rates that were used.
+        ctx: the run's context.
+        steps: the user's steps, which count tokens.
+        metrics: means added by the updates since the last flush.
+        update: the optimizer step, which provides the learning rates used.
 
     Attributes:
-        waited_s: time that the loop has waited for data since the last flush; set by the loop.
-        metric_sources: called at every flush, in order, for further entries.
+        waited_s: seconds that the loop has waited for data since the last flush; set by the loop.
+        metric_sources: called in order at every flush for further entries.
         in_update: whether an update is in progress; set by the loop.
         samples: samples in the interval of the last record.
     """
@@ -68,11 +68,11 @@ class Recorder:
         self.trackers = TrackerList(trackers)
 
     def start(self, *, resumed: bool, began_s: float) -> None:
-        """Start the trackers, after a checkpoint was restored if there is one.
+        """Start the trackers, after any checkpoint has been restored.
 
         Args:
             resumed: whether a checkpoint was restored.
-            began_s: `time.perf_counter()` at the call of `fit`.
+            began_s: `time.perf_counter()` when `fit` was called.
         """
         ctx = self._ctx
         self._began_s = began_s - ctx.progress.elapsed_s
@@ -98,7 +98,7 @@ class Recorder:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
                 if num_samples:
                     tokens = tokens + self._user_steps.num_tokens(micro_batch)
-            # In the metrics, whose state a run that resumes inside an interval restores.
+            # In the metrics, because their state is restored when a run resumes inside an interval.
             self._metrics.reduced.add(_TOKENS, tokens, "sum")
         if self._is_warm:
             self._steps += 1
@@ -113,7 +113,7 @@ class Recorder:
     def paused(self) -> Iterator[None]:
         """Exclude the time inside from the throughput."""
         began_s = time.perf_counter()
-        self._ctx.progress.elapsed_s = self.elapsed_s()  # a checkpoint is written in here
+        self._ctx.progress.elapsed_s = self.elapsed_s()  # checkpoints are written inside
         try:
             yield
         finally:
@@ -129,18 +129,18 @@ class Recorder:
         if _TOKENS in record:
             progress.tokens += int(record[_TOKENS])
             record[_TOKENS] = float(progress.tokens)
-        # After the read, which waits for the device.
+        # After read(), which waits for the device.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
         times_s = (seconds, self._paused_s, self.elapsed_s())
         per_rank = ctx.world.all_gather_object((*times_s, float(self._tokens), self.waited_s / seconds))
-        # Of the slowest rank, so that records are equal on every rank.
+        # From the slowest rank, so that records are equal on every rank.
         seconds, paused_s, elapsed_s = (max(each[i] for each in per_rank) for i in range(3))
         samples = progress.samples - self._samples
         record |= self._optimizer_step.last_learning_rates() | self._optimizer_step.counters()
         if self._steps:
             record["samples_per_s"] = samples / seconds
             record["step_s"] = seconds / self._steps
-            # Of the rank that waits longest: the others then wait for it in the next collective.
+            # From the rank that waits longest: the others then wait for it in the next collective.
             waits = [wait for *_, wait in per_rank]
             record["data_wait"] = max(waits)
             slowest = waits.index(max(waits))
@@ -153,7 +153,7 @@ class Recorder:
         if paused_s:
             record["paused_s"] = paused_s
         for source in self.metric_sources:
-            # JSON has no NumPy or torch scalars.
+            # JSON cannot encode NumPy or torch scalars.
             record |= {name: float(value) for name, value in source(record).items()}
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # Unlike the throughput, the means include what an interrupted attempt had added.
@@ -169,8 +169,8 @@ class Recorder:
             return
         self._has_warned_of_slow_data = True
         warnings.warn(
-            f"rank {rank} has spent {100 * share:.0f} % of the last {self._steps} updates waiting for data: give its "
-            "loader more workers or a higher prefetch_factor, preprocess the data, or check its storage",
+            f"rank {rank} has spent {100 * share:.0f} % of the last {self._steps} updates waiting for data: increase "
+            "num_workers or prefetch_factor of its loader, preprocess the data, or check its storage",
             stacklevel=2,
         )
 
@@ -190,14 +190,14 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        """The update that logged images, texts and histograms belong to: inside an update, that update.
+        """The update to which logged images, texts and histograms belong; inside an update, that update.
 
-        So that a resumed run, which repeats the update, has them once.
+        A resumed run, which repeats the update, then records them only once.
         """
         return self._ctx.progress.step + self.in_update
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the trackers' state, and the start of the interval in progress."""
+        """Return the trackers' state and the start of the current interval."""
         return {
             "trackers": self.trackers.state_dict(),
             "flushed_samples": self._flushed_samples,
@@ -205,7 +205,7 @@ class Recorder:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore the trackers' state and the start of the interval."""
         self.trackers.load_state_dict(state_dict["trackers"])
         self._flushed_samples = state_dict["flushed_samples"]
         self._optimizer_step.learning_rates = list(state_dict["learning_rates"])

@@ -1,10 +1,10 @@
-"""Bytes and durations as people write them. Needs no torch."""
+"""Human-readable bytes and durations. Imports no torch."""
 
 from __future__ import annotations
 
 
 def human_bytes(num_bytes: float, *, digits: int = 4) -> str:
-    """Return bytes for people, with `digits` significant digits: "512 B", "1.5 GiB"."""
+    """Format bytes with `digits` significant digits: "512 B", "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.{digits}g} {unit}"

@@ -1,4 +1,4 @@
-"""Trackers record the metrics of a run: the base class and those that come with Headway."""
+"""Trackers record the metrics of a run: the base class and Headway's built-in ones."""
 
 from .base import RunInfo, Tracker, TrackerList
 from .console import ConsoleTracker

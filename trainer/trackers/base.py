@@ -22,7 +22,7 @@ class RunInfo:
     """The run that a tracker records.
 
     Attributes:
-        name: of the run.
+        name: the run's name.
         run_dir: the run's directory, a path or an fsspec URI; None if nothing is to be written.
         config: the trainer's config as plain dicts, lists, numbers and strings.
         attempt: number of the run's attempt, from 1.
@@ -37,11 +37,11 @@ class RunInfo:
 
 
 class Tracker:
-    """Writes the records of a run. Called on the main rank only; an error is a warning, never a failed run.
+    """Base class of trackers, which write the records of a run. Called on rank 0 only; errors become warnings.
 
     Order of calls: `load_state_dict` if there is a checkpoint, `start`, any number of `log`, `log_images`, `log_text`,
     `log_histograms`, `rewind` and `state_dict`, then `finish`. Steps after the checkpoint from which a run resumes, or
-    after the step to which it rewinds, are logged again: a tracker must make sure that no step appears twice.
+    after the step to which it rewinds, are logged again; a tracker must not record them twice.
 
     Example:
         >>> class Lowest(Tracker):
@@ -70,7 +70,7 @@ class Tracker:
         """Write histograms by name."""
 
     def rewind(self, step: int) -> None:
-        """Remove what was logged after update `step`: the run has rolled back to it and repeats those updates."""
+        """Remove everything logged after update `step`: the run has rolled back to it and repeats the later updates."""
 
     def finish(self, status: str) -> None:
         """End the run with its final status; not called if the process is killed."""
@@ -89,13 +89,13 @@ class TrackerList(Tracker):
     A tracker that fails to start is dropped.
 
     Raises:
-        ConfigError: one of them is not a `Tracker`.
+        ConfigError: one of `trackers` is not a `Tracker`.
     """
 
     def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
         for tracker in trackers:
             if not isinstance(tracker, Tracker):
-                raise ConfigError(f"{tracker!r} is not a Tracker; a tracker is an object, such as JsonlTracker()")
+                raise ConfigError(f"trackers must be Tracker objects, such as JsonlTracker(), got {tracker!r}")
         self._by_key = key_by_class(trackers)
         self._live = list(trackers)
         self._warned: set[int] = set()
@@ -152,7 +152,7 @@ class TrackerList(Tracker):
                 tracker.finish(status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the non-empty states, by class and index among the trackers of that class."""
+        """Return the non-empty states, keyed by class and index as in "JsonlTracker/0"."""
         states: dict[str, Any] = {}
         for key, tracker in self._by_key.items():
             with self._guarded(tracker, "state_dict"):

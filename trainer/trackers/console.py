@@ -1,4 +1,4 @@
-"""Prints records as lines of text."""
+"""Print records as lines of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .base import RunInfo, Tracker
 
 
 class ConsoleTracker(Tracker):
-    """Prints one line per record, with every metric in it: `step 50 · epoch 0 · train/loss 1.234 · lr 0.001`.
+    """Prints one line per record with all of its metrics: `step 50 · epoch 0 · train/loss 1.234 · lr 0.001`.
 
     Args:
         write: called with each line; pass `trainer.print` to share a terminal with a progress bar.

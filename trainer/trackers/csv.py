@@ -1,4 +1,4 @@
-"""Writes records as one table of comma-separated values."""
+"""Write records as one table of comma-separated values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .record_file import RESERVED, Record, RecordFile
 class CsvTracker(RecordFile):
     """Writes a table with one row per step, for a spreadsheet or `pandas.read_csv`.
 
-    The columns are step, epoch, time, attempt, and one per metric in order of appearance. A new metric replaces the
-    table atomically by one with another column; missing values are empty cells. After a resume or a rewind no step
-    appears twice.
+    The columns are step, epoch, time, attempt, and one per metric in order of appearance. For a new metric the
+    table is atomically replaced by one with another column; missing values are empty cells. After a resume or a rewind
+    no step appears twice.
 
     Args:
-        path: of the file, or an fsspec URI; by default `metrics.csv` in the run directory; without one nothing is
-            written. An object store cannot append: there the file is rewritten at each record.
+        path: local path or fsspec URI; by default `metrics.csv` in the run directory; without either nothing is
+            written. In an object store, which cannot append, the file is rewritten at each record.
 
     Example:
         >>> Digits(config, run_dir="runs/table", trackers=[CsvTracker()]).fit().steps
@@ -37,7 +37,7 @@ class CsvTracker(RecordFile):
         return [record for row in rows if (record := _parse(header, row))]
 
     def encode(self, records: Sequence[Record]) -> list[str]:
-        """Return a header with a column for every value of the records, and their rows."""
+        """Return a header with a column for every metric in the records, and one row per record."""
         self._columns = list(dict.fromkeys((*RESERVED, *(name for record in records for name in record))))
         return [_row(self._columns), *(_row([record.get(name, "") for name in self._columns]) for record in records)]
 

@@ -1,4 +1,4 @@
-"""Writes images as files, and converts them to arrays for other trackers."""
+"""Write images as files, and convert them to arrays for other trackers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ImageFilesTracker(Tracker):
     """Writes images as PNG files: `images/step-00000050/<name>.png` in the run directory.
 
     A run that resumes after step 50, or rolls back to it, deletes the images of later steps; a new run deletes all. A
-    slash in a name makes a folder.
+    slash in a name creates a folder.
 
     Args:
-        limit: number of images stored per step: the first ones.
-        path: of the folder, or an fsspec URI; by default `images` in the run directory; without one nothing is written.
+        limit: number of images stored per step; later ones are dropped.
+        path: folder or fsspec URI; by default `images` in the run directory; without either nothing is written.
 
     Raises:
         ConfigError: `limit` is below 1.
@@ -96,7 +96,7 @@ def pixels_HWC(image_CHW: torch.Tensor) -> np.ndarray[Any, Any]:
     """
     if image_CHW.dim() != 3 or image_CHW.shape[0] not in _COLOR_TYPE:
         raise ValueError(
-            f"an image must have the shape [channels, height, width] with 1 to 4 channels, not {list(image_CHW.shape)}"
+            f"an image must have shape [channels, height, width] with 1 to 4 channels, got {list(image_CHW.shape)}"
         )
     pixels = image_CHW.detach().cpu()
     if pixels.is_floating_point():

@@ -1,4 +1,4 @@
-"""Writes records as JSON lines; kills and resumes leave neither broken lines nor duplicate steps."""
+"""Write records as JSON lines; kills and resumes leave neither broken lines nor duplicate steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class JsonlTracker(RecordFile):
     accepts and `read_records` converts back.
 
     Args:
-        path: of the file, or an fsspec URI; by default `metrics.jsonl` in the run directory; without one nothing is
-            written. An object store cannot append: there the file is rewritten at each record.
+        path: local path or fsspec URI; by default `metrics.jsonl` in the run directory; without either nothing is
+            written. In an object store, which cannot append, the file is rewritten at each record.
 
     Example:
         >>> Digits(config, trackers=[JsonlTracker("logs/digits.jsonl")]).fit().status
@@ -53,7 +53,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the records of a file that may still be written to; an incomplete last line is left out.
 
     Args:
-        path: of the file, or an fsspec URI; a missing file has no records.
+        path: local path or fsspec URI; a missing file has no records.
 
     Example:
         >>> [record["step"] for record in read_records("runs/digits/metrics.jsonl")]

@@ -58,7 +58,7 @@ class LocalLineFile:
 
 
 class RemoteLineFile:
-    """A file of lines in an object store, which is rewritten as a whole."""
+    """A file of lines in an object store; every change rewrites it as a whole."""
 
     def __init__(self, uri: str) -> None:
         from fsspec.core import url_to_fs
@@ -90,12 +90,12 @@ class RemoteLineFile:
         self._write()
 
     def close(self) -> None:
-        """Do nothing: an object is never open."""
+        """Do nothing: objects are not kept open."""
 
     def _write(self) -> None:
         self._fs.pipe_file(self._path, "".join(f"{line}\n" for line in self._lines).encode())
 
 
 def _whole_lines(content: bytes) -> list[str]:
-    """Leave out a last line without a newline, which a kill has cut short."""
+    """Return the lines, without a last one that lacks its newline because a kill cut it short."""
     return content.decode(errors="replace").split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""Sends records, images and texts to MLflow."""
+"""Send records, images and texts to MLflow."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _STATUS = {"failed": "FAILED", "interrupted": "KILLED", "time_limit": "KILLED"}
 class MlflowTracker(RemoteRunTracker):
     """Records a run with MLflow, as one MLflow run over all restarts.
 
-    Parameters are the config by dotted paths, as of the first attempt: MLflow does not allow changes. A run ends as
+    Parameters are the config by dotted paths, from the first attempt: MLflow does not allow changes. A run ends as
     FINISHED if it was completed or stopped on request, as FAILED if it failed, and as KILLED if a signal or a time
     limit ended it; the tag `headway.status` has the exact status. The id of the run is in `mlflow.json` in the run
     directory, and in the checkpoints. Steps that were sent before a resume or a rewind are not sent again: MLflow can
     append, but not delete.
 
     Args:
-        experiment: its name; created if needed. By default from the environment (`MLFLOW_EXPERIMENT_ID`,
+        experiment: name of the experiment, created if needed. By default from the environment (`MLFLOW_EXPERIMENT_ID`,
             `MLFLOW_EXPERIMENT_NAME`), or "Default".
-        tracking_uri: of the server or store, such as `http://host:5000` or `sqlite:///runs.db`; by default from the
+        tracking_uri: URI of the server or store, such as `http://host:5000` or `sqlite:///runs.db`; by default from the
             environment (`MLFLOW_TRACKING_URI`). `mlflow-skinny` suffices for a server; a database needs `mlflow`.
-        tags: of the run.
+        tags: the MLflow run's tags.
 
     Example:
         >>> tracker = MlflowTracker("digits", tracking_uri="http://localhost:5000", tags={"team": "a"})

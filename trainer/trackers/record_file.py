@@ -23,8 +23,8 @@ class RecordFile(Tracker):
     one atomic replacement.
 
     Args:
-        path: of the file, or an fsspec URI; by default `filename` in the run directory; without one nothing is written.
-            An object store cannot append: there the file is rewritten at each record.
+        path: local path or fsspec URI; by default `filename` in the run directory; without either nothing is written.
+            In an object store, which cannot append, the file is rewritten at each record.
     """
 
     filename: str
@@ -44,7 +44,7 @@ class RecordFile(Tracker):
         raise NotImplementedError
 
     def line(self, record: Record) -> str | None:
-        """Return the line of one more record, or None if the file must be rewritten for it."""
+        """Return the line to append for a record, or None if the file must be rewritten for it."""
         raise NotImplementedError
 
     def start(self, run: RunInfo, *, step: int) -> None:
@@ -62,7 +62,7 @@ class RecordFile(Tracker):
         again = self._last.get("step") == step
         values = {**self._last, **metrics} if again else dict(metrics)
         first = {"step": step, "epoch": epoch, "time": round(time.time(), 3), "attempt": self._attempt}
-        # First twice: to come first, and to override metrics of these names.
+        # Twice, so that these fields come first and also override metrics of the same names.
         record = first | values | first
         line = self.line(record)
         if line is None:

@@ -104,7 +104,7 @@ class RemoteRunTracker(Tracker):
     def _claim_step(self, step: int) -> bool:
         """Return whether a step is still to be sent, and record it as sent.
 
-        Recorded before it is sent: after a kill in between a step is missing, which is better than a duplicate.
+        Recorded before sending, so that a kill in between loses a step, which is better than a duplicate.
         """
         if step <= self._sent_before:
             return False

@@ -1,4 +1,4 @@
-"""Writes records, images, texts and histograms for TensorBoard."""
+"""Write records, images, texts and histograms for TensorBoard."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TensorBoardTracker(Tracker):
             self._writer = SummaryWriter(path, purge_step=step + 1 if run.resumed else 0)
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Write a record; the epoch is a scalar, too."""
+        """Write a record, with the epoch as another scalar."""
         if self._writer is not None:
             for name, value in {**metrics, "epoch": epoch}.items():
                 self._writer.add_scalar(name, value, step)
@@ -79,7 +79,7 @@ class TensorBoardTracker(Tracker):
             self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Purge the steps after `step`, by a mark in the event file, as at the start of an attempt."""
+        """Purge the steps after `step` with a session-start event, as at the start of an attempt."""
         if self._writer is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 

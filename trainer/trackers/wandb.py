@@ -1,4 +1,4 @@
-"""Sends records, images, texts and histograms to Weights & Biases."""
+"""Send records, images, texts and histograms to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WandbTracker(RemoteRunTracker):
         self._run: Any = None
 
     def open_run(self, run: RunInfo, known: str | None) -> str:
-        """Resume or creates the run with `wandb.init`."""
+        """Resume or create the run with `wandb.init`."""
         import wandb
 
         local = run.run_dir if run.run_dir and "://" not in run.run_dir else None

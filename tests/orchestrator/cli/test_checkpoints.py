@@ -93,7 +93,7 @@ def test_damaged_files_are_named_and_the_exit_code_tells(capsys: pytest.CaptureF
     name = damage(storage, 3, "*.distcp")
     code, out, _ = run(capsys, "verify", "one", *place)
     assert code == 1
-    assert f"step-00000003  damaged: {name} is not what was written: its checksum differs" in out.splitlines()
+    assert f"step-00000003  damaged: {name} has changed since it was written: its checksum differs" in out.splitlines()
     assert out.count("whole") == 5
     assert run(capsys, "verify", "one", "4", "newest", *place)[0] == 0
     assert run(capsys, "verify", "one", "step-00000003", *place)[0] == 1

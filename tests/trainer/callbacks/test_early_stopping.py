@@ -48,7 +48,7 @@ GOING_ON = [0.0] * 20
         ({"patience": 1, "mode": "max"}, [-5.0, -6.0], 4, "not improved for 1 evaluation; the best was -5 at step 2"),
         ({"patience": 2, "mode": "max"}, [NAN, 0.1, 0.2, 0.2, 0.1], 10, "the best was 0.2 at step 6"),
         ({"patience": 2}, [1.0, NAN, NAN], 6, "the best was 1 at step 2"),
-        ({"patience": 3}, [NAN, INF, -INF], 6, "not improved for 3 evaluations; there was no finite value"),
+        ({"patience": 3}, [NAN, INF, -INF], 6, "not improved for 3 evaluations; no value was finite"),
         ({"patience": 2, "warmup": 3}, [9.0, 0.1, 9.0, 5.0, 6.0, 7.0], 12, "the best was 5 at step 8"),
         ({"patience": None, "target": 0.5}, [1.0, NAN, -INF, 0.6, 0.5], 10, "is 0.5; the target was 0.5"),
         ({"target": 0.9, "mode": "max"}, [0.1, 0.2, 0.95], 6, "is 0.95; the target was 0.9"),
@@ -104,8 +104,11 @@ def test_what_training_gives_is_judged_at_every_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "message"),
     [
-        ("validation/accuracy", r"monitors 'validation/accuracy', which is not logged; logged are validation/loss"),
-        ("loss", r"which is not logged; logged are .*train/loss"),
+        (
+            "validation/accuracy",
+            r"monitors 'validation/accuracy', which is not logged; logged metrics: validation/loss",
+        ),
+        ("loss", r"which is not logged; logged metrics: .*train/loss"),
     ],
 )
 def test_a_metric_that_is_not_there_is_an_error_at_once_that_lists_what_is(monitor: str, message: str) -> None:
@@ -119,7 +122,7 @@ def test_a_metric_that_is_not_there_is_an_error_at_once_that_lists_what_is(monit
     [
         ({"mode": "auto"}, r'mode must be "min" \(lower is better\) or "max"'),
         ({"patience": 0}, "patience must be an integer >= 1"),
-        ({"patience": None}, "never stops: give one of them"),
+        ({"patience": None}, "never stops: set patience"),
         ({"min_delta": -1.0}, "min_delta must be a number >= 0"),
         ({"target": NAN}, "target must be a finite number"),
         ({"warmup": 1.5}, "warmup must be an integer >= 0"),

@@ -231,7 +231,7 @@ def test_an_average_of_other_parameters_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_one_average_can_be_evaluated() -> None:
-    with pytest.raises(ConfigError, match="give evaluate=False to all but one"):
+    with pytest.raises(ConfigError, match="set evaluate=False on all but one"):
         TinyTrainer(_config(), world=ALONE, callbacks=[Ema(0.9), Ema(0.99)]).fit()
 
 

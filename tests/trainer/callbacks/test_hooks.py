@@ -72,7 +72,7 @@ def test_every_hook_of_every_callback_is_called_in_order_with_all_arguments() ->
 
 
 def test_misspelt_hook_is_an_error_when_the_class_is_made() -> None:
-    with pytest.raises(TypeError, match="defines on_step_ended, which nothing calls; did you mean on_step_end"):
+    with pytest.raises(TypeError, match="defines on_step_ended, which is not a hook; did you mean on_step_end"):
 
         class Ema(Callback):
             def on_step_ended(self, trainer: Any) -> None: ...
@@ -170,7 +170,7 @@ def test_fit_end_reaches_all_and_the_first_error_wins() -> None:
     assert last.log == [("last", None)]
     assert caught.value.__notes__ == [
         "raised by Broken.on_fit_end",
-        "besides, Broken.on_fit_end raised OSError: disk full",
+        "Broken.on_fit_end also raised OSError: disk full",
     ]
 
 
@@ -178,7 +178,7 @@ def test_fit_end_never_masks_the_error_of_the_run() -> None:
     last, error = Recorder("last"), ValueError("loss is bad")
     CallbackList([Broken(), last]).on_fit_end(error)
     assert last.log == [("last", error)]
-    assert error.__notes__ == ["besides, Broken.on_fit_end raised OSError: disk full"]
+    assert error.__notes__ == ["Broken.on_fit_end also raised OSError: disk full"]
 
 
 def test_states_find_their_callback_by_class_and_place() -> None:
@@ -205,7 +205,7 @@ def test_error_while_loading_a_state_names_callback_and_state() -> None:
     ("candidate", "message"),
     [
         (Recorder, r"is a class: write Recorder\(\.\.\.\)"),
-        (3, "takes Callback objects"),
+        (3, "callbacks must be Callback objects"),
         (lambda trainer: None, "must accept"),
     ],
 )

@@ -223,7 +223,7 @@ def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:
         part = OptimizerState({"net": model}, "adam", optimizer)
         store.load({"optimizers/adam": part}, rank_parts={}, checkpoint=saved)
 
-    with pytest.raises(CheckpointError, match=r"'adam' has 1 parameter groups, and had 2"):
+    with pytest.raises(CheckpointError, match=r"'adam' has 1 parameter groups, but the checkpoint has 2"):
         load(OPTIMIZERS["adamw"](model))
     with pytest.raises(CheckpointError, match=r"group 0 of optimizer 'adam' differ.*net\.embed\.weight"):
         load(torch.optim.AdamW(list(reversed(decayed(model)))))

@@ -609,7 +609,7 @@ def test_an_iterator_that_runs_out_is_an_error() -> None:
         (DataLoader(Numbers(0)), "the Numbers of the training loader has no rows"),
         ([], "the training data, a list, has no batches"),
         (lambda: iter([]), "epoch 1 has no batches"),
-        (DataLoader(Rows(5), batch_size=8, drop_last=True), "has 5 rows, less than one global batch of 8"),
+        (DataLoader(Rows(5), batch_size=8, drop_last=True), "has 5 rows, fewer than one global batch of 8"),
     ],
 )
 def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero(data: Any, message: str) -> None:
@@ -623,7 +623,7 @@ def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero(data: Any, mess
     "data", [None, 5, "data/train", b"", Path("data"), {"train": []}, Rows(8)], ids=lambda data: type(data).__name__
 )
 def test_what_is_no_data_is_refused(data: Any) -> None:
-    with pytest.raises(ConfigError, match=f"cannot read batches from a {type(data).__name__}: give a torch DataLoader"):
+    with pytest.raises(ConfigError, match=f"cannot read batches from a {type(data).__name__}: use a torch DataLoader"):
         Brings(data, _config(max_epochs=1)).fit()
 
 

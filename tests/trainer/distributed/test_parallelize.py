@@ -42,7 +42,7 @@ def _of(size: int) -> World:
 @pytest.mark.parametrize(
     ("parallel", "size", "message"),
     [
-        ({"strategy": "none"}, 2, "strategy='none' trains in one process, and there are 2 ranks: use 'ddp' or 'fsdp'"),
+        ({"strategy": "none"}, 2, "strategy='none' trains in one process, but there are 2 ranks: use 'ddp' or 'fsdp'"),
         (
             {"strategy": "hsdp", "shard_size": 2},
             3,
@@ -148,7 +148,7 @@ def test_a_model_that_has_values_in_part_is_refused() -> None:
         return model
 
     with pytest.raises(
-        ConfigError, match=r"first\.weight, first\.bias of Deep came with values, and the rest is on the"
+        ConfigError, match=r"first\.weight, first\.bias of Deep came with values, but the rest is on the"
     ):
         _model(make)(_config(), world=ALONE).setup()
 
@@ -204,7 +204,7 @@ def test_modules_that_are_not_there_are_named(parallel: dict[str, Any], message:
 
 
 def test_activation_checkpointing_needs_blocks() -> None:
-    with pytest.raises(ConfigError, match=r"needs blocks to checkpoint, and there is no ModuleList in model: name"):
+    with pytest.raises(ConfigError, match=r"needs blocks to checkpoint, but there is no ModuleList in model: name"):
         _model(lambda: nn.Linear(6, 3))(_config(activation_checkpointing="full"), world=ALONE).setup()
 
 

@@ -200,7 +200,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     metrics = MeanMetrics()
     with pytest.raises(StepError, match="reduce must be mean, sum, max, min, last, got 'median'"):
         metrics.log("x", 1.0, 1.0, "median")  # type: ignore[arg-type]
-    with pytest.raises(StepError, match="has a weight, which only reduce='mean' takes, not 'sum'"):
+    with pytest.raises(StepError, match="weight requires reduce='mean', got reduce='sum'"):
         metrics.log("x", 1.0, 2.0, "sum")
     with pytest.raises(StepError, match="a number or a tensor of one element"):
         metrics.log("x", torch.zeros(3), 1.0, "sum")

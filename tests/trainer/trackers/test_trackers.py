@@ -147,7 +147,7 @@ def test_states_find_their_tracker() -> None:
 
 
 def test_what_is_no_tracker_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is not a Tracker"):
+    with pytest.raises(ConfigError, match="trackers must be Tracker objects"):
         TrackerList([JsonlTracker])  # type: ignore[list-item]
 
 

@@ -204,7 +204,7 @@ def test_error_while_loading_a_state_names_callback_and_state() -> None:
 @pytest.mark.parametrize(
     ("candidate", "message"),
     [
-        (Recorder, r"is a class: write Recorder\(\.\.\.\)"),
+        (Recorder, r"is a class: use Recorder\(\.\.\.\)"),
         (3, "callbacks must be Callback objects"),
         (lambda trainer: None, "must accept"),
     ],

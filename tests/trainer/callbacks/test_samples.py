@@ -93,7 +93,7 @@ def test_a_failure_is_one_warning_and_training_goes_on(made: Any) -> None:
         return made
 
     trainer = TinyTrainer(_config(), world=ALONE, callbacks=[Samples(fails, every=1)])
-    with pytest.warns(UserWarning, match="samples of .*fails failed, and training continues") as warned:
+    with pytest.warns(UserWarning, match="sampling with .*fails failed; training continues") as warned:
         result = trainer.fit()
     assert len(warned) == 1
     assert result.status == "completed"

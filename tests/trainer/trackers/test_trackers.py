@@ -438,7 +438,7 @@ def test_images_are_valid_png_with_the_values_they_had(channels: int) -> None:
 
 
 def test_what_is_no_image_is_refused_with_its_shape() -> None:
-    with pytest.raises(ValueError, match=r"with 1 to 4 channels, not \[64, 4, 5\]"):
+    with pytest.raises(ValueError, match=r"with 1 to 4 channels, got \[64, 4, 5\]"):
         pixels_HWC(torch.zeros(64, 4, 5))
 
 

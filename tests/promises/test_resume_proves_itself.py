@@ -208,7 +208,9 @@ def test_moments_of_another_parameter(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_weights_that_are_not_those_that_were_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path)
     monkeypatch.setattr(ModelState, "load_state_dict", _with_one_bit_flipped)
-    _refused(tmp_path, r"then -> now:\n  models/model/last.weight: float32 lanes:\w+ -> float32 lanes:\w+\nTo resume")
+    _refused(
+        tmp_path, r"saved -> now\):\n  models/model/last.weight: float32 lanes:\w+ -> float32 lanes:\w+\nTo resume"
+    )
 
 
 class Unscheduled(TinyTrainer):

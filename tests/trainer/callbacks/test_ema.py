@@ -123,7 +123,7 @@ class Inside(Callback):
 
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_evaluations_see_the_averages_and_training_does_not(evaluate: bool) -> None:
-    """Two averages side by side, one of them evaluated; training goes on as if there were none."""
+    """Two averages, one of them evaluated; training is unaffected."""
     ema, other, watch, spy = Ema(0.7, evaluate=evaluate), Ema(0.2, evaluate=False), Watch(), Inside()
     config = _config(evaluate_every="3 steps")
     TinyTrainer(config, world=ALONE, callbacks=[spy, ema, other, watch]).fit()
@@ -155,7 +155,7 @@ def test_the_weights_are_back_after_an_error_in_an_evaluation() -> None:
 
 @pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["first", "last"])
 def test_a_resumed_average_is_the_uninterrupted_one(tmp_path: Path, order: slice) -> None:
-    """Two averages, whatever callback stands before or after them, stopped at an odd place, twice."""
+    """Two averages, with other callbacks before and after them, stopped twice in the middle of an epoch."""
 
     def callbacks(*stops: Callback) -> list[Callback]:
         return [Losses(), slow, fast, *stops][order]
@@ -279,7 +279,7 @@ def _on_ranks(world: World, folder: str) -> dict[str, Any]:
         }
 
     results = {strategy: run(strategy, strategy) for strategy in ("ddp", "fsdp", "hsdp")}
-    # Looking at weights frees what FSDP has gathered: nobody looks here, so an average left behind would be trained on.
+    # Reading weights frees FSDP's gathered copy. Nothing reads them here, so a leftover average would be trained on.
     results["unwatched"] = run("fsdp", "unwatched", watched=False)
     run("ddp", "ddp-then-fsdp", stop=4)
     run("fsdp", "fsdp-then-ddp", stop=4)

@@ -88,7 +88,9 @@ def test_misspelt_hook_of_a_mixin_is_an_error_too() -> None:
 
 
 def test_hook_with_too_few_parameters_is_an_error_when_the_class_is_made() -> None:
-    with pytest.raises(TypeError, match=r"on_epoch_end\(self, trainer\).*with \(self, trainer, metrics\).*too many"):
+    with pytest.raises(
+        TypeError, match=r"on_epoch_end\(self, trainer\).*its hook, \(self, trainer, metrics\).*too many"
+    ):
 
         class Old(Callback):
             def on_epoch_end(self, trainer: Any) -> None: ...  # type: ignore[override]

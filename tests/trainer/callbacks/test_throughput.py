@@ -194,7 +194,7 @@ def test_peak_memory_is_in_every_training_record() -> None:
 
 
 class NoWaiting(Callback):
-    """Has PyTorch raise at whatever waits for the GPU, in all updates after which no record is due."""
+    """Makes PyTorch raise on any synchronisation with the GPU, in updates after which no record is due."""
 
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every

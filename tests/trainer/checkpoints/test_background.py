@@ -1,4 +1,4 @@
-"""A save in the background holds one instant, whatever the training does meanwhile, and tells of its failure."""
+"""A background save captures a single instant while training continues, and reports its failure."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_a_run_that_fails_leaves_the_save_that_was_under_way_whole(tmp_path: Pat
 def test_averages_that_take_the_weights_place_wait_for_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the end of an epoch somebody looks at the averages, where a save has begun at its last update."""
+    """The averages are read at the end of an epoch, while a save of its last update is in progress."""
     looks = threading.Event()
     copy, write = Copy._copy, Ema._write
     monkeypatch.setattr(Copy, "_copy", lambda self: (looks.wait(0.2), copy(self)))

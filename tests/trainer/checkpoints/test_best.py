@@ -30,7 +30,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Scripted(TinyTrainer):
-    """Evaluations give these values, one after the other; a resumed run goes on in the list."""
+    """Evaluations return these values in order; a resumed run continues in the list."""
 
     def __init__(self, *args: Any, values: Sequence[float], metric: str = "loss", **kwargs: Any) -> None:
         super().__init__(*args, **{"world": World.single("cpu"), **kwargs})

@@ -233,7 +233,7 @@ def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:
         parts_of(model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1))
 
 
-# Several ranks: what was saved under one strategy goes on under every other.
+# Several ranks: a run saved under one strategy can resume under every other.
 
 MADE = ("groups", "sgd")
 

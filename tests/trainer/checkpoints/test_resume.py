@@ -81,7 +81,7 @@ def test_a_run_may_begin_with_the_weights_of_another(tmp_path: Path) -> None:
     assert said == [f"began with the weights of {first.last_checkpoint}: all weights"]
     assert trainer.seen[0][0] == 0
 
-    # From its own checkpoints it goes on, and has no more use for the other's.
+    # It resumes from its own checkpoints, and no longer needs the other run's.
     again, _ = _fit(tmp_path / "second", init_from=first.last_checkpoint, seed=5)
     assert (again.steps, again.resumed_from) == (8, second.last_checkpoint)
 
@@ -150,7 +150,7 @@ def test_pieces_of_the_loop_begin_with_the_same_weights(tmp_path: Path) -> None:
 
 
 class Swaps(Callback):
-    """Evaluates weights of its own, as an average of the weights would be."""
+    """Evaluates separate weights, such as an average."""
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}

@@ -42,7 +42,7 @@ ALONE = World.single("cpu")
 
 
 class Held:
-    """A part that keeps whatever it is given."""
+    """A part that stores the state loaded into it."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -357,7 +357,7 @@ def test_two_runs_in_one_place_are_found_out(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(CheckpointError, match=re.escape(who)):
                 save(second, 2)
-        # The one that was there first goes on, and so does whoever takes over from it: that is no second run.
+        # The first run continues, and so does a process that takes it over: that is not a second run.
         save(first, 2)
         successor = CheckpointStore(root, world=ALONE, keep_last=3)
         successor.check_writable()
@@ -463,7 +463,7 @@ def test_what_a_disk_of_this_machine_has_lost_is_damaged_and_what_a_network_cann
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good, bad = save(store, 1), save(store, 2)
     if what == "manifest":
-        # Whoever reads that one from its beginning gets a real EIO.
+        # Reading that file from the beginning raises a real EIO.
         (Path(bad.path) / MANIFEST).unlink()
         (Path(bad.path) / MANIFEST).symlink_to("/proc/self/mem")
     else:
@@ -733,7 +733,7 @@ def _save_where_nothing_can_be_deleted(root: str) -> list[Any]:
 
 
 def _in_child(function: Any, *args: Any) -> Any:
-    """What a function returns in a process of its own, which it may restrict as it likes."""
+    """Return the result of a function run in a separate process, which it may restrict."""
     context = mp.get_context("fork")
     results = context.SimpleQueue()
     child = context.Process(target=lambda: results.put(function(*args)))

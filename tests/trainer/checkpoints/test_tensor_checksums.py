@@ -47,7 +47,7 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype) -> None:
             part = tensor.narrow(dim, begin, end - begin)
             parts.append({"it": shard_checksum(part, offsets=offsets, size=tensor.shape)})
         assert combine_checksums(parts) == whole, dim
-    # A device has another way of its own.
+    # Devices use a different algorithm.
     numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     offsets, size = [0] * numbers.dim(), numbers.shape
     bits, places = tensor_checksums._sums_of_elements(numbers, offsets, size)

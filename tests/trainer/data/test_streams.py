@@ -1,4 +1,4 @@
-"""Whatever people bring as data becomes a stream: a DataLoader an exact one, any iterable one that says what it is."""
+"""Any training data becomes a stream: a DataLoader an exact one, an iterable one with a weaker guarantee."""
 
 from __future__ import annotations
 
@@ -156,14 +156,14 @@ def test_what_is_not_shuffled_stays_in_order() -> None:
     rows = list(range(50))
     plain = lambda: DataLoader(Numbers(50), batch_size=8)  # noqa: E731
     assert list(itertools.chain(*_epoch(plain, 3, epoch=2))) == rows
-    # An evaluation reads every row once in its order, whatever training would do.
+    # An evaluation reads every row once, in order, even if training shuffles.
     shuffled = lambda: DataLoader(Numbers(50), batch_size=8, shuffle=True, drop_last=True)  # noqa: E731
     assert list(itertools.chain(*_epoch(shuffled, 3, training=False, global_batch_size=999, accumulation=4))) == rows
     assert _set_up(shuffled(), training=False, accumulation=4).steps_in_epoch(0) == 7
 
 
 def test_a_distributed_sampler_is_replaced() -> None:
-    """Rank 1 of 2 brings its half, as for a loop of its own; here it gets its share of everything."""
+    """Rank 1 of 2 passes a sampler for its half; it is replaced, and the rank gets its share of all rows."""
 
     def loader(shuffle: bool = True) -> DataLoader[Any]:
         data = Numbers(20)
@@ -303,7 +303,7 @@ def test_rows_draw_the_same_in_any_worker_process() -> None:
 
 
 class DrawsByItself(Numbers):
-    """Seeds a generator of its own as the documentation of torch says."""
+    """Seeds a separate generator, as torch's documentation recommends."""
 
     generator: np.random.Generator | None = None
 
@@ -389,7 +389,7 @@ def test_an_evaluation_in_an_epoch_leaves_the_workers_that_both_were_given_alone
 
 
 def test_an_epoch_is_cut_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits, or pays memory, for lists as long as an epoch."""
+    """Neither time nor memory is spent on lists as long as an epoch."""
     stream = _set_up(DataLoader(Draws(2**14), batch_size=4, num_workers=1, prefetch_factor=2))
     cuts, split = [], stream._split
     monkeypatch.setattr(stream, "_split", lambda rows: cuts.append(rows) or split(rows))

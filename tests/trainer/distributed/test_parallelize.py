@@ -368,7 +368,7 @@ def test_tied_weights_stay_tied_on_the_way_from_meta_to_many_ranks() -> None:
 
 
 class Drawn(nn.Module):
-    """Draws its weights by whatever torch has, also by what draws a new tensor."""
+    """Draws its weights with many of torch's functions, including those that return a new tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def _waits_for_the_main_rank(world: World) -> tuple[int, str]:
 
 
 def test_a_rank_gives_up_on_others_sooner_after_the_first_step() -> None:
-    """C13: the first step, which may have to compile, has the longer time."""
+    """The first step, which may have to compile, has the longer timeout."""
     main, waiting = run_on_ranks(_waits_for_the_main_rank, 2)
     assert (main[0], waiting[0]) == (3, 3)
     assert "Timed out" in waiting[1]

@@ -96,7 +96,7 @@ def test_without_any_weight_there_is_no_metric() -> None:
 
 @pytest.mark.parametrize("constant", [0.9, -0.1, 1 / 3, 1e308, 5e-324])
 def test_the_mean_of_a_constant_is_that_constant(constant: float) -> None:
-    """Wherever it lies, whatever its weights, and through a resume in between."""
+    """At any magnitude, with any weights, and across a resume."""
     metrics, resumed = MeanMetrics(), MeanMetrics()
     sums = [0.0, 0.0]
     for weight in (3, 7.5, 0.1, 1, 1, 1, 11, 0.3):

@@ -20,7 +20,7 @@ REDUCES = ("mean", "sum", "max", "min", "last")
 
 
 class Logs(TinyTrainer):
-    """Logs the row ids of each micro-batch in every way: what comes of them can be counted on one's fingers."""
+    """Logs the row ids of each micro-batch with every reduction, so that results are easy to predict."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         ids = batch["id"].double()

@@ -33,7 +33,6 @@ class SupportsLoadTarget(Protocol):
             size: size of the full tensor, over all ranks.
             dtype: saved dtype of the tensor.
         """
-        ...
 
 
 def encode_state(part: str, state: Any) -> tuple[Callable[[], bytes], dict[str, torch.Tensor]]:

@@ -22,24 +22,7 @@ from .manifest import MANIFEST
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
 _MOUNTS = Path("/proc/self/mountinfo")
 # On other file systems, such as network ones, an I/O error may be temporary.
-_ON_DISKS = frozenset(
-    (
-        "ext2",
-        "ext3",
-        "ext4",
-        "xfs",
-        "btrfs",
-        "zfs",
-        "f2fs",
-        "jfs",
-        "bcachefs",
-        "overlay",
-        "tmpfs",
-        "vfat",
-        "exfat",
-        "ntfs3",
-    )
-)
+_LOCAL_FILE_SYSTEMS = "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs bcachefs overlay tmpfs vfat exfat ntfs3"
 
 
 class Storage(Protocol):
@@ -47,79 +30,60 @@ class Storage(Protocol):
 
     def path_of(self, name: str) -> str:
         """Return the path or URI of a checkpoint."""
-        ...
 
     def is_disk(self) -> bool:
         """Whether this is known to be a local disk, on which an I/O error means lost data."""
-        ...
 
     def names(self) -> list[str]:
         """Return the visible names in the folder."""
-        ...
 
     def committed(self, name: str) -> bool:
         """Whether this was ever a complete checkpoint, even if it is damaged now."""
-        ...
 
     def read(self, name: str, file: str) -> bytes:
         """Return the content of a small file."""
-        ...
 
     def write(self, name: str, file: str, text: bytes) -> None:
         """Write a small file into an existing checkpoint; on a local path, FileNotFoundError if there is none."""
-        ...
 
     def unlink(self, name: str, file: str) -> None:
         """Delete one file."""
-        ...
 
     def has(self, name: str, file: str) -> bool:
         """Whether a file exists."""
-        ...
 
     def size_bytes(self, name: str, file: str) -> int:
         """Return the size of a file; OSError if there is none."""
-        ...
 
     def fetch(self, name: str, file: str, into: Path) -> Path:
         """Return a local path to a file; a remote file is copied to `into`."""
-        ...
 
     def stage(self, token: str) -> Path:
         """Return the directory to which this rank writes the save `token`. Every rank must call this."""
-        ...
 
     def check(self) -> None:
         """Write and delete a file; OSError if that fails."""
-        ...
 
     def flush(self, staged: Path, file: str) -> None:
         """Flush one staged file to disk early, if staged files are final. Any rank may call this."""
-        ...
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         """Move this rank's staged files to the folder that all ranks share. Every rank must call this."""
-        ...
 
     def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
         """Turn a save into a checkpoint, atomically. One rank calls this after all ranks have published."""
-        ...
 
     def abandon(self, staged: Path, name: str) -> None:
         """Delete the leftovers of a failed save; ignore errors."""
-        ...
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint; the remains of an interrupted deletion do not count as a checkpoint."""
-        ...
 
     def leftovers(self) -> list[str]:
         """Return the names of leftovers of killed saves and deletions."""
-        ...
 
     def remove_leftover(self, name: str) -> None:
         """Delete one leftover."""
-        ...
 
 
 def open_storage(root: str | os.PathLike[str]) -> Storage:
@@ -140,7 +104,7 @@ class _Local:
         return str(self.root / name)
 
     def is_disk(self) -> bool:
-        return _file_system(self.root) in _ON_DISKS
+        return _file_system(self.root) in _LOCAL_FILE_SYSTEMS.split()
 
     def names(self) -> list[str]:
         return (

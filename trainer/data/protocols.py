@@ -20,11 +20,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and picklable objects."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore a state that `state_dict` returned, possibly in another process."""
-        ...
 
 
 class GlobalBatch(Protocol):
@@ -39,17 +37,14 @@ class GlobalBatch(Protocol):
     @property
     def micro_batches(self) -> Sequence[Any]:
         """The arguments of `training_step`."""
-        ...
 
     @property
     def num_samples(self) -> Sequence[int]:
         """Number of samples in each micro-batch that count."""
-        ...
 
     @property
     def global_num_samples(self) -> int | None:
         """Number of samples in the update over all ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,6 @@ class HasRowIds(Protocol):
 
     def row_ids(self) -> Sequence[Sequence[int | str]]:
         """Return the ids of the rows of each micro-batch; empty if unknown."""
-        ...
 
 
 @runtime_checkable
@@ -81,7 +75,6 @@ class HasDroppedTail(Protocol):
 
     def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
         """Return the number of dropped samples, over all ranks, if global batches are cut from `offset` on."""
-        ...
 
 
 @runtime_checkable
@@ -91,14 +84,12 @@ class SupportsPeek(Protocol):
     @property
     def samples_per_step(self) -> int:
         """Samples of one update over all ranks."""
-        ...
 
     def next_rows(self, epoch: int, *, offset: int, count: int) -> Sequence[int | str]:
         """Return the ids of the next rows over all ranks, at most `count`, in order.
 
         The same on any number of ranks. May be called while another thread reads.
         """
-        ...
 
 
 @runtime_checkable
@@ -107,7 +98,6 @@ class SupportsDiff(Protocol):
 
     def explain_change(self, before: str) -> str | None:
         """Return how reading differs from an earlier fingerprint and what to do; None if the rows themselves differ."""
-        ...
 
 
 @runtime_checkable
@@ -116,7 +106,6 @@ class Mergeable(Protocol):
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Add the state that `state_dict` returned on another rank."""
-        ...
 
 
 @runtime_checkable
@@ -131,7 +120,6 @@ class SupportsShards(Protocol):
     @property
     def num_shards(self) -> int:
         """Logical shards, constant over the run; known after `setup`."""
-        ...
 
 
 def micro_batch_ranges(num_shards: int, world_size: int, *, num_own: int, rank: int) -> list[range]:
@@ -184,24 +172,19 @@ class BatchStream(Protocol):
     @property
     def guarantee(self) -> Guarantee:
         """Where a run can resume: "exact" at any position, "epoch" at the start of an epoch, "none" nowhere."""
-        ...
 
     @property
     def fingerprint(self) -> str | None:
         """Identifies the data: changes when the data changes; None if unknown."""
-        ...
 
     def setup(self, shard: ShardInfo) -> None:
         """Check the data against `shard`, without reading rows. Called once, before anything else."""
-        ...
 
     def samples_in_epoch(self, epoch: int) -> int | None:
         """Return the number of samples per epoch over all ranks, without a dropped tail; None if unknown."""
-        ...
 
     def steps_in_epoch(self, epoch: int) -> int | None:
         """Return the number of global batches per full epoch; None if unknown."""
-        ...
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yield the global batches of an epoch from `offset` on, the same number on every rank.
@@ -209,11 +192,9 @@ class BatchStream(Protocol):
         The iterator may be closed early. A stream whose guarantee is not "exact" ignores the offset, and its ranks may
         yield different numbers of batches.
         """
-        ...
 
     def close(self) -> None:
         """Stop the stream's threads and processes. May be called twice."""
-        ...
 
 
 def is_exhausted(data: BatchStream, *, epoch: int, steps: int, offset: int) -> bool:

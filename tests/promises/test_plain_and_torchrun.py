@@ -123,7 +123,7 @@ else:
     [
         ("ddp", "", "fitted again after 12"),
         ("fsdp", "outlives", "fitted again after 12"),
-        ("fsdp", "", "Give the trainer a world that outlives fit"),
+        ("fsdp", "", "Pass the trainer a world that outlives fit"),
     ],
 )
 def test_a_trainer_is_of_use_after_fit(folder: Path, strategy: str, outlives: str, says: str) -> None:

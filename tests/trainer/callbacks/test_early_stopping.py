@@ -1,4 +1,4 @@
-"""Early stopping: counted in evaluations, never fooled by NaN, and told truly by the result."""
+"""Early stopping: counts evaluations, ignores NaN, and is reported in the result."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
 
 
 class Order(Callback):
-    """Notes what happens around a stop."""
+    """Records the hooks around a stop."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

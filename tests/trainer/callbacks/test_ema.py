@@ -1,4 +1,4 @@
-"""The average of the weights: of applied updates, of every shard, exact after a resume, gone after an evaluation."""
+"""The average of weights: over applied updates and all shards, exact after a resume, removed after evaluations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _config(**changes: Any) -> TinyConfig:
 
 
 class Watch(Callback):
-    """Keeps the weights before the first update and after each."""
+    """Records the weights before the first update and after each update."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
@@ -88,7 +88,7 @@ def test_it_begins_with_weights_that_were_loaded_between_setup_and_training() ->
 
 
 class SometimesBad(TinyTrainer):
-    """The gradients of two of the batches are not numbers."""
+    """The gradients of two batches are NaN."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = super().training_step(batch, batch_idx)
@@ -107,7 +107,7 @@ def test_it_leaves_out_updates_that_were_skipped() -> None:
 
 
 class Inside(Callback):
-    """Keeps the weights with which evaluations are made, and those after them."""
+    """Records the weights during and after evaluations."""
 
     def __init__(self) -> None:
         self.inside: list[Any] = []
@@ -182,7 +182,7 @@ def test_a_checkpoint_evaluated_alone_is_evaluated_with_its_averages(tmp_path: P
 
 
 class Half(TinyTrainer):
-    """Weights in bfloat16, a buffer, a frozen layer and a tied weight."""
+    """A model with bfloat16 weights, a buffer, a frozen layer and a tied weight."""
 
     def configure_models(self) -> None:
         super().configure_models()
@@ -209,7 +209,7 @@ def test_half_precision_is_averaged_in_float32_and_buffers_are_the_model_s() -> 
     seen = [{name: value.float() for name, value in each.items()} for each in watch.seen]
     for name, value in _wanted(seen, 0.99).items():
         assert torch.equal(averaged[name], value if averaged[name].dtype == torch.float32 else now[name]), name
-    # In the models they are bfloat16 again, and the weights come back as they were.
+    # In the models the averages are bfloat16 again, and the weights are restored bit for bit.
     assert spy.inside[-1]["model.last.weight"].dtype == torch.bfloat16
     assert torch.equal(spy.inside[-1]["model.last.weight"], averaged["model.last.weight"].bfloat16())
     assert _equal(spy.after[-1], watch.seen[-1])
@@ -249,7 +249,7 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
 
 
 def _on_ranks(world: World, folder: str) -> dict[str, Any]:
-    """The same run under every strategy, and cut in two with another one for each half."""
+    """The same run under every strategy, and split in two halves with different strategies."""
 
     def run(strategy: Strategy, name: str, stop: int = 99, *, watched: bool = True) -> Any:
         config = _config(

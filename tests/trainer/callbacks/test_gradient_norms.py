@@ -1,4 +1,4 @@
-"""The largest norms of single parameters' gradients are those of the whole gradient, on any number of ranks."""
+"""The largest norms of single parameters are those of the full gradient, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def records(
 
 
 def test_the_largest_are_in_the_records_of_its_updates() -> None:
-    """What an update measures of groups of one parameter says whether they are right."""
+    """The norms that an update measures for groups of one parameter are the reference."""
     alone = World.single("cpu")
     norms = GradientNorms(every="2 steps", top=3)
     largest = records(alone, norms)
@@ -57,7 +57,7 @@ def test_a_resumed_run_tells_what_was_measured_before(tmp_path: Path) -> None:
 
     expected = told("undisturbed")
     assert len(expected) == 1
-    # Right after it was measured, so that nothing is logged in between.
+    # Right after the measurement, before anything is logged.
     assert told("stopped", StopAt(3)) == {}
     assert told("stopped") == expected
 
@@ -94,7 +94,7 @@ def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 class TwoSided(TinyTrainer):
-    """Two models with an optimizer each; the loss of the second one goes through the first as well."""
+    """Two models with an optimizer each; the second loss also depends on the first model."""
 
     def configure_models(self) -> None:
         self.critic, self.generator = torch.nn.Linear(6, 1), torch.nn.Linear(6, 6)

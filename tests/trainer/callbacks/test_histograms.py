@@ -1,4 +1,4 @@
-"""Histograms: every element once under every strategy, at their own updates only, and taken by the trackers."""
+"""Histograms: count every element once under every strategy, cost nothing in other updates, and reach the trackers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALONE = World.single("cpu")
 
 
 class Kept(Tracker):
-    """Keeps what it gets."""
+    """Records what it is called with."""
 
     def __init__(self) -> None:
         self.got: dict[int, dict[str, Histogram]] = {}
@@ -127,5 +127,5 @@ def test_every_element_counts_once_however_it_is_sharded() -> None:
             assert found.edges == pytest.approx(wanted.edges, rel=1e-4, abs=1e-6)
             assert found.total == pytest.approx(wanted.total, rel=1e-4, abs=1e-5)
             assert found.total_of_squares == pytest.approx(wanted.total_of_squares, rel=1e-4, abs=1e-7)
-            # Rounding may move a value over an edge.
+            # Rounding may move a value across a bin edge.
             assert sum(abs(a - b) for a, b in zip(found.counts, wanted.counts, strict=True)) <= 4

@@ -1,4 +1,4 @@
-"""Callbacks: each hook is called, a misspelt one is refused, errors say where they came from, states find owners."""
+"""Callbacks: each hook is called, misspelt hooks are errors, errors name their source, states reach their owners."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ on_epoch_end, on_stop_requested, on_fit_end"""
 
 
 class Recorder(Callback):
-    """Notes when an update ended."""
+    """Records the end of each update."""
 
     def __init__(self, name: str = "", log: list[Any] | None = None) -> None:
         self.name = name
@@ -142,7 +142,7 @@ def test_hooks_of_a_trainer_class_are_guarded_as_well() -> None:
 
     with pytest.raises(TypeError, match="did you mean on_step_end"):
         check_hooks(Misspelt, leading=("self",))
-    with pytest.raises(TypeError, match=r"with \(self\): missing a required argument: 'trainer'"):
+    with pytest.raises(TypeError, match=r"its hook, \(self\): missing a required argument: 'trainer'"):
         check_hooks(WithTrainer, leading=("self",))
 
 

@@ -1,4 +1,4 @@
-"""The callbacks that look at the process: traces of chosen updates, garbage collection in step, a summary of models."""
+"""Callbacks of the process: traces of chosen updates, synchronised garbage collection, a summary of models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config_of(**changes: Any) -> TinyConfig:
 
 
 def steps_in(trace: Path) -> set[int]:
-    """The updates that a trace shows, when it is whole and has operators in it."""
+    """Return the updates in a trace, after checking that it is complete and has operators."""
     events = json.loads(trace.read_text())["traceEvents"]
     names = [event["name"] for event in events if "name" in event]
     assert "aten::addmm" in names
@@ -103,7 +103,7 @@ def test_steps_that_are_no_updates_are_refused(steps: Any) -> None:
 
 
 def test_without_a_run_directory_there_is_nowhere_to_write_to() -> None:
-    with pytest.raises(ConfigError, match="give the trainer a run_dir"):
+    with pytest.raises(ConfigError, match="pass run_dir to the trainer"):
         TinyTrainer(config_of(), world=ALONE, callbacks=[Profile(steps=(1, 2))]).fit()
 
 
@@ -111,7 +111,7 @@ def test_without_a_run_directory_there_is_nowhere_to_write_to() -> None:
 
 
 class Collections(Callback):
-    """Notes after which update a whole collection ran, and whether automatic ones were off."""
+    """Records after which updates a full collection ran, and whether automatic collection was off."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at

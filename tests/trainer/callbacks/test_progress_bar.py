@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, one line per record elsewhere, only from the main rank."""
+"""Progress output: a bar on a terminal, one line per record elsewhere, from the main rank only."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_on_a_terminal_a_bar_is_redrawn_and_lines_stand_above_it() -> None:
 
 
 class OfTwoSets(Tiny):
-    """Evaluated on two named sets."""
+    """A trainer with two named validation sets."""
 
     def configure_dataloaders(self) -> Any:
         train, validation = super().configure_dataloaders()

@@ -1,4 +1,4 @@
-"""Samples: seen by a person, and otherwise as if they had not been."""
+"""Samples: shown to the user, without any effect on training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE = World.single("cpu")
 
 
 class Kept(Tracker):
-    """Keeps what it gets."""
+    """Records what it is called with."""
 
     def __init__(self) -> None:
         self.texts: list[Any] = []
@@ -62,7 +62,7 @@ def test_texts_and_images_reach_the_person_and_the_trackers() -> None:
 
 
 def test_training_is_the_same_with_and_without_them() -> None:
-    """In evaluation mode, with the averages, without gradients; and all random numbers are those of before."""
+    """Samples run in evaluation mode, with the averages, without gradients; random states are restored."""
     seen: list[Any] = []
     ema = Ema(0.5)
 
@@ -126,7 +126,7 @@ def test_arguments_are_checked(function: Any, every: Any, message: str) -> None:
 
 
 def _on_ranks(world: World) -> dict[str, Any]:
-    """Under FSDP every rank must call the model, or it would wait forever for the others."""
+    """Under FSDP every rank must call the model, or ranks would wait forever."""
     shown: dict[str, Any] = {}
     for name in ("ddp", "fsdp"):
         strategy: Strategy = name  # type: ignore[assignment]

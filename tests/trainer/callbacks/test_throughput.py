@@ -1,4 +1,4 @@
-"""What the records say of speed and memory: real samples and tokens, warm-up and evaluations left out, MFU, peaks."""
+"""Speed and memory in records: real samples and tokens, without warm-up and evaluations; MFU; peaks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(**changes: Any) -> TinyConfig:
 
 
 class Padded(TinyTrainer):
-    """Rows of five places, of which three are tokens; every update but the first takes as long as it is told."""
+    """Rows of five positions, three of them tokens; every update but the first takes a given time."""
 
     first_s = step_s = 0.0
     validation_s = 0.0
@@ -58,7 +58,7 @@ def test_padding_is_no_token() -> None:
 
 
 def test_the_tokens_of_a_run_are_counted_over_a_resume_and_limit_it(tmp_path: Path) -> None:
-    """Stopped inside an interval of three updates, of 24 tokens each; the limit is looked at when they are counted."""
+    """Stopped inside an interval of three updates of 24 tokens; the limit is checked when tokens are counted."""
     config = config_of(max_steps=None, max_tokens=96, log_every=Duration(3, "steps"))
     first = Padded(config, run_dir=tmp_path, world=ALONE, callbacks=[StopAt(2)]).fit()
     assert (first.tokens, first.samples) == (48, 16)
@@ -71,7 +71,7 @@ def test_the_tokens_of_a_run_are_counted_over_a_resume_and_limit_it(tmp_path: Pa
 
 
 class PaddedOnRanks(Padded):
-    """Of 20 samples in three updates, rank 0 has one more micro-batch of the last."""
+    """Of 20 samples in three updates, rank 0 has one more micro-batch in the last update."""
 
     def configure_dataloaders(self) -> Any:
         return super().configure_dataloaders()[0]
@@ -106,7 +106,7 @@ def test_the_first_update_and_evaluations_are_no_part_of_the_throughput() -> Non
         first_s, step_s, validation_s = 0.6, 0.01, 0.2
 
     records = records_of(Slow, config_of(evaluate_every=Duration(3, "steps")))
-    # What is left out is at least as long as it slept, however busy the machine is.
+    # The excluded time is at least the sleep, however busy the machine is.
     assert records[3]["elapsed_s"] - 2 * records[3]["step_s"] >= 0.6
     assert records[6]["elapsed_s"] - records[3]["elapsed_s"] - 3 * records[6]["step_s"] >= 4 * 0.2
     assert records[6]["paused_s"] >= 4 * 0.2
@@ -203,7 +203,7 @@ class NoWaiting(Callback):
     def on_step_start(self, trainer: Any) -> None:
         step = trainer.global_step + 1
         is_due = step % self.log_every == 0 or step == trainer.total_steps
-        # The first update allocates, and may wait; the mode is on until the next update, so beyond what ends this one.
+        # The first update allocates and may wait. The mode stays on until the next update starts.
         if step > 1:
             torch.cuda.set_sync_debug_mode("default" if is_due else "error")
             self.watched += not is_due
@@ -243,7 +243,7 @@ def test_between_two_records_nothing_waits_for_the_gpu() -> None:
 
 
 class Hungry(TinyTrainer):
-    """Rank 1 keeps 300 MB."""
+    """Rank 1 holds 300 MB."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.world.rank == 1:
@@ -252,7 +252,7 @@ class Hungry(TinyTrainer):
 
 
 class Failing(Hungry):
-    """Rank 1 runs out of memory in its fifth update, the others fail otherwise."""
+    """Rank 1 runs out of memory in its fifth update; the others fail with another error."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 4 and self.world.rank == 1:
@@ -266,7 +266,7 @@ def on_two_ranks(world: World) -> tuple[dict[str, float], str, list[str]]:
     record = records_of(Hungry, config_of(), PeakMemory(per_rank=True), world=world)[3]
     try:
         Failing(config_of(micro_batch_size=4), world=world, callbacks=[PeakMemory()]).fit()
-    except RuntimeError as error:  # which an OutOfMemoryError is
+    except RuntimeError as error:  # OutOfMemoryError is a subclass
         return record, f"{type(error).__name__}: {error}", getattr(error, "__notes__", [])
     raise AssertionError("nothing failed")
 

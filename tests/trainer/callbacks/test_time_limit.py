@@ -1,4 +1,4 @@
-"""The time limit: parsed when it is made, counted over attempts, obeyed in training and in evaluations."""
+"""The time limit: parsed early, counted over attempts, respected in training and evaluations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONE = World.single("cpu")
 
 
 class Clock:
-    """The real one, and what it is put forward by: what takes long takes no time."""
+    """The real clock plus an offset, so that long waits take no time."""
 
     def __init__(self) -> None:
         self._real, self.ahead_s = time.perf_counter, 0.0
@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Slow(Callback):
-    """Makes updates and batches of an evaluation take some time."""
+    """Makes updates and evaluation batches take some time."""
 
     def __init__(self, clock: Clock, *, step_s: float = 0.0, batch_s: float = 0.0) -> None:
         self.clock, self.step_s, self.batch_s = clock, step_s, batch_s
@@ -70,7 +70,7 @@ def test_what_is_no_time_is_refused_when_it_is_made(limit: Any) -> None:
 
 
 def test_the_limit_counts_over_attempts_saves_and_is_told(tmp_path: Path, clock: Clock) -> None:
-    """Three attempts of a fraction of the limit each, ended by a stop; a fourth has next to nothing left."""
+    """Three attempts of a fraction of the limit each, ended by a stop; the fourth has almost no time left."""
 
     def fit(limit_s: float) -> Any:
         callbacks = [Slow(clock, step_s=200.0), TimeLimit(limit_s)]
@@ -80,7 +80,7 @@ def test_the_limit_counts_over_attempts_saves_and_is_told(tmp_path: Path, clock:
     assert (first.status, first.reason) == ("time_limit", "the time limit of 1h00m is reached")
     assert first.steps == 18
     assert first.last_checkpoint is not None
-    # Time is up already: no update is made, and nothing is written over.
+    # The time is already up: no update is made, and nothing is overwritten.
     again = fit(3600)
     assert (again.status, again.steps, again.last_checkpoint) == ("time_limit", first.steps, first.last_checkpoint)
     longer = fit(7200)
@@ -120,7 +120,7 @@ def test_an_evaluation_is_cut_short(clock: Clock) -> None:
 
 
 def _on_ranks(world: World) -> tuple[str, int]:
-    """The main rank's clock decides: the other one's limit never comes."""
+    """The main rank's clock decides; the other rank's limit is never reached."""
     limit = TimeLimit("1h" if world.is_main else "1d")
     config = _config(checkpoint=CheckpointConfig(every=None))
     with pytest.MonkeyPatch.context() as patched:

@@ -89,11 +89,11 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
 def _trains_on(world: World, folder: str, strategy: str) -> None:
     store = CheckpointStore(folder, world=world.with_own_group())
     model, optimizer = _training(strategy, world)
-    for step in (1, 2):  # the second uses the buffers of the first
+    for step in (1, 2):  # the second save reuses the buffers of the first
         before = _values(model, optimizer)
         drawn = torch.get_rng_state()
         saving = _begin(store, model, optimizer, step)
-        # What a forward pass does.
+        # Change a buffer, as a forward pass does.
         dict(model.named_buffers())[next(iter(dict(model.named_buffers())))].add_(1)
         torch.rand(3)
         saving.wait_for_snapshot()
@@ -165,7 +165,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: P
 
 
 class Saved(Callback):
-    """The steps of the checkpoints that were told of, and the updates at which that was."""
+    """Records the steps of reported checkpoints, and the updates at which they were reported."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -197,11 +197,11 @@ def _run_and_resume(world: World, folder: str, strategy: str) -> list[list[int]]
     saved = Saved()
     trainer = TinyTrainer(config, run_dir=f"{folder}/run", world=world, callbacks=[saved])
     result = trainer.fit()
-    # The last one twice: an evaluation at the end is saved with its state.
+    # The last step twice: the evaluation at the end is saved with its state.
     assert saved.steps == [3, 6, 9, 12, 12]
     assert all(step <= told <= step + 3 for step, told in zip(saved.steps, saved.told_at, strict=True))
     leftovers = [path for path in Path(folder, "run", "checkpoints").iterdir() if path.name.startswith(".")]
-    assert leftovers == [] or not world.is_main  # who deletes last is the main rank
+    assert leftovers == [] or not world.is_main  # the main rank deletes last
     for step in (3, 6, 9):
         resumed = TinyTrainer(
             replace(config, checkpoint=CheckpointConfig(every=None)), run_dir=f"{folder}/{step}", world=world
@@ -257,7 +257,7 @@ def test_a_save_is_tried_again_as_often_as_that_is_asked_for(
 
 
 def _fails_at_first(world: World, folder: str) -> list[str]:
-    """Rank 1 cannot write at its first try."""
+    """Rank 1 fails at its first attempt to write."""
     from headway.trainer.checkpoints import storage
 
     publish, tries = storage._Local.publish, list[int]()
@@ -284,7 +284,7 @@ def test_all_ranks_try_again_when_one_has_failed(tmp_path: Path) -> None:
     first, second = run_on_ranks(_fails_at_first, 2, str(tmp_path))
     assert len(first) == 1
     assert "rank 1: OSError: [Errno 5] Input/output error" in first[0]
-    assert second == []  # one warns for all
+    assert second == []  # one rank warns for all
 
 
 def test_a_failure_surfaces_and_what_was_saved_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +389,6 @@ def test_a_save_waits_for_the_one_that_is_under_way(tmp_path: Path, monkeypatch:
     saved = Saved()
     config = replace(CONFIG, max_steps=5, checkpoint=CheckpointConfig(every=Duration(1), keep_last="all"))
     TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
-    # The end has waited for the last.
+    # fit() waited for the last save.
     assert sorted(set(saved.steps)) == [1, 2, 3, 4, 5]
     assert most == [1]

@@ -1,4 +1,4 @@
-"""The best checkpoint is a pointer: kept, never a second copy, and named truly by the result."""
+"""The best checkpoint: kept, never copied, and named in the result."""
 
 from __future__ import annotations
 
@@ -165,13 +165,13 @@ def test_the_best_survives_a_resume_and_is_not_beaten_by_worse(tmp_path: Path) -
     checkpoint = {"save_best": True, "every": "1 steps", "keep_last": 1}
     Scripted(_config(steps=3, checkpoint=checkpoint), values=values, run_dir=tmp_path).fit()
     result = Scripted(_config(steps=6, checkpoint=checkpoint), values=values, run_dir=tmp_path).fit()
-    assert _on_disk(tmp_path) == [2, 3, 6]  # 3 is the one that was resumed from
+    assert _on_disk(tmp_path) == [2, 3, 6]  # the run resumed from 3
     assert result.best_checkpoint is not None
     assert (read_checkpoint(result.best_checkpoint).step, result.best_step, result.best_metric) == (2, 2, 1.0)
 
 
 def test_the_result_is_true_where_the_best_evaluation_was_not_saved(tmp_path: Path) -> None:
-    """Saved after 2 and 4 updates; a checkpoint after 3 would have had the metric of 2, which is not its own."""
+    """Saved after 2 and 4 updates; a checkpoint after 3 would have the metric of 2."""
     config = _config(steps=4, checkpoint={"every": "2 steps", "keep_last": "all"})
     result = Scripted(config, values=[0.5, 3.0, 1.0, 2.0], run_dir=tmp_path).fit()
     assert (result.best_step, result.best_metric) == (1, 0.5)
@@ -189,7 +189,7 @@ def test_a_checkpoint_does_not_borrow_the_metric_of_earlier_weights(tmp_path: Pa
 
 
 def test_the_last_checkpoint_knows_of_the_last_evaluation(tmp_path: Path) -> None:
-    """It is due after the last update, before the evaluation at the end."""
+    """A save is due after the last update, before the evaluation at the end."""
     config = _config(steps=4, every=3, checkpoint={"every": "2 steps", "at_end": True})
     result = Scripted(config, values=[5.0, 1.0], run_dir=tmp_path).fit()
     assert _on_disk(tmp_path) == [2, 4]
@@ -216,7 +216,7 @@ def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved(tmp_path
 
 
 def test_a_rehearsal_finds_out_that_the_monitor_is_not_there(tmp_path: Path) -> None:
-    """Before the first update, where the first evaluation is far away; and it makes no state the best."""
+    """The initial state is evaluated before the first update, but does not count as best."""
     checkpoint = {"monitor": "validation/f1", "save_best": True}
     config = replace(_config(steps=3, checkpoint=checkpoint, every=100), sanity_batches=1)
     with pytest.warns(CheckpointWarning, match=r"monitor is 'validation/f1', but the evaluation after step 0 gave"):
@@ -227,7 +227,7 @@ def test_a_rehearsal_finds_out_that_the_monitor_is_not_there(tmp_path: Path) -> 
 
 
 class Ends(Callback):
-    """Stops before anything has been evaluated."""
+    """Stops before the first evaluation."""
 
     def on_step_end(self, trainer: Trainer[Any]) -> None:
         trainer.request_stop("enough")
@@ -240,7 +240,7 @@ def test_a_default_monitor_that_is_not_there_is_no_matter(tmp_path: Path) -> Non
 
 
 def test_an_evaluation_after_the_save_of_its_update_is_saved_with_it(tmp_path: Path) -> None:
-    """Told to stop just when an evaluation was due: the resumed run evaluates first, and it is the best."""
+    """Stopped when an evaluation was due: the resumed run evaluates first, and that is the best."""
     checkpoint = {"save_best": True, "at_end": True}
     config = _config(steps=4, every=2, checkpoint=checkpoint)
     stopped = Scripted(config, values=[1.0, 2.0], run_dir=tmp_path, callbacks=[StopAt(2)]).fit()
@@ -250,7 +250,7 @@ def test_an_evaluation_after_the_save_of_its_update_is_saved_with_it(tmp_path: P
         2,
         1.0,
         [2, 2, 4],
-    )  # the first was resumed from
+    )  # the run resumed from the first
     assert result.best_checkpoint is not None
     assert read_checkpoint(result.best_checkpoint).metrics["validation/loss"] == 1.0
 

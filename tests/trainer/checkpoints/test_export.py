@@ -1,4 +1,4 @@
-"""Export: the weights of a run, whole and by their plain names, wherever and however they were trained."""
+"""Export: full weights of a run under their unwrapped names, for every strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
 
 
 class Tied(nn.Module):
-    """An embedding that is its own head."""
+    """An embedding whose weight is also the head's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_sharded_training_is_exported_whole_live_and_from_its_checkpoint(tmp_pat
         name.removeprefix("model.").replace("_checkpoint_wrapped_module.", ""): each for name, each in causal.items()
     }
 
-    # Live, without a save_pretrained.
+    # From the live trainer; the model has no save_pretrained.
     live = load_file(tmp_path / "now.safetensors")
     torch.testing.assert_close(live, tied, rtol=0, atol=0)
     Tied().load_state_dict(live)
@@ -128,12 +128,12 @@ def test_sharded_training_is_exported_whole_live_and_from_its_checkpoint(tmp_pat
     torch.testing.assert_close(halves, {name: each.bfloat16() for name, each in tied.items()}, rtol=0, atol=0)
     assert json.loads((tmp_path / "no-hugging-face" / "config.json").read_text())["max_steps"] == 3
 
-    # From the checkpoint, in a plain script.
+    # From the checkpoint, in a script without a trainer.
     checkpoint = tmp_path / "tied" / "checkpoints" / "step-00000003"
     subprocess.run([sys.executable, "-c", PLAIN_SCRIPT, str(checkpoint), str(tmp_path / "read.pt")], check=True)
     torch.testing.assert_close(torch.load(tmp_path / "read.pt"), tied, rtol=0, atol=0)
 
-    # The averages, under both names of what is tied.
+    # The averages, under both names of a tied weight.
     averages = load_file(tmp_path / "averages.safetensors")
     assert not torch.equal(averages["head.weight"], tied["head.weight"])
     torch.testing.assert_close(load_weights(checkpoint, ema=True), averages, rtol=0, atol=0)
@@ -142,7 +142,7 @@ def test_sharded_training_is_exported_whole_live_and_from_its_checkpoint(tmp_pat
     with pytest.raises(CheckpointError, match="has no averages 'Ema/1'; it has Ema/0"):
         load_weights(checkpoint, ema="Ema/1")
 
-    # As Hugging Face has it, live and from the checkpoint.
+    # In Hugging Face's layout, live and from the checkpoint.
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):

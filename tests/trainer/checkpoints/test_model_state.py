@@ -1,4 +1,4 @@
-"""Models and optimizers in a checkpoint: the next step is the one that would have been, however the model is spread."""
+"""Models and optimizers in a checkpoint: the next step equals the uninterrupted one under every strategy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALONE = World.single("cpu")
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """As on the ranks; many threads for tiny layers only wait for one another."""
+    """One thread, as on the ranks; more threads only slow tiny layers down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, a parameter without gradients, a buffer, rows that no number of ranks divides."""
+    """Tied weights, a frozen layer, a parameter without gradients, a buffer, rows that ranks cannot divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,9 +138,9 @@ def test_the_next_step_is_bit_equal_for_every_optimizer(tmp_path: Path, name: st
     store = CheckpointStore(str(tmp_path), world=ALONE)
     before = copy.deepcopy(optimizer.state_dict())
     saved = save(store, parts_of(model, optimizer))
-    assert repr(before) == repr(optimizer.state_dict())  # saving changes nothing, not even before the first step
+    assert repr(before) == repr(optimizer.state_dict())  # saving has no side effects, not even before the first step
     expected = train(model, optimizer, after, after + 3)
-    for warm in (0, 2):  # into a fresh optimizer, and into one that has steps behind it
+    for warm in (0, 2):  # into a fresh optimizer, and into one that has made steps
         again = build(seed=1)
         resumed = OPTIMIZERS[name](again)
         train(again, resumed, 50, 50 + warm)

@@ -1,4 +1,4 @@
-"""What a run begins from: its own checkpoints, in whole or in part, the weights of another run, or other data."""
+"""Where a run starts: its own checkpoints, in whole or in part, the weights of another run, or other data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 class Frugal(Callback):
-    """Keeps the weights with which the first update begins."""
+    """Records the weights at the start of the first update."""
 
     def on_fit_start(self, trainer: Any) -> None:
         self.weights = weights(trainer)
@@ -206,7 +206,7 @@ def test_a_checkpoint_is_evaluated_alone_and_leaves_everything_as_it_was(tmp_pat
     assert by_checkpoint == [row["validation/loss"] for row in result.history]
     assert (trainer.global_step, counts.count, len(trainer.optimizer.state)) == (0, 0, 0)
 
-    # Of a trainer that has trained, no more than the weights are touched, and these come back.
+    # In a trainer that has trained, only the weights are changed, and they are restored.
     before, average = weights(trained), trained.callbacks._callbacks[0].weights["last"].clone()
     assert trained.evaluate(checkpoint=first)["validation/loss"] == by_checkpoint[0]
     assert _same(before, weights(trained))
@@ -222,7 +222,7 @@ def test_a_checkpoint_without_averages_is_evaluated_without_those_of_the_trainer
     plain, trained = _fit(tmp_path / "plain")
     _, averages = _fit(tmp_path / "averages", Swaps(), seed=5)
     assert averages.evaluate(checkpoint=plain.last_checkpoint) == trained.evaluate()
-    # Afterwards its own are evaluated again.
+    # Afterwards its own weights are evaluated again.
     calls = averages.callbacks._callbacks[0].calls
     averages.evaluate()
     assert averages.callbacks._callbacks[0].calls == calls + 1
@@ -283,7 +283,7 @@ def test_other_data_is_read_from_its_beginning_where_that_is_allowed(tmp_path: P
     _fit(tmp_path, StopAt(6))
     with pytest.raises(DataError, match=r'was Rows\[32\] and is Rows\[48\].*changed_data="reset"'):
         _fit(tmp_path, num_rows=48)
-    # Other data is not all that differs: the config that names it does too.
+    # The config, which names the data, differs too.
     trainer = TinyTrainer(
         _config(num_rows=48, changed_data="reset", shuffle=False),
         run_dir=tmp_path,
@@ -296,13 +296,13 @@ def test_other_data_is_read_from_its_beginning_where_that_is_allowed(tmp_path: P
     result = trainer.fit(accept_changes=True)
     assert trainer.seen == [(6, list(range(8))), (7, list(range(8, 16)))]
     assert (result.steps, result.epochs) == (8, 1)
-    # The new data is the run's own now: its place in it is kept.
+    # The new data now belongs to the run: its position is kept.
     _, trainer = _fit(tmp_path, num_rows=48, changed_data="reset", shuffle=False)
     assert trainer.seen[0] == (8, list(range(16, 24)))
 
 
 def test_a_longer_run_says_what_becomes_of_its_learning_rate(tmp_path: Path) -> None:
-    """A function of the step is that of the new length; torch's own keep the settings that they were saved with."""
+    """A schedule that is a function of the step uses the new length; torch's schedulers keep their saved settings."""
 
     class Linear(TinyTrainer):
         def configure_optimizers(self) -> None:
@@ -392,7 +392,7 @@ def test_a_piece_alone_does_not_begin_over_a_run_that_is_there(tmp_path: Path, p
         with pytest.raises(ConfigError, match="there are checkpoints of a run in .*: call fit.*, or use another run_"):
             getattr(trainer, piece)(*arguments)
     assert (sorted(tmp_path.rglob("*")), trainer.global_step) == (before, 0)
-    # What only looks may, and what has gone on may do all.
+    # Read-only calls are allowed; after a resume everything is.
     assert trainer.evaluate()["validation/loss"] > 0
     assert trainer.fit().resumed_from == result.last_checkpoint
     getattr(trainer, piece)(*arguments)
@@ -485,7 +485,7 @@ def test_a_run_that_began_anew_and_failed_does_not_go_on_from_the_one_before(tmp
 
 
 class Breaks(TinyTrainer):
-    """Fails once, in the midst of update 7, whose first micro-batch leaves a gradient."""
+    """Fails once in the middle of update 7, after its first micro-batch has left a gradient."""
 
     error: str = "raises"
     is_broken: bool = True
@@ -523,7 +523,7 @@ def test_what_an_error_has_left_is_no_part_of_the_fit_that_follows(
 
 def _break_on_ranks(world: World, folder: str, strategy: str) -> bool:
     parallel = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
-    # Two updates in an epoch: it breaks in the fourth of four.
+    # Two updates per epoch; the fourth of four fails.
     config = _config(micro_batch_size=1, checkpoint=CheckpointConfig(every=2), parallel=parallel)
     whole_run = TinyTrainer(config, run_dir=f"{folder}/whole", world=world)
     whole_run.fit()
@@ -541,7 +541,7 @@ def _break_on_ranks(world: World, folder: str, strategy: str) -> bool:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_after_an_error_inside_an_update_ranks_go_on_as_if_there_had_been_none(tmp_path: Path, strategy: str) -> None:
-    """FSDP2 cannot drop the gradients of a broken update, so there it takes a new trainer."""
+    """FSDP2 cannot drop the gradients of a failed update, so a new trainer is required."""
     assert run_on_ranks(_break_on_ranks, 2, str(tmp_path), strategy) == [True, True]
 
 

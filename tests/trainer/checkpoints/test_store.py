@@ -1,4 +1,4 @@
-"""The checkpoint store: whole, verified, or not there."""
+"""The checkpoint store: checkpoints are complete and verified, or absent."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_tensor_inside_an_object_is_found(tmp_path: Path) -> None:
 
 
 def test_what_changes_after_a_save_has_begun_is_not_in_it(tmp_path: Path) -> None:
-    """Its structure is pickled later, by another thread."""
+    """A part whose structure is pickled later, by another thread."""
     store, shared = CheckpointStore(str(tmp_path), world=ALONE), [1, {"deep": (2, [3])}]
     plain: dict[Any, Any] = {"shared": shared, "again": shared, 7: "seven", "tensor": torch.arange(3)}
     plain["itself"] = plain
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
 def test_a_bit_that_flips_anywhere_in_any_file_is_found(tmp_path: Path) -> None:
     store, dice = CheckpointStore(str(tmp_path), world=ALONE), random.Random(7)
     good = save(store, 1)
-    # Tensors of several pieces of a sum, and of less than one.
+    # Tensors larger and smaller than one piece of a checksum.
     bad = save(store, 2, big=torch.randn(700_001), wide=torch.randn(1300, 257).bfloat16(), small=torch.arange(3))
     files = sorted(file for file in Path(bad.path).iterdir())
     assert len(files) == 6
@@ -259,7 +259,7 @@ def test_when_none_is_good_it_is_an_error_never_a_fresh_start(tmp_path: Path, fi
 def test_what_retention_cannot_look_at_is_a_warning_and_the_checkpoint_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Raised on the main rank alone, it would leave the other ranks with a save that has succeeded."""
+    """Raised on the main rank alone, the error would leave the other ranks with a successful save."""
 
     def unreachable(storage: Any) -> Any:
         raise OSError("the storage does not answer")
@@ -349,7 +349,7 @@ def test_what_a_person_pins_stays_while_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_two_runs_in_one_place_are_found_out(tmp_path: Path) -> None:
     for root in (str(tmp_path), f"memory://{uuid.uuid4().hex}/checkpoints"):
-        # Final, however often they may try: a store that tries again warns, and warnings are errors here.
+        # Not retried: a retry would warn, and warnings are errors here.
         first, second = (CheckpointStore(root, world=ALONE, keep_last=3, retries=9) for _ in range(2))
         assert [first.newest_good(), second.newest_good()] == [None, None]
         save(first, 1)
@@ -415,7 +415,7 @@ def test_a_run_that_begins_anew_keeps_its_own_best_and_leaves_those_of_the_run_b
     best = store.best()
     assert best is not None
     assert best.step == 1
-    # Nor does it go back to what another run had learned.
+    # Nor does it load the other run's checkpoint.
     assert store.newest_good(up_to=2) == best
     (tmp_path / "step-00000001").rename(tmp_path / "elsewhere")
     assert store.newest_good(up_to=2) is None
@@ -540,7 +540,7 @@ def test_what_one_rank_cannot_read_from_its_disk_all_pass_over(tmp_path: Path) -
 
 
 def _client_fails_on_rank_1(world: World, root: str) -> list[str]:
-    """A store's client raises what is no OSError, on one rank: in a check of a file, and on main in a listing."""
+    """The storage client raises no OSError but another error: on one rank in a file check, on main in a listing."""
     store, told = CheckpointStore(root, world=world), []
 
     def fails(*args: Any) -> Any:
@@ -691,7 +691,7 @@ def test_a_disk_that_is_really_full_leaves_the_previous_one_and_says_so(tmp_path
 
 
 def _fill_the_disk(root: str) -> list[Any]:
-    """What a save says that finds no room, what lies there afterwards, and what a smaller one can still do."""
+    """Return the error of a save without space, the files afterwards, and the result of a smaller save."""
     store, told = CheckpointStore(root, world=ALONE), ""
     save(store, 1, part=torch.ones(1 << 18))
     try:
@@ -720,7 +720,7 @@ def test_a_deletion_that_fails_is_a_warning() -> None:
 
 def _save_where_nothing_can_be_deleted(root: str) -> list[Any]:
     if os.getuid() == 0:
-        os.setuid(65534)  # to root everything is permitted
+        os.setuid(65534)  # root may write anywhere
     store = CheckpointStore(root, world=ALONE, keep_last=2)
     first = save(store, 1)
     save(store, 2)
@@ -785,7 +785,7 @@ def test_saved_by_two_ranks_loaded_by_two_three_and_one_plain_process(tmp_path: 
     for world_size in (2, 3):
         loaded = run_on_ranks(load_on_ranks, world_size, saved)
         assert [state for _, state in loaded] == [whole] * world_size
-        # Every rank has its own numbers back; a rank that did not save keeps its fresh ones (A2).
+        # Every rank restores its own random state; a rank that did not save keeps its fresh ones.
         fresh = [stream_of(123, rank) for rank in range(2, world_size)]
         assert [number for number, _ in loaded] == [stream_of(7, 0), stream_of(7, 1), *fresh]
     store = CheckpointStore(str(tmp_path), world=ALONE)
@@ -795,7 +795,7 @@ def test_saved_by_two_ranks_loaded_by_two_three_and_one_plain_process(tmp_path: 
 
 
 def fail_on_one_rank(world: World, root: str) -> list[str]:
-    """Each way to fail on rank 1 only; all ranks must hear of it, and the next save must work."""
+    """Every kind of failure on rank 1 only; all ranks must raise, and the next save must work."""
     import resource
 
     store = CheckpointStore(root, world=world)
@@ -813,7 +813,7 @@ def fail_on_one_rank(world: World, root: str) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     attempt(3, Held(sharded(world, torch.ones(1 << 20))))
     attempt(4, Held(sharded(world, torch.ones(8))))
-    # The main rank finds out, and none tries again.
+    # The main rank detects it, and no rank retries.
     late = CheckpointStore(root, world=world, retries=1, retry_after_s=3600.0)
     late.check_writable()
     attempt(5, Held(sharded(world, torch.ones(8))))

@@ -1,4 +1,4 @@
-"""Sums of tensors: the same however a tensor is cut, and other ones for other tensors."""
+"""Checksums of tensors: independent of sharding, and different for different tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_longer_than_a_chunk_and_without_dimensions() -> None:
 
 
 def _said(tensor: torch.Tensor) -> tuple[int, int]:
-    """The sums of the lanes of a tensor's bytes, and of each times its place, in Python's own numbers."""
+    """Return the sum of a tensor's lanes, and of each times its index, in Python integers."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     lanes = np.frombuffer(data + bytes(-len(data) % 4), "<u4").tolist()
     return sum(lanes) % 2**64, sum(place * each for place, each in enumerate(lanes)) % 2**64
@@ -73,7 +73,7 @@ def _said(tensor: torch.Tensor) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 @pytest.mark.parametrize("value", [None, -1, -(2**7)])
 def test_the_sums_are_what_they_are_said_to_be_wherever_it_is_cut(dtype: torch.dtype, value: int | None) -> None:
-    """With a table and without one, in whole lanes and words and not; numbers as large as they come, and any."""
+    """With and without a table, with and without partial lanes and words; extreme and random values."""
     some = torch.randint(-(2**62), 2**62, (300_007,), generator=torch.Generator().manual_seed(1))
     tensor = (some if value is None else torch.full_like(some, value)).to(dtype)
     for count in (0, 1, 70_001, len(tensor)):
@@ -103,7 +103,7 @@ def test_more_than_fits_into_32_bits_is_summed_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool], ids=str)
 def test_each_flipped_bit_shows_and_each_two(dtype: torch.dtype) -> None:
-    """In a table's row and column, in the lower lane of a pair and in the upper, and behind the table."""
+    """In a row and column of the table, in the lower and upper lane of a pair, and after the table."""
     tensor = torch.zeros(300_007, dtype=dtype)
     data = tensor.view(torch.uint8).numpy()
     data[:] = torch.randint(0, 256, (len(data),), generator=torch.Generator().manual_seed(1)).numpy()

@@ -67,7 +67,7 @@ def _set_up(data: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> An
 
 
 def _counting(batch: GlobalBatch) -> list[int]:
-    """The rows of a rank that count."""
+    """Return the rows of a rank that count."""
     pairs = zip(batch.micro_batches, batch.num_samples, strict=True)
     return [int(row) for micro_batch, num_samples in pairs if num_samples for row in micro_batch]
 
@@ -75,7 +75,7 @@ def _counting(batch: GlobalBatch) -> list[int]:
 def _epoch(
     loader: Callable[[], Any], world_size: int, epoch: int = 0, offset: int = 0, **changes: Any
 ) -> list[list[int]]:
-    """The rows of every global batch, in order, put together from all ranks."""
+    """Return the rows of every global batch over all ranks, in order."""
     ranks = [
         list(_set_up(loader(), rank, world_size, **changes).epoch(epoch, offset=offset)) for rank in range(world_size)
     ]
@@ -237,7 +237,7 @@ def test_a_loader_that_iterates_in_its_own_way_does_so(of: type[DataLoader[Any]]
 
 
 class Counted(DataLoader[Any]):
-    """Changes nothing of how it iterates."""
+    """A subclass that does not change the iteration."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -363,7 +363,7 @@ def test_worker_processes_end_with_their_epoch_unless_they_are_to_stay(dataset: 
         if cut:
             batches.close()
         else:
-            # As the loop does, which knows from the last batch on that the epoch has ended.
+            # The loop does the same: it knows at the last batch that the epoch has ended.
             assert len(list(batches)) > 0
         assert _processes() == before + persistent
         assert len(list(stream.epoch(1))) > 1
@@ -451,7 +451,7 @@ def test_iterables_say_what_they_guarantee() -> None:
 
 def test_a_dataset_that_knows_its_rows_tells_other_ones_of_the_same_length() -> None:
     dataset: Any = Numbers(8)
-    # As Hugging Face's: a random one, where it cannot know.
+    # As Hugging Face's sampler: a random length if unknown.
     dataset._fingerprint = "deadbeef"
     stream = as_stream(DataLoader(dataset))
     assert stream.fingerprint == "Numbers[8]"
@@ -472,7 +472,7 @@ def test_several_batches_of_an_iterable_make_an_update() -> None:
 
 
 class Streamed(IterableDataset[int]):
-    """Shuffles by the epoch that it is told, as a stream of Hugging Face's datasets does."""
+    """Shuffles by `set_epoch`, as streams of Hugging Face's datasets do."""
 
     epoch = 0
 
@@ -502,7 +502,7 @@ def test_a_sampler_inside_a_batch_sampler_is_told_its_epoch() -> None:
 
 
 class Brings(TinyTrainer):
-    """Trains on what it is given."""
+    """Trains on given data."""
 
     def __init__(self, data: Any, config: TinyConfig, **options: Any) -> None:
         super().__init__(config, **{"world": ALONE, **options})
@@ -689,7 +689,7 @@ def _uneven(world: World, num_batches: list[int], config: dict[str, Any]) -> dic
 
 
 def _resumed_uneven(world: World, folder: str) -> tuple[str | None, int, int]:
-    """What is saved when the shorter rank has read all, is of a whole epoch."""
+    """A save after the shorter rank has read everything is that of a complete epoch."""
     config = _config(max_epochs=2, checkpoint=CheckpointConfig(every="3 steps", background=False))  # type: ignore[arg-type]
     data = _batches([4, 3][world.rank])
     with pytest.raises(KeyboardInterrupt):
@@ -714,7 +714,7 @@ def _uneven_on_ranks(world: World, folder: str) -> list[Any]:
 
 
 class Slow:
-    """Batches of which one rank's come late, and the other's at once."""
+    """Batches that arrive late on one rank and immediately on the other."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         self.seconds = seconds if rank == 1 else 0.0
@@ -752,7 +752,7 @@ def test_the_rank_that_waits_for_data_is_named() -> None:
 
 
 def test_iterables_of_unequal_lengths_end_together(tmp_path: Path) -> None:
-    """No rank waits for one that has run out, and all agree on steps and epochs."""
+    """No rank waits for one without data, and all agree on steps and epochs."""
     first, second = run_on_ranks(_uneven_on_ranks, 2, str(tmp_path))
     assert first[-2:] == second[-2:]
     assert first[-2] == (f"{tmp_path}/checkpoints/step-00000003", 6, 2)

@@ -1,4 +1,4 @@
-"""Nested batches: of any kind, they stay what they are."""
+"""Nested batches of any kind keep their types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batch:
 
 
 class Encoding(UserDict[str, Any]):
-    """As that of Hugging Face: it has more to its constructor, and an attribute that is not in it."""
+    """Like Hugging Face's BatchEncoding: more constructor arguments, and an attribute outside of the data."""
 
     def __init__(self, data: dict[str, Any], kind: str = "none") -> None:
         super().__init__(data)
@@ -128,7 +128,7 @@ def test_nan_in_a_record_is_in_the_mean_unless_it_is_excluded() -> None:
 
 
 def test_records_that_cannot_be_averaged_are_refused() -> None:
-    with pytest.raises(ValueError, match="weights: 1 given for 2 records"):
+    with pytest.raises(ValueError, match="one entry per record: got 1 for 2 records"):
         average_records([{}, {}], weights=[1.0])
     with pytest.raises(ValueError, match="'top' is a dict in some records and a number in others"):
         average_records([{"top": 1.0}, {"top": {"1": 2.0}}])

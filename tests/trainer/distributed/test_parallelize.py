@@ -1,4 +1,4 @@
-"""From the meta device to many ranks: the same weights everywhere, nothing forgotten, what does not fit refused."""
+"""From the meta device to many ranks: equal weights everywhere, none left out, invalid settings refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _model(make: Any) -> type[TinyTrainer]:
 
 
 def _of(size: int) -> World:
-    """A rank of a world that is not there: for what is decided before anybody meets."""
+    """A rank without a process group, for checks before any collective."""
     return World(rank=0, size=size, local_rank=0, device=torch.device("cpu"))
 
 
@@ -86,7 +86,7 @@ def test_one_rank_trains_the_plain_model(strategy: str) -> None:
 
 
 class Scale(nn.Module):
-    """Owns a parameter, a buffer of floats and one of whole numbers, and fills none of them."""
+    """Has a parameter, a float buffer and an integer buffer, and initialises none of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_activation_checkpointing_needs_blocks() -> None:
 
 
 class Wider(Callback):
-    """Puts another module into the model, while it has no memory yet."""
+    """Replaces a module of the model while it is on the meta device."""
 
     def on_models_configured(self, trainer: Any) -> None:
         assert all(parameter.is_meta for parameter in trainer.model.parameters())
@@ -250,7 +250,7 @@ def test_a_compiled_model_cannot_be_sharded_and_says_what_to_do() -> None:
 
 
 class Counts(TorchDispatchMode):
-    """Counts operators, of forward and backward."""
+    """Counts the operators of forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def test_selective_checkpointing_computes_again_what_is_cheap_and_nothing_else()
 
 
 class NamesItsLayers(Deep):
-    """As the models of `transformers` do; a name may be of a part that this model lacks."""
+    """Like the models of `transformers`; a name may be missing from this model."""
 
     _no_split_modules: Any = {"GELU", "VisionLayer"}
 
@@ -334,7 +334,7 @@ def test_a_model_may_name_its_layers_itself(model: Any, checkpointed: type[nn.Mo
 
 
 class Tied(nn.Module):
-    """Reads rows by the matrix that also judges them, as most language models do."""
+    """Ties the embedding to the head, as most language models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class Drawn(nn.Module):
 
 
 class TwoModels(TinyTrainer):
-    """One to train and one that is frozen, which no strategy can train."""
+    """One trained model, and one that is frozen."""
 
     def configure_models(self) -> None:
         super().configure_models()

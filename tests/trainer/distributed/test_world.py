@@ -1,4 +1,4 @@
-"""The world: alone, every collective is the identity; together, every rank gets the same answer."""
+"""The world: with one rank every collective is the identity; with several, all ranks get the same result."""
 
 import time
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_every_rank_gets_the_same_answer() -> None:
 
 
 class Late(TinyTrainer):
-    """Its main rank takes long over the first step, and as long over the fourth."""
+    """The main rank is slow in the first step, and as slow in the fourth."""
 
     def on_step_start(self) -> None:
         if self.world.is_main and self.global_step in (0, 3):
@@ -83,7 +83,7 @@ def _keeps_its_time_apart(world: World) -> None:
     apart = world.with_own_group()
     trainer.fit()
     if world.is_main:
-        time.sleep(1.2)  # over a save, say
+        time.sleep(1.2)  # as during a save
     apart.barrier()
     assert trainer._engine.loop._step_timeout is None
     trainer._engine.loop.rejoin_process_group(lambda: None)
@@ -96,11 +96,11 @@ def test_a_group_apart_keeps_its_longer_time_and_a_new_one_gets_the_shorter_afte
 
 def _times_of_groups(world: World, folder: str) -> list[float]:
     before = set(distributed_c10d._world.pg_map)
-    # Each replica is whole, so that nothing is there to be sharded: what counts are the groups.
+    # Each replica is complete, so nothing is sharded: only the groups matter.
     parallel = ParallelConfig(strategy="hsdp", shard_size=1, timeout=Duration(77, "seconds"))
     TinyTrainer(TinyConfig(max_steps=1, parallel=parallel), world=world, run_dir=folder).fit()
     World.from_environment(timeout_s=77.0)
-    # On no CPU: another group is begun for what must not wait for the device.
+    # Not on a CPU: a separate group serves calls that must not wait for the device.
     World.attach("meta", timeout_s=77.0)
     began = [group for group in distributed_c10d._world.pg_map if group not in before]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in began]
@@ -108,7 +108,7 @@ def _times_of_groups(world: World, folder: str) -> list[float]:
 
 def test_all_groups_that_are_begun_take_the_time_of_the_run(tmp_path: Path) -> None:
     for times in run_on_ranks(_times_of_groups, 2, str(tmp_path)):
-        assert len(times) >= 3  # apart, of the mesh, of the CPUs
+        assert len(times) >= 3  # separate group, mesh, CPUs
         assert set(times) == {77.0}
 
 

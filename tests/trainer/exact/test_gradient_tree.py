@@ -1,4 +1,4 @@
-"""The order in which gradients are added up: the same tree, however its leaves are shared out."""
+"""The order of adding gradients: the same tree for any division of its leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_runs_of_parts_are_covered_by_few_nodes_of_the_tree(num_parts: int) -> N
 
 
 def test_sums_are_those_of_the_tree() -> None:
-    """Numbers of which every order has another sum; bfloat16 is added up in float32, and float64 stays."""
+    """Numbers whose sum depends on the order; bfloat16 is summed in float32, float64 in float64."""
     numbers = torch.tensor([1.0] + [2.0**-24] * 6)
     parameters = [torch.zeros(2, 1, dtype=kind, requires_grad=True) for kind in (torch.float32, torch.float64)]
     small = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)

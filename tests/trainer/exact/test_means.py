@@ -1,4 +1,4 @@
-"""Sums that are exact say of numbers that are none what other means say of them."""
+"""Exact means of NaN and infinities equal those of ordinary means."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_sum_beyond_all_numbers_is_infinite(kind: type[MeanMetrics], sign: flo
 
 
 def test_a_mean_is_rounded_once() -> None:
-    """So that of a constant is the constant, also where a run has gone on in between."""
+    """The mean of a constant is the constant, also across a resume."""
     means, resumed = ExactMeans(), ExactMeans()
     for weight in (3, 3):
         means.add({"loss": 0.7}, weight)

@@ -110,7 +110,7 @@ def test_the_mean_of_a_constant_is_that_constant(constant: float) -> None:
     resumed.merge(metrics)
     assert resumed.read(ALONE) == dict.fromkeys(("a", "nested/tensor", "on device", "weighed there"), constant)
     if constant == 0.9:
-        assert sums[0] / sums[1] != constant  # which is what it is about
+        assert sums[0] / sums[1] != constant  # the case under test
 
 
 def test_sums_of_exact_mode_which_have_no_extremes_are_restored() -> None:
@@ -163,7 +163,7 @@ def test_memory_is_bounded_and_the_mean_is_over_all(device: torch.device) -> Non
 
 
 class Probe:
-    """Lives as long as the graph that it hangs on."""
+    """Lives as long as the graph that refers to it."""
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
@@ -189,7 +189,7 @@ def test_parameter_that_moves_later_is_averaged_as_it_was(device: torch.device) 
 
 
 def test_what_is_kept_for_a_device_adds_up_the_same() -> None:
-    """Walks the road of a GPU's tensors on the CPU: values as they were, weights of both kinds, many folds."""
+    """Treats CPU tensors like a GPU's: unchanged values, weights of both kinds, many folds."""
     metrics, parameter = MeanMetrics(), torch.nn.Parameter(torch.tensor([0.0]))
     for index in range(5000):
         metrics._keep("index", torch.tensor(index, dtype=torch.bfloat16 if index < 256 else torch.int64), index % 3)
@@ -297,7 +297,7 @@ def test_ranks_meet_in_one_mean_by_one_collective_and_names_may_differ() -> None
     expected = sum(value * (value + 1) for value in range(10)) / sum(value + 1 for value in range(10))
     names = {f"rank/{rank}": 1.0 for rank in range(3)}
     assert reads == [{"loss": pytest.approx(expected, rel=1e-14), **names}, {"only": 7.0}, {"loss": 0.0}, {}]
-    assert counts == [3, 1, 1]  # Three while names are new, one ever after.
+    assert counts == [3, 1, 1]  # Three collectives while names are new, one afterwards.
     assert all(rank == ranks[0] for rank in ranks)
 
 
@@ -333,7 +333,7 @@ def test_nothing_waits_for_the_gpu_before_the_read() -> None:
 
 
 def test_a_rank_takes_over_what_ranks_that_are_gone_had_added() -> None:
-    """A4: as if they had added it here, before."""
+    """As if this rank had added it before."""
     stays, gone = MeanMetrics(), MeanMetrics()
     for metrics, loss, weight, count in ((stays, 1.0, 1, 2.0), (gone, 4.0, 3, 5.0)):
         metrics.add({"loss": loss}, weight)

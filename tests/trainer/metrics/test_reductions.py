@@ -1,4 +1,4 @@
-"""What is logged as a sum, an extreme or a last value is that: over micro-batches, ranks, epochs and a resume."""
+"""Logged sums, extremes and last values are right over micro-batches, ranks, epochs and a resume."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_is_over_the_micro_batches_of_an_interval_and_of_an_epoch(tmp_path:
 
 
 class OfBatch(Callback):
-    """Logs with a micro-batch in hand, and between two updates."""
+    """Logs inside a micro-batch, and between two updates."""
 
     def on_batch_end(self, trainer: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.log("by_hook", outputs["returned"])
@@ -84,7 +84,7 @@ class OfBatch(Callback):
 
 
 class Tokens(TinyTrainer):
-    """Weighs a row by its number."""
+    """Weights each row by its index."""
 
     def loss_weight(self, batch: Any) -> torch.Tensor:
         return (batch["id"] + 1).sum()
@@ -143,12 +143,12 @@ def test_ranks_do_not_change_them_and_two_kinds_are_refused_on_all() -> None:
 
     assert without_last(records) == without_last(alone)
     assert {**history[0], **expected(range(40))} == history[0]
-    # The first rank's.
+    # That of the first rank.
     assert records[0]["train/last"] == 9
 
 
 def test_padding_counts_in_nothing() -> None:
-    """Two rows for three ranks: one of them only keeps the others company."""
+    """Two rows for three ranks: one rank has only padding."""
     for records in run_on_ranks(pad, 3):
         assert [record["train/sum"] for record in records] == [2 * (0 + 1)]
 
@@ -222,7 +222,7 @@ def test_numbers_and_tensors_mix_and_a_nan_is_seen(device: str) -> None:
 
 
 def test_what_is_kept_on_a_device_is_reduced_there_as_on_the_host() -> None:
-    """Walks the road of a GPU's tensors on the CPU."""
+    """Treats CPU tensors like a GPU's."""
     metrics = MeanMetrics()
     for value in (3.0, torch.tensor(5.0), torch.tensor(4, dtype=torch.bfloat16)):
         for reduce in ("sum", "max", "min", "last"):

@@ -1,4 +1,4 @@
-"""Trackers: none stops training, and after a kill and a resume no step is twice in any of them."""
+"""Trackers: none stops training, and after a kill and a resume none has a step twice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from headway.trainer.trackers.images import encode_png, pixels_HWC
 
 
 class Broken(Tracker):
-    """Fails at everything from `fails_from` on."""
+    """Fails at every call from `fails_from` on."""
 
     def __init__(self, fails_from: str = "start") -> None:
         self.fails_from, self.failing, self.calls = fails_from, False, 0
@@ -72,7 +72,7 @@ class Broken(Tracker):
 
 
 class Keeping(Tracker):
-    """Keeps what it gets."""
+    """Records what it is called with."""
 
     def __init__(self) -> None:
         self.records: list[Any] = []
@@ -232,7 +232,7 @@ def test_shorter_record_of_the_same_step_leaves_no_rest(tmp_path: Path, jsonl: M
 
 
 def test_step_from_which_a_run_resumes_is_not_doubled_either(folder: str, jsonl: Make) -> None:
-    """What ended after the checkpoint was saved, such as the evaluation of an epoch, comes again with the same step."""
+    """Records after the checkpoint, such as the evaluation of an epoch, are logged again with the same step."""
     write(jsonl(), folder, range(1, 5))
     tracker = jsonl()
     write(tracker, folder, range(0, 0), resume=4, attempt=2)
@@ -463,10 +463,10 @@ def test_tensorboard_curves_have_every_step_once_after_a_resume(tmp_path: Path) 
         tracker.start(run_info(tmp_path, resumed=resume is not None, attempt=attempt), step=resume or 0)
         for step in steps:
             tracker.log({"train/loss": float(step * attempt)}, step=step, epoch=0)
-        # The first attempt's, after step 7, are purged as well.
+        # The first attempt's records after step 7 are purged as well.
         tracker.log_images({"byte": torch.zeros(3, 4, 5, dtype=torch.uint8), "float": torch.rand(1, 4, 5)}, step=step)
         if attempt == 2:
-            tracker.finish("completed")  # The first was killed.
+            tracker.finish("completed")  # The first attempt was killed.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -552,7 +552,7 @@ def test_wandb_offline_is_one_run_with_every_step_once(tmp_path: Path, monkeypat
         tracker.log_text({"poem": "<b>no tag"}, step=step)
         tracker.log_histograms(histograms({"weights": torch.rand(9)}, World.single("cpu")), step=step)
         tracker.rewind(step - 1)
-        tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
+        tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Already sent.
         state = tracker.state_dict()
         tracker.finish("failed" if attempt == 1 else "completed")
         # wandb names the folder of an offline run by the second in which it begins.
@@ -573,7 +573,7 @@ def test_wandb_offline_is_one_run_with_every_step_once(tmp_path: Path, monkeypat
     overridden = WandbTracker()
     overridden.start(run_info(tmp_path, resumed=True, attempt=3), step=7)
     assert (overridden._run.name, overridden._run.id, overridden._run.project) == ("other", "abcd1234", "elsewhere")
-    overridden.log({"train/loss": 1.0}, step=7, epoch=0)  # The other run has not been sent it.
+    overridden.log({"train/loss": 1.0}, step=7, epoch=0)  # It was not sent to the other run.
     assert overridden.state_dict() == {"id": "abcd1234", "name": "digits", "sent": 7}
     overridden.finish("completed")
     monkeypatch.delenv("WANDB_RUN_ID")
@@ -581,7 +581,7 @@ def test_wandb_offline_is_one_run_with_every_step_once(tmp_path: Path, monkeypat
     fresh = WandbTracker("tests", mode="disabled")
     fresh.load_state_dict(state)
     fresh.start(run_info(None, resumed=True, attempt=3), step=7)
-    assert fresh.state_dict() == state  # Without a run directory, the checkpoint remembers.
+    assert fresh.state_dict() == state  # Without a run directory, the id is in the checkpoint.
     fresh.finish("completed")
 
     fork = WandbTracker("tests", mode="disabled")
@@ -605,7 +605,7 @@ def test_mlflow_is_one_run_with_every_step_once_and_a_true_status(
     lives = ((None, range(1, 6), "failed"), (3, range(4, 8), "interrupted"), (7, range(8, 9), "completed"))
     for attempt, (resume, steps, status) in enumerate(lives, 1):
         tracker = MlflowTracker(tracking_uri=(tmp_path / "store").as_uri(), tags={"team": "a"})
-        # The config may change in what it says of the end: MLflow lets no parameter change.
+        # The config's limits may change, but MLflow allows no parameter to change.
         config = {"max_steps": attempt, "parallel": {"strategy": "ddp", "modules": ["a"]}, "long": "x" * 9000}
         tracker.start(run_info(tmp_path, resumed=resume is not None, attempt=attempt, config=config), step=resume or 0)
         (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
@@ -616,7 +616,7 @@ def test_mlflow_is_one_run_with_every_step_once_and_a_true_status(
         tracker.log_images({"validation/image": torch.rand(3, 4, 5)}, step=step)
         tracker.log_text({"poem": f"after {step}"}, step=step)
         tracker.rewind(step - 1)
-        tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Sent already.
+        tracker.log({"train/loss": -1.0}, step=step, epoch=0)  # Already sent.
         tracker.finish(status)
         statuses.append(client.get_run(run.info.run_id).info.status)
     assert statuses == ["FAILED", "KILLED", "FINISHED"]

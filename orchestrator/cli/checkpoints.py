@@ -1,6 +1,6 @@
 """The commands `headway checkpoints ...`. They need neither Ray nor a GPU, and work while the run trains.
 
-What the run's retention deletes in the meantime is left out, not called damaged.
+A checkpoint that the run deletes during a command is not reported as damaged.
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ checkpoints_app = typer.Typer(
     help="List, verify, keep, delete and export checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
 
-_Which = Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Step, name, newest or best.")]
-_Some = Annotated[list[str] | None, typer.Argument(metavar="[CHECKPOINT]...", help="Step, name, newest or best.")]
+_Which = Annotated[list[str], typer.Argument(metavar="CHECKPOINT", help="Step, name, newest or best.")]
+_Some = Annotated[list[str] | None, typer.Argument(metavar="CHECKPOINT", help="Step, name, newest or best.")]
 
 
 @checkpoints_app.callback()
 def checkpoints(storage: Storage = None) -> None:
-    """Take the options that stand before the command."""
+    """Accept options before the command."""
 
 
 @checkpoints_app.command("ls")
 def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: Json = False) -> None:
-    """List checkpoints, and why each is kept.
-
-    In the order in which they were saved.
-    """
+    """List checkpoints in the order saved, and why each is kept."""
     from headway.trainer.metrics.units import human_bytes
 
     from ..runs.checkpoints import RunCheckpoints
     from .tables import format_table, local_time
 
-    there = RunCheckpoints.of(run, storage_of(context))
-    reasons, monitor = there.reasons(), there.rules.monitor
+    saved = RunCheckpoints.of(run, storage_of(context))
+    reasons, monitor = saved.reasons(), saved.rules.monitor
     if as_json:
         print_json("checkpoints", run=run, monitor=monitor, checkpoints=[
             {
-                "name": entry.name, "path": there.storage.path_of(entry.name), "damage": entry.problem,
+                "name": entry.name, "path": saved.storage.path_of(entry.name), "damage": entry.problem,
                 "size_bytes": sum(each.size_bytes for each in entry.files.values()),
                 "kept_for": reasons.get(entry.name, []),
                 **({
@@ -51,13 +48,13 @@ def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: J
                     "world_size": checkpoint.world_size,
                 } if (checkpoint := entry.checkpoint) else {}),
             }
-            for entry in there.entries
+            for entry in saved.entries
         ])  # fmt: skip
         return
     rows = [("CHECKPOINT", "EPOCH", "SAVED", "SIZE", monitor or "METRIC", "KEPT FOR")]
-    for entry in there.entries:
+    for entry in saved.entries:
         if (checkpoint := entry.checkpoint) is None:
-            rows.append((entry.name, "", "", "", "", "damaged: verify says how"))
+            rows.append((entry.name, "", "", "", "", "damaged: see `headway checkpoints verify`"))
             continue
         value = checkpoint.metrics.get(monitor or "")
         size = human_bytes(sum(each.size_bytes for each in entry.files.values()))
@@ -74,41 +71,41 @@ def verify(
 ) -> None:
     """Verify checksums; exit with 1 if a checkpoint is damaged.
 
-    Reads all files of the checkpoints.
+    This reads all files of the checkpoints.
     """
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage_of(context))
-    found = []
-    for entry in there.chosen(which) if which else there.entries:
-        problems = there.problems(entry)
-        is_deleted = bool(problems) and not there.storage.committed(entry.name)
+    saved = RunCheckpoints.of(run, storage_of(context))
+    states = []
+    for entry in saved.chosen(which) if which else saved.entries:
+        problems = saved.problems(entry)
+        is_deleted = bool(problems) and not saved.storage.committed(entry.name)
         state = "deleted" if is_deleted else "damaged" if problems else "whole"
-        found.append({"name": entry.name, "state": state, "problems": [] if is_deleted else problems})
+        states.append({"name": entry.name, "state": state, "problems": [] if is_deleted else problems})
         if not as_json:
             text = {"deleted": "deleted in the meantime", "damaged": f"damaged: {'; '.join(problems)}"}
             print(f"{entry.name}  {text.get(state, state)}", flush=True)
     if as_json:
-        print_json("verification", run=run, checkpoints=found)
-    raise typer.Exit(1 if any(each["state"] == "damaged" for each in found) else 0)
+        print_json("verification", run=run, checkpoints=states)
+    raise typer.Exit(1 if any(each["state"] == "damaged" for each in states) else 0)
 
 
 @checkpoints_app.command("digest")
 def digest(
     context: typer.Context, run: RunName, which: _Some = None, storage: Storage = None, as_json: Json = False
 ) -> None:
-    """Print a digest of the weights; equal digests, equal bits.
+    """Print a digest of the weights, equal if all bits are equal.
 
-    By default of the newest good checkpoint.
+    Without CHECKPOINT, print the digest of the newest good checkpoint.
     """
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage_of(context))
-    found = {entry.name: there.digest(entry) for entry in there.chosen(which or ["newest"])}
+    saved = RunCheckpoints.of(run, storage_of(context))
+    digests = {entry.name: saved.digest(entry) for entry in saved.chosen(which or ["newest"])}
     if as_json:
-        print_json("digests", run=run, digests=found)
+        print_json("digests", run=run, digests=digests)
         return
-    for name, weights in found.items():
+    for name, weights in digests.items():
         print(f"{name}  {weights}")
 
 
@@ -116,15 +113,15 @@ def digest(
 def pin(context: typer.Context, run: RunName, which: _Which, storage: Storage = None) -> None:
     """Keep checkpoints until they are unpinned.
 
-    The retention of the run does not delete them, nor does prune.
+    Neither the retention of the run nor `prune` deletes them.
     """
     from headway.trainer.checkpoints.retention import mark_kept
 
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage_of(context))
-    for entry in there.chosen(which):
-        mark_kept(there.storage, entry.name)
+    saved = RunCheckpoints.of(run, storage_of(context))
+    for entry in saved.chosen(which):
+        mark_kept(saved.storage, entry.name)
         print(f"{entry.name} is pinned")
 
 
@@ -135,9 +132,9 @@ def unpin(context: typer.Context, run: RunName, which: _Which, storage: Storage 
 
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage_of(context))
-    for entry in there.chosen(which):
-        unmark_kept(there.storage, entry.name)
+    saved = RunCheckpoints.of(run, storage_of(context))
+    for entry in saved.chosen(which):
+        unmark_kept(saved.storage, entry.name)
         print(f"{entry.name} is not pinned")
 
 
@@ -147,35 +144,35 @@ def prune(
     run: RunName,
     which: _Some = None,
     storage: Storage = None,
-    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the last (default: as the run).")] = None,
-    keep_best: Annotated[int | None, typer.Option(help="Keep so many of the best (default: as the run).")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Number of last ones to keep (default: the run's).")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Number of best ones to keep (default: the run's).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, without deleting.")] = False,
 ) -> None:
     """Delete named checkpoints, or those that no rule keeps.
 
-    Never deletes the newest good checkpoint or a pinned one.
+    The newest good checkpoint and pinned ones are never deleted.
     """
     from headway.trainer.errors import ConfigError
 
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage_of(context), keep_last=keep_last, keep_best=keep_best)
-    newest = there.newest_good()
+    saved = RunCheckpoints.of(run, storage_of(context), keep_last=keep_last, keep_best=keep_best)
+    newest = saved.newest_good()
     if which:
-        doomed = there.chosen(which)
-        for entry in doomed:
+        to_delete = saved.chosen(which)
+        for entry in to_delete:
             if newest is not None and entry.name == newest.name:
                 raise ConfigError(f"{entry.name} is the newest good checkpoint of {run}, from which the run resumes")
-            if there.is_pinned(entry):
+            if saved.is_pinned(entry):
                 raise ConfigError(f"{entry.name} is pinned: unpin it first")
     else:
-        reasons = there.reasons()
-        doomed = [each for each in there.entries if each.checkpoint and not reasons[each.name] and each != newest]
-    for entry in doomed:
+        reasons = saved.reasons()
+        to_delete = [each for each in saved.entries if each.checkpoint and not reasons[each.name] and each != newest]
+    for entry in to_delete:
         if not dry_run:
             # The run may have deleted it in the meantime.
             with contextlib.suppress(FileNotFoundError):
-                there.storage.remove(entry.name)
+                saved.storage.remove(entry.name)
         print(f"{entry.name} {'would be' if dry_run else 'is'} deleted")
 
 
@@ -183,7 +180,7 @@ def prune(
 def export(
     context: typer.Context,
     run: RunName,
-    file: Annotated[str | None, typer.Argument(help="File to write: a path or a URI; as --output.")] = None,
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="File to write, instead of --output.")] = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="File to write: a path or a URI.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Step, name, newest or best.")] = "newest",
     model: Annotated[str | None, typer.Option(help="Attribute name of the model, if there are several.")] = None,
@@ -193,7 +190,7 @@ def export(
 ) -> None:
     """Export the weights of a checkpoint to safetensors."""
     if (file is None) == (output is None):
-        raise typer.BadParameter("give the file to write once, as in -o weights.safetensors", param_hint="--output")
+        raise typer.BadParameter("must be given once, as in -o weights.safetensors", param_hint="--output")
     import torch
 
     from headway.trainer.checkpoints.export import export_safetensors
@@ -203,8 +200,8 @@ def export(
         raise ConfigError(f"--dtype must be the name of a torch dtype such as bfloat16, got {dtype!r}")
     from ..runs.checkpoints import RunCheckpoints
 
-    there = RunCheckpoints.of(run, storage_of(context))
-    (entry,) = there.chosen([checkpoint])
-    path, to = there.storage.path_of(entry.name), str(output or file)
+    saved = RunCheckpoints.of(run, storage_of(context))
+    (entry,) = saved.chosen([checkpoint])
+    path, to = saved.storage.path_of(entry.name), str(output or file)
     export_safetensors(path, to, model=model, ema=ema, dtype=getattr(torch, dtype) if dtype else None)
     print(f"the weights of {path} are in {to}")

@@ -1,4 +1,4 @@
-"""Console output of a run: lines, and on a terminal a progress bar below them. Decides nothing."""
+"""Console output of a run: lines, and on a terminal a progress bar below them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.trainer.loop import messages
 from ..storage.events import Event
 
 _BAR_WIDTH = 16
-# With the spaces between the columns.
+# Includes the spaces between the columns.
 _PERCENT_WIDTH = 6
 
 
@@ -28,7 +28,7 @@ class RunConsole:
         console: output; a terminal gets a bar, anything else one line per record.
 
     Attributes:
-        goes_on: whether the run existed before this start.
+        is_resumed: whether the run existed before this start.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -36,23 +36,23 @@ class RunConsole:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None
-        self.goes_on = False
+        self.is_resumed = False
         self._attempt = 0
-        self._is_anew = self._has_restored = False
-        self._has_said_where = self._has_trained = False
+        self._is_from_scratch = self._has_restored = False
+        self._has_shown_step = self._has_trained = False
         self._pace = Pace()
 
     def line(self, text: str, style: str | None = None) -> None:
-        """Log one line as a message of the run, and print it. A yellow one is a warning."""
+        """Print one line, and log it as a message of the run: as a warning if it is yellow."""
         level = logging.WARNING if style == "yellow" else logging.INFO
         messages.log(text, lambda line: self._print(line, style), level=level)
 
     def _print(self, text: str, style: str | None = None) -> None:
-        # A style passed to `print` would colour the bar, too.
+        # A style passed to `print` would also colour the bar.
         self._console.print(Text(text, style=style or ""), soft_wrap=True)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Show a record of the metrics: on a terminal in the bar, elsewhere as a line."""
+        """Show a metrics record: on a terminal in the bar, elsewhere as a line."""
         if "elapsed_s" not in record:
             return
         training = {name: value for name, value in record.items() if not name.startswith("validation/")}
@@ -68,7 +68,7 @@ class RunConsole:
         )
 
     def starting(self, text: str) -> None:
-        """Show on a terminal that the run is not training yet, in a bar that moves back and forth."""
+        """Show a pulsing bar on a terminal, while the run is not training yet."""
         if self._console.is_terminal:
             self._update_bar(text)
 
@@ -76,10 +76,10 @@ class RunConsole:
         """Show an event of the run."""
         match event["event"]:
             case "driver_started":
-                self._is_anew = event.get("resume") == "never"
+                self._is_from_scratch = event.get("resume") == "never"
             case "attempt_started":
                 self._attempt = event["attempt"]
-                self._has_said_where = self._has_restored = False
+                self._has_shown_step = self._has_restored = False
                 hosts = {worker["host"] for worker in event["workers"]}
                 size = event["world_size"]
                 self.line(
@@ -88,18 +88,18 @@ class RunConsole:
                 self.starting("setting up")
             case "resized":
                 now, before = event["to"], event["from"]
-                where = f": going on from step {event['step']:,}" if event["step"] else ""
-                self.line(f"{now} worker{'s'[: now > 1]} now ({before} before){where}")
-                self._has_said_where = True
+                resuming = f", resuming from step {event['step']:,}" if event["step"] else ""
+                self.line(f"{now} worker{'s'[: now > 1]} now ({before} before){resuming}")
+                self._has_shown_step = True
             case "restored":
-                if not self._has_said_where:
-                    self.line(f"going on from step {event['step']:,} (attempt {self._attempt})")
-                self._has_said_where, self._has_restored = False, True
+                if not self._has_shown_step:
+                    self.line(f"resuming from step {event['step']:,} (attempt {self._attempt})")
+                self._has_shown_step, self._has_restored = False, True
             case "training":
                 self._total = event.get("total_steps")
-                is_again = (self._attempt > 1 or self.goes_on) and not self._is_anew
-                if is_again and event["step"] == 0 and not self._has_restored:
-                    self.line("there is no checkpoint yet: beginning at step 0")
+                is_restart = (self._attempt > 1 or self.is_resumed) and not self._is_from_scratch
+                if is_restart and event["step"] == 0 and not self._has_restored:
+                    self.line("no checkpoint yet: starting at step 0")
                 self.starting("first steps")
             case "evaluated":
                 self.line(f"step {event['step']:,} · {_numbers(event['metrics'])}", "bold")
@@ -110,11 +110,11 @@ class RunConsole:
             case "warning":
                 self.line(f"{event['category']}: {event['text']}", "yellow")
             case "group_failed":
-                self.line(event["text"] + ("" if event["hopeless"] else "; starting the workers again"), "yellow")
+                self.line(event["text"] + ("" if event["hopeless"] else "; restarting the workers"), "yellow")
                 if not event["hopeless"]:
-                    self.starting("starting the workers again")
+                    self.starting("restarting the workers")
             case "rank_late":
-                self.line(f"{event['text']}; the stacks: {event['stacks']}", "yellow")
+                self.line(f"{event['text']}; stacks: {event['stacks']}", "yellow")
             case "stop_requested":
                 self.line(f"stopping at step {event['step']:,}: {event['reason']}")
 
@@ -134,7 +134,7 @@ class RunConsole:
     def close(self) -> None:
         """Remove the bar; lines stay."""
         if self._bar is not None and self._task is not None:
-            # The last numbers stay on the screen, but not that the run was starting.
+            # Keep the last numbers on the screen, but not a bar of a run that has not trained.
             self._bar.update(self._task, visible=self._has_trained)
             self._bar.stop()
             self._bar = None

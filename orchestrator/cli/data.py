@@ -15,14 +15,14 @@ data_app = typer.Typer(help="Prepare and show data.", no_args_is_help=True, rich
 
 @data_app.command("prepare")
 def prepare_data(
-    inputs: Annotated[list[str], typer.Argument(help="Text files, folders or globs.")],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Text files, folders or globs.")],
     output: Annotated[str, typer.Option("-o", "--output", help="Folder for the Parquet files.")],
     row_length: Annotated[int, typer.Option(help="Tokens per row.")],
-    tail: Annotated[str, typer.Option(help="drop or pad the last, short row.")] = "drop",
+    tail: Annotated[str, typer.Option(help="How to handle the last, short row: drop or pad.")] = "drop",
 ) -> None:
     """Tokenize text into Parquet rows, one token per byte.
 
-    Run it again to resume after an interruption.
+    To resume after an interruption, run the same command again.
     """
     from headway.datasets.prepare import prepare_text
 
@@ -35,14 +35,14 @@ def prepare_data(
 
 @data_app.command("show")
 def show_data(
-    path: Annotated[str, typer.Argument(help="Parquet file, folder, glob or URI.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Parquet file, folder, glob or URI.")],
     row: Annotated[str | None, typer.Option(help='Row to show, e.g. "a.parquet[3]:17".')] = None,
     columns: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Columns to read; files may differ in the others.")
+        str | None, typer.Option(metavar="NAME,...", help="Columns to read; other columns may differ between files.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a dataset and its first row, or one row of it."""
+    """Show a dataset and its first row, or one of its rows."""
     from headway.datasets.show import describe, read_row
 
     wanted = columns.split(",") if columns is not None else None

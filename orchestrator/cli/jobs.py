@@ -1,4 +1,4 @@
-"""The commands of clusters: `headway submit`, `headway jobs ...` and `headway cluster check`."""
+"""The commands for clusters: `headway submit`, `headway jobs ...` and `headway cluster check`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ cluster_app = typer.Typer(help="Check cluster launcher files.", no_args_is_help=
 
 _DASHBOARD = "http://127.0.0.1:8265"
 _Address = Annotated[str, typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="Ray dashboard address.")]
-_Job = Annotated[str, typer.Argument(help="Name of a job, or of a run (then its last job).")]
+_Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of a job, or of a run (its last job).")]
 
 
 def submit(
@@ -51,7 +51,8 @@ def submit(
 ) -> None:
     """Submit a run as a Ray job; upload the current directory.
 
-    The options of the run are those of `headway fit`. `--env NAME` passes the variable's value on this machine.
+    Options of the run are the same as for `headway fit`. `--env NAME` passes the
+    value that the variable has on this machine.
     """
     from ..cluster.ray_env import quiet_environment
 
@@ -64,7 +65,7 @@ def submit(
     options += ["--restore", restore] if restore is not None else []
     options += ["--accept-changes"] if accept_changes else []
     options += ["--verbose"] if verbose else []
-    # Wrong input is refused before the cluster is contacted.
+    # Refuse invalid input before contacting the cluster.
     arguments = fit_arguments(target, experiment, overrides=overrides_of(context, overrides), options=options)
     jobs = _connect(address)
     job = jobs.submit(experiment, arguments, chosen)
@@ -110,7 +111,7 @@ def stop_job(
 ) -> None:
     """Stop a job after its run has saved a checkpoint.
 
-    Submit it again to resume the run.
+    To resume the run, submit it again.
     """
     print(_connect(address).stop(job, now=now, wait=wait))
 
@@ -120,13 +121,15 @@ def check_cluster(
     context: typer.Context,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE.yaml] [TARGET [PATH=VALUE]...]", help="Default: cluster.yaml, no target."),
+        typer.Argument(
+            metavar="FILE|TARGET|PATH=VALUE", help="Launcher file (default: cluster.yaml), run and overrides."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a cluster launcher file, and if a run fits on it.
+    """Check a cluster launcher file, and whether a run fits.
 
-    Needs no cloud account and starts nothing.
+    The check needs no cloud account and starts nothing.
     """
     from ..cluster.launcher_file import cluster_document, cluster_page, load_cluster, misfits_of
 
@@ -149,7 +152,7 @@ def _connect(address: str) -> Jobs:
     from ..cluster.jobs import Jobs
 
     jobs = Jobs(address)
-    # Ray reports packages and uploads through loggers whose levels it sets itself.
+    # Ray logs packages and uploads, and sets the levels of these loggers itself.
     logging.disable(logging.WARNING)
     return jobs
 
@@ -160,7 +163,7 @@ def _follow(jobs: Jobs, job: str) -> int:
     except KeyboardInterrupt:
         at = "" if jobs.address == _DASHBOARD else f" --address {jobs.address}"
         print(
-            f"\nheadway: {job} is still running. To follow it again: headway jobs logs {job} --follow{at}; "
+            f"\nheadway: {job} is still running. To follow it: headway jobs logs {job} --follow{at}; "
             f"to save and stop it: headway jobs stop {job}{at}",
             file=sys.stderr,
         )

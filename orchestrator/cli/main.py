@@ -1,7 +1,7 @@
-"""The command `headway`. Imports are late, so that commands that only read files need neither torch nor Ray.
+"""The command `headway`. Commands import what they need, so those that read files import neither torch nor Ray.
 
-Exit codes: 0 completed, stopped or already finished; 1 failed; 2 wrong input; 3 time limit reached; 130 and 143
-interrupted by Ctrl-C and by SIGTERM, with a checkpoint, ready to resume. docs/command-line.md has the table.
+Exit codes: 0 completed, stopped or already finished; 1 failed; 2 invalid input; 3 time limit reached; 130 and 143
+interrupted by Ctrl-C and SIGTERM after saving a checkpoint. docs/command-line.md has the table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-# Threads of `fit` and `sweep` that wait for Ray.
+# Prefixes of the threads of `fit` and `sweep` that wait for Ray.
 _WAITING = ("headway-ray-train", "headway-ray-tune")
 
 
@@ -54,7 +54,7 @@ def _print_version(wanted: bool) -> None:
     try:
         version = metadata.version("headway")
     except metadata.PackageNotFoundError:
-        # The copy that a job gets is a folder, not a distribution.
+        # A job runs from a copied folder, not an installed distribution.
         version = "(not installed)"
     print(f"headway {version}")
     raise typer.Exit()
@@ -67,7 +67,7 @@ def headway(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Take the options that stand before the command."""
+    """Accept options before the command."""
 
 
 @app.command()
@@ -86,7 +86,7 @@ def fit(
     """Train a run, or resume it."""
     from ..cluster.ray_env import quiet_environment
 
-    # Before the target is imported, which may import Ray.
+    # Must precede the import of the target, which may import Ray.
     quiet_environment(verbose=verbose)
     from ..config.loader import to_yaml
 
@@ -113,8 +113,10 @@ def run_again(
     context: typer.Context,
     name: RunName,
     overrides: Overrides = None,
-    target: Annotated[str | None, typer.Option(help="Where the trainer is now: file.py:name or module:name.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse changed code and package versions, too.")] = False,
+    target: Annotated[
+        str | None, typer.Option(help="New location of the trainer: file.py:name or module:name.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Also refuse changed code or package versions.")] = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Train although the data has changed.")
     ] = False,
@@ -123,7 +125,8 @@ def run_again(
 ) -> None:
     """Repeat a recorded run, and compare the weights.
 
-    Trains a new run, NAME-rerun unless name=... says otherwise, and reports what has changed since.
+    The new run is called NAME-rerun, unless name=... is given. All differences
+    from the record are printed first.
     """
     from ..cluster.ray_env import quiet_environment
 
@@ -151,7 +154,7 @@ def report(
 ) -> None:
     """Write one HTML page about a run or sweep.
 
-    It has curves, where the time went, the configuration, events and trials.
+    The page shows curves, time, configuration, events and trials.
     """
     from ..reports.run import write_report
 
@@ -167,7 +170,7 @@ app.add_typer(cluster_app, name="cluster")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit; errors that the user can act on are one line on standard error."""
+    """Run the command line and exit. Print an error of Headway as one line on standard error."""
     warnings.showwarning = _show_warning
     try:
         # typer reports wrong usage itself and exits with 2; a command exits by raising typer.Exit.
@@ -179,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _exit(code: str | int | None, *, is_own: bool) -> NoReturn:
-    """Exit. If workers never came and were given up, a thread waits in Ray, and may crash Python's shutdown."""
+    """Exit; without Python's shutdown, which may crash, if a thread still waits in Ray for workers."""
     if is_own and isinstance(code, int) and any(each.name.startswith(_WAITING) for each in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -188,13 +191,13 @@ def _exit(code: str | int | None, *, is_own: bool) -> NoReturn:
 
 
 def _explain(error: Exception) -> int:
-    """Print an error of Headway in one line, after a worker's traceback, and return the exit code; raise any other."""
+    """Print an error of Headway as one line and return the exit code; raise any other error."""
     from headway.datasets.errors import DataError
     from headway.trainer.errors import ConfigError
 
     from ..errors import StorageError, TrainingFailedError
 
-    # datasets/ has errors of its own, without a common base class.
+    # Errors of datasets/ have no common base class.
     if not type(error).__module__.startswith("headway."):
         raise error
     if isinstance(error, TrainingFailedError) and error.worker_traceback:

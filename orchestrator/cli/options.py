@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, and what they come to: the storage, overrides, JSON."""
+"""Options and arguments shared by commands: the storage, overrides and JSON output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ..config.experiment import Experiment
 
 SCHEMA = 1
-"""The version of the output of `--json`, raised when a field changes or goes away (docs/command-line.md)."""
+"""Version of the JSON output, incremented when a field changes or is removed (docs/command-line.md)."""
 
 STORAGE_VARIABLE = "HEADWAY_STORAGE"
 OVERRIDES_VARIABLE = "HEADWAY_OVERRIDES"
 
 
 def complete_run(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of the runs that start with `incomplete`, for the shell."""
+    """Return the names of runs that start with `incomplete`, for shell completion."""
     from ..errors import StorageError
     from ..storage.folder import Folder, absolute
 
@@ -43,7 +43,7 @@ Target = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py[:name] or module:name of an Experiment or Trainer.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, e.g. config.learning_rate=3e-4.")
+    list[str] | None, typer.Argument(metavar="PATH=VALUE", help="Overrides, e.g. config.learning_rate=3e-4.")
 ]
 Resume = Annotated[
     str, typer.Option(metavar="CHECKPOINT", help="auto (newest), never (start over) or a checkpoint path.")
@@ -56,21 +56,21 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the output 
 
 
 def storage_of(context: typer.Context) -> str:
-    """Return the storage of a command: its own --storage, that of a command before it, HEADWAY_STORAGE, or "runs"."""
+    """Return the storage of a command: --storage of the command or of a parent, HEADWAY_STORAGE, or "runs"."""
     return _given_storage(context) or os.environ.get(STORAGE_VARIABLE) or "runs"
 
 
 def wants_json(context: typer.Context) -> bool:
-    """Return whether --json was given, to the command or to the group before it."""
+    """Return whether --json was given to the command or to its group."""
     return any(each.params.get("as_json") for each in _chain(context))
 
 
 def overrides_of(context: typer.Context, overrides: Sequence[str] | None) -> list[str]:
-    """Return all overrides of a command, the later ones win: of the environment, of --storage, of the command line."""
+    """Return the overrides of a command: environment, --storage, command line; later ones take precedence."""
     from ..config.coerce import quote
 
-    environment = os.environ.get(STORAGE_VARIABLE), _given_storage(context)
-    first, last = ([f"storage={quote(each)}"] if each else [] for each in environment)
+    storages = os.environ.get(STORAGE_VARIABLE), _given_storage(context)
+    first, last = ([f"storage={quote(each)}"] if each else [] for each in storages)
     return [*first, *shlex.split(os.environ.get(OVERRIDES_VARIABLE, "")), *last, *(overrides or [])]
 
 
@@ -78,7 +78,7 @@ def resolve_experiment(context: typer.Context, target: str, overrides: Sequence[
     """Return the experiment of a target with all its overrides.
 
     Raises:
-        ConfigError: the target or an override is wrong.
+        ConfigError: the target or an override is invalid.
     """
     from ..config.loader import resolve
 
@@ -86,12 +86,12 @@ def resolve_experiment(context: typer.Context, target: str, overrides: Sequence[
 
 
 def print_json(kind: str, **content: Any) -> None:
-    """Print one JSON document, with its schema version and its kind."""
+    """Print one JSON document with its schema version and kind."""
     print(json.dumps({"schema": SCHEMA, "kind": kind, **_plain(content)}, indent=2, default=str, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without the floats that JSON lacks: these become "NaN", "Infinity" and "-Infinity"."""
+    """Return a value with the floats that JSON lacks as "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -106,7 +106,7 @@ def _given_storage(context: typer.Context) -> str | None:
 
 
 def _chain(context: Any) -> list[Any]:
-    """Return a command's context and those before it, innermost first."""
+    """Return a command's context and its parents, innermost first."""
     chain = []
     while context is not None:
         chain.append(context)

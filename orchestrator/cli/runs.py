@@ -9,7 +9,7 @@ import typer
 from .options import Json, RunName, Storage, complete_run, print_json, storage_of, wants_json
 
 runs_app = typer.Typer(
-    help="List, show, compare and stop runs; alone, list them.", invoke_without_command=True, rich_markup_mode=None
+    help="List, show, compare and stop runs (default: list).", invoke_without_command=True, rich_markup_mode=None
 )
 
 
@@ -23,13 +23,14 @@ def runs(context: typer.Context, storage: Storage = None, as_json: Json = False)
 @runs_app.command("ls")
 def list_runs(context: typer.Context, storage: Storage = None, as_json: Json = False) -> None:
     """List the runs and sweeps, last started first."""
-    from .show import run_summary, sweep_summary
     from .tables import print_runs, runs_and_sweeps
 
     place = storage_of(context)
     if not wants_json(context):
         print_runs(place)
         return
+    from .show import run_summary, sweep_summary
+
     found, sweeps = runs_and_sweeps(place)
     print_json("runs", runs=[run_summary(each) for each in found], sweeps=[sweep_summary(each) for each in sweeps])
 
@@ -49,8 +50,8 @@ def show_run(context: typer.Context, name: RunName, storage: Storage = None, as_
 @runs_app.command("compare")
 def compare(
     context: typer.Context,
-    first: Annotated[str, typer.Argument(help="Name of a run.", autocompletion=complete_run)],
-    second: Annotated[str, typer.Argument(help="Name of another run.", autocompletion=complete_run)],
+    first: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.", autocompletion=complete_run)],
+    second: Annotated[str, typer.Argument(metavar="OTHER", help="Name of another run.", autocompletion=complete_run)],
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +78,8 @@ def stop_run(
 ) -> None:
     """Stop a run or sweep after it has saved checkpoints.
 
-    Works from any machine that sees the storage. The status becomes "stopped", and the driver exits with 0.
+    This works from any machine that can access the storage. The status becomes
+    "stopped", and the driver exits with 0.
     """
     from headway.trainer.loop.progress import Duration
 

@@ -1,4 +1,4 @@
-"""Runs and sweeps as text and as JSON documents. Reads their files, and imports neither torch nor Ray."""
+"""Runs and sweeps as text and JSON documents, from their files. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOWN_EVENTS = {
 
 
 def run_summary(run: Run) -> dict[str, Any]:
-    """Return what `runs ls --json` says of a run."""
+    """Return a run as in `runs ls --json`."""
     record = run.record
     names = (
         "name", "id", "trainer", "workers", "attempts", "steps", "epochs", "samples", "tokens", "metrics", "error",
@@ -43,7 +43,7 @@ def run_summary(run: Run) -> dict[str, Any]:
 
 
 def sweep_summary(sweep: Sweep) -> dict[str, Any]:
-    """Return what `runs ls --json` says of a sweep."""
+    """Return a sweep as in `runs ls --json`."""
     record, search = sweep.record, sweep.record.search
     return {
         "name": record.name, "id": record.id, "status": sweep.status, "reason": record.reason,
@@ -54,7 +54,7 @@ def sweep_summary(sweep: Sweep) -> dict[str, Any]:
 
 
 def run_document(name: str, storage: str) -> tuple[str, dict[str, Any]]:
-    """Return the kind and the content of `runs show --json`.
+    """Return the kind and content of `runs show --json`.
 
     Raises:
         ConfigError: there is no such run.
@@ -68,7 +68,7 @@ def run_document(name: str, storage: str) -> tuple[str, dict[str, Any]]:
                 "trials": [_trial(each) for each in result.trials],
             }
         }  # fmt: skip
-    # Late, for it imports pydantic.
+    # Imported here because it imports pydantic.
     from ..config.coerce import parse_yaml
 
     run = find_run(name, storage)
@@ -82,7 +82,7 @@ def run_document(name: str, storage: str) -> tuple[str, dict[str, Any]]:
 
 
 def print_run(name: str, storage: str) -> None:
-    """Print all that is known of a run, or the trials of a sweep.
+    """Print the record, time and events of a run, or the trials of a sweep.
 
     Raises:
         ConfigError: there is no such run.
@@ -101,7 +101,7 @@ def print_run(name: str, storage: str) -> None:
         "metrics": "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items()),
         "started": f"{local_time(record.started)}, took {format_elapsed(run)}",
         **dict(_processes(run, events)),
-        "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}{_of(record)}",
+        "trainer": f"{record.trainer} with {_count(record.workers, 'worker')}{_elastic_range(record)}",
         "files": run.run_dir,
         "checkpoint": record.last_checkpoint,
         "best": record.best_checkpoint,
@@ -127,7 +127,7 @@ def print_run(name: str, storage: str) -> None:
 def print_comparison(first: str, second: str, differences: Sequence[Sequence[str]]) -> None:
     """Print the differences between two runs, as `compare_runs` returns them."""
     if not differences:
-        print(f"{first} and {second} differ in nothing that is recorded")
+        print(f"{first} and {second} have no recorded differences")
         return
     rows = [("OF", "FIELD", first, second), *(tuple(" ".join(cell.split()) for cell in row) for row in differences)]
     print(format_table(rows))
@@ -154,7 +154,7 @@ def _print_goodput(report: GoodputReport) -> None:
         if seconds >= 0.05:
             print(f"  {name:<22}{100 * report.share(name):5.1f} %{seconds:12,.1f} s")
     if report.not_running_s >= 0.05:
-        print(f"  {'not running':<22}{'':7}{report.not_running_s:12,.1f} s, besides")
+        print(f"  {'not running':<22}{'':7}{report.not_running_s:12,.1f} s (not counted)")
     print(f"goodput    {100 * report.goodput:.1f} % of the time went into updates that counted")
     print(f"fix first  {report.advice()}")
 
@@ -174,7 +174,7 @@ def _trial(result: TrialResult) -> dict[str, Any]:
 
 
 def _typed(value: Any) -> Any:
-    """Return YAML as read by `parse_yaml` with its unquoted words as numbers, booleans and None."""
+    """Return the output of `parse_yaml` with plain scalars as numbers, booleans and None."""
     if isinstance(value, Mapping):
         return {name: _typed(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -183,14 +183,14 @@ def _typed(value: Any) -> Any:
 
 
 def _processes(run: Run, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    """Yield the processes of a run that is being trained."""
+    """Yield the driver and the ranks of a running run, as facts."""
     if run.status == "running":
         yield "driver", f"process {run.record.driver.pid} on {run.record.driver.host}"
         for worker in next((each["workers"] for each in reversed(events) if each["event"] == "attempt_started"), ()):
             yield f"rank {worker['rank']}", f"process {worker['pid']} on {worker['host']}"
 
 
-def _of(record: Record) -> str:
+def _elastic_range(record: Record) -> str:
     is_elastic = record.min_workers < record.max_workers
     return f", of {record.min_workers} to {record.max_workers} workers" if is_elastic else ""
 

@@ -38,7 +38,7 @@ class SweepConsole:
     """Shows a sweep while it runs. Any thread may call it.
 
     Args:
-        metric, mode: those of the search.
+        metric, mode: the metric of the search, and whether its best is the "min" or the "max".
         console: output; a terminal gets a table of the running trials.
     """
 
@@ -52,19 +52,19 @@ class SweepConsole:
         self._total = self._done = 0
 
     def line(self, text: str, style: str | None = None) -> None:
-        """Log one line as a message of the sweep, and print it. A yellow one is a warning."""
+        """Print one line, and log it as a message of the sweep: as a warning if it is yellow."""
         messages.log(
             text,
             lambda line: self._console.print(Text(line, style=style or ""), soft_wrap=True),
             level=logging.WARNING if style == "yellow" else logging.INFO,
         )
 
-    def begin(self, experiment: Experiment, search: Search, told: str, *, done: int, going_on: int) -> None:
+    def begin(self, experiment: Experiment, search: Search, resources: str, *, done: int, resuming: int) -> None:
         """Print the plan of the sweep, and start the table."""
         self._total, self._done = search.num_trials, done
-        before = f", {done} of them done and {going_on} under way" if done or going_on else ""
+        before = f" ({done} done, {resuming} to resume)" if done or resuming else ""
         self.line(f"{experiment.name}: {self._total} trials{before}; its files: {experiment.run_dir}")
-        self.line(told, "dim")
+        self.line(resources, "dim")
         if self._console.is_terminal:
             self._live = Live(self._table(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -78,12 +78,12 @@ class SweepConsole:
         """Update the step and metric of a trial."""
         with self._lock:
             if (row := self._rows.get(name)) is not None and self._metric in report:
-                # For the scheduler the worst stands in its place.
+                # For the scheduler, the worst value replaces one that is not finite.
                 value = float(report[self._metric]) if report.get("is_finite", True) else math.nan
                 row.step, row.value = int(report.get("step", 0)), value
 
     def ended(self, trial: Trial, *, before: bool = False) -> None:
-        """Print how a trial ended; one that ended before this start only counts for the best one."""
+        """Print how a trial ended; one from before this start is only compared with the best."""
         with self._lock:
             self._rows.pop(trial.name, None)
             if trial.metric is not None and trial.status != "failed" and self._is_better(trial.metric):
@@ -92,8 +92,8 @@ class SweepConsole:
                 return
             self._done += 1
         value = "" if trial.metric is None else f"  {self._metric} {trial.metric:.4g}"
-        told = f"{trial.name} {trial.status} after {trial.steps:,} steps{value}  {shown(trial.values)}"
-        self.line(told + (f"  {trial.error}" if trial.error else ""), "yellow" if trial.error else None)
+        ended = f"{trial.name} {trial.status} after {trial.steps:,} steps{value}  {shown(trial.values)}"
+        self.line(ended + (f"  {trial.error}" if trial.error else ""), "yellow" if trial.error else None)
 
     def left(self, trial: Trial) -> None:
         """Remove a stopped trial that can resume."""
@@ -108,16 +108,16 @@ class SweepConsole:
     def end(self, result: SweepResult) -> None:
         """Print the result of the sweep."""
         ended = sum(each.trial.has_ended for each in result.trials)
-        failed = f", {len(result.failed)} of them failed" if result.failed else ""
+        failed = f", {len(result.failed)} failed" if result.failed else ""
         self.line(f"{result.status}: {ended} trials{failed} ({result.reason})", "bold")
         if (best := result.best) is not None:
             self.line(f"best: {best.name}  {result.metric} {best.metric:.4g}  {shown(best.values)}")
             self.line(f"its checkpoint: {best.checkpoint}")
         self.line(f"its files: {result.sweep_dir}")
         if result.status in ("interrupted", "stopped"):
-            self.line("to resume, start it again as before")
+            self.line("to resume, start it again")
         if result.failed:
-            self.line("to retry the failed trials: fix the cause, then rerun with --retry-failed")
+            self.line("to retry the failed trials, fix the cause and start it again with --retry-failed")
 
     def close(self) -> None:
         """Remove the table; lines stay."""
@@ -131,8 +131,8 @@ class SweepConsole:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for heading in ("TRIAL", "STEP", self._metric, "TRIES"):
-            table.add_column(heading, justify="left" if heading in ("TRIAL", "TRIES") else "right", no_wrap=True)
+        for heading in ("TRIAL", "STEP", self._metric, "VALUES"):
+            table.add_column(heading, justify="left" if heading in ("TRIAL", "VALUES") else "right", no_wrap=True)
         with self._lock:
             rows = list(self._rows.values())
             best, done = self._best, self._done

@@ -40,7 +40,7 @@ def print_runs(storage: str) -> None:
 
 
 def format_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> str:
-    """Return rows as aligned text, never cut: names are there to be copied, and output to be piped.
+    """Return rows as aligned text. Cells are never shortened, so that names can be copied and output piped.
 
     Args:
         rows: the first one has the headings.

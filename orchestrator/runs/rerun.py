@@ -70,7 +70,9 @@ def rerun(
     for row in rows:
         display.line(f"  {_shown(row)}", "dim")
     for change in past.record.changes:
-        display.line(f"  the config of {name} was changed between starts; now from the start: {change}", "yellow")
+        display.line(
+            f"  the config of {name} was changed between starts; repeated with the last one: {change}", "yellow"
+        )
     _refuse(past, rows, before, strict=strict, accept_changes=accept_changes)
     result = fit(experiment, resume=start.resume, restore=start.restore, verbose=verbose, display=display)
     if result.status in ("completed", "stopped"):
@@ -189,8 +191,8 @@ def _compare_weights(name: str, storage: str, experiment: Experiment) -> str:
     if steps[0] != steps[1]:
         return f"the weights cannot be compared: {name} reached step {steps[0]}, this run step {steps[1]}"
     if digests[0] == digests[1]:
-        return f"the same weights as {name} at step {steps[0]}, bit by bit: {digests[0]}"
-    return f"other weights than {name} at step {steps[0]}: {digests[1]}, not {digests[0]}"
+        return f"the same weights as {name} at step {steps[0]}, bit for bit: {digests[0]}"
+    return f"different weights than {name} at step {steps[0]}: {digests[1]}, not {digests[0]}"
 
 
 def _shown(row: Row) -> str:

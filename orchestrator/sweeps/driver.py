@@ -170,7 +170,7 @@ class SweepDriver:
             TrainingFailedError: Ray Tune has failed, or that minute was over in its thread.
         """
         done = sum(trial.has_ended for trial in self._trials.values())
-        self._display.begin(self._experiment, self._search, capacity.summary, done=done, going_on=len(self._waiting))
+        self._display.begin(self._experiment, self._search, capacity.summary, done=done, resuming=len(self._waiting))
         for trial in self._trials.values():
             if trial.has_ended:
                 self._display.ended(trial, before=True)

@@ -27,13 +27,13 @@ class Plan:
     Attributes:
         experiment: the run.
         estimate: sizes and counts of what it trains.
-        goes_on: whether a run of this name exists, which `fit` would resume.
+        resumes: whether a run of this name exists, which `fit` would resume.
         is_finished: whether that run is finished, so that `fit` would train nothing.
     """
 
     experiment: Experiment
     estimate: Estimate
-    goes_on: bool
+    resumes: bool
     is_finished: bool = False
 
     @property
@@ -90,7 +90,7 @@ class Plan:
         return total // steps + int(at_end and total % steps > 0)
 
     def __str__(self) -> str:
-        state = "is finished: nothing to train" if self.is_finished else "resumes" if self.goes_on else "new"
+        state = "is finished: nothing to train" if self.is_finished else "resumes" if self.resumes else "new"
         lines = [f"{self.experiment.name}: {state}; its files: {self.experiment.run_dir}"]
         lines += [f"  {label:<13}{fact}" for label, fact in _facts(self)]
         return "\n".join(lines)
@@ -138,7 +138,7 @@ def plan(
     return Plan(
         experiment=experiment,
         estimate=estimate,
-        goes_on=found is not None,
+        resumes=found is not None,
         is_finished=found is not None and found.state == "finished",
     )
 

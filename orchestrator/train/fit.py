@@ -99,7 +99,7 @@ def fit(
             run.update(status="failed", reason="", error=summarize_error(error), ended=now())
             write_driver_ended(run, "failed")
             raise
-    close(run, result, display, again="without --resume never" if resume == "never" else "as before")
+    close(run, result, display, without=" without --resume never" if resume == "never" else "")
     return result
 
 
@@ -142,7 +142,7 @@ def _finished(run: Run, display: RunConsole) -> RunResult:
 
 
 def _greet(opened: OpenedRun, experiment: Experiment, display: RunConsole) -> None:
-    display.goes_on = opened.state == "resuming"
+    display.is_resumed = opened.state == "resuming"
     display.line(f"{experiment.name}: {experiment.scaling}, {opened.state}; its files: {experiment.run_dir}")
     for change in opened.changes:
         display.line(f"  {change.path}: {change.before} -> {change.after}", "dim")
@@ -163,14 +163,14 @@ def _resumption(asked: ResumeOptions, run: Run, display: RunConsole) -> ResumeOp
     return resume_options
 
 
-def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as before") -> None:
+def close(run: Run, result: RunResult, display: RunConsole, *, without: str = "") -> None:
     """Record how a run ended, and show it.
 
     Args:
         run: the run.
         result: its result.
         display: shows the end.
-        again: how to start the run again so that it resumes.
+        without: options to leave out when the run is started again, as text.
     """
     retry_storage(lambda: run.update(
         status=result.status, reason=result.reason, ended=now(), steps=result.steps, epochs=result.epochs,
@@ -186,7 +186,7 @@ def close(run: Run, result: RunResult, display: RunConsole, *, again: str = "as 
     )
     display.line(f"its files: {result.run_dir}")
     if result.status in ("interrupted", "time_limit"):
-        display.line(f"to resume, start it again {again}")
+        display.line(f"to resume, start it again{without}")
 
 
 def write_driver_ended(run: Run, status: str) -> None:

@@ -104,8 +104,8 @@ def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster
     assert grown == {"from": 1, "to": 2, "step": left["step"]}
     assert (shrunk["from"], shrunk["to"]) == (2, 1)
     assert shrunk["step"] in [each["step"] for each in events("checkpoint_saved")]
-    assert f"2 workers now (1 before): going on from step {grown['step']}\n" in shown
-    assert f"1 worker now (2 before): going on from step {shrunk['step']}\n" in shown
+    assert f"2 workers now (1 before), resuming from step {grown['step']}\n" in shown
+    assert f"1 worker now (2 before), resuming from step {shrunk['step']}\n" in shown
     record = Run(str(run_dir)).record
     assert (record.status, record.attempts, record.workers, record.steps) == ("interrupted", 3, 1, end["step"])
     assert (record.min_workers, record.max_workers) == (1, 2)

@@ -192,7 +192,7 @@ def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: st
     job = out.split("submitted as ")[1].split(";")[0]
     stop = [str(Path(sys.executable).parent / "ray"), "job", "stop", job, "--address", head, "--no-wait"]
     subprocess.run(stop, env=heads.environment(), capture_output=True, timeout=120, check=True)
-    assert f"going on from step {steps:,}" in done(headway(project, "jobs", "logs", job, "--follow", *at), code=143)
+    assert f"resuming from step {steps:,}" in done(headway(project, "jobs", "logs", job, "--follow", *at), code=143)
     run = Run(str(storage / "line"))
     assert (run.status, run.reason) == ("interrupted", "SIGTERM")
     assert run.record.steps > steps

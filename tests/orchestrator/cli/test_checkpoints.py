@@ -70,7 +70,7 @@ def test_they_are_listed_with_what_keeps_them(capsys: pytest.CaptureFixture[str]
     assert [row.split()[0] for row in rows] == [f"step-{step:08d}" for step in (1, 2, 3, 4, 6, 5)]
     assert rows[1].rstrip().endswith("last, pinned")
     assert "KiB" in rows[0]
-    assert rows[-1].rstrip().endswith("damaged: verify says how")
+    assert rows[-1].rstrip().endswith("damaged: see `headway checkpoints verify`")
 
 
 def test_equal_weights_have_equal_digests_and_others_do_not(
@@ -237,7 +237,7 @@ def test_two_runs_are_compared_by_what_they_left_behind(capsys: pytest.CaptureFi
         "result validation/loss 9 5",
     ]
     assert len(rows) == 3
-    assert compare("one", "one") == ["one and one differ in nothing that is recorded"]
+    assert compare("one", "one") == ["one and one have no recorded differences"]
     # What is copied from there must be all there.
     for name in ("one", "two"):
         find_run(name, str(tmp_path)).update(data={"fingerprint": f"[red]{'x' * 300} {name}"})

@@ -59,9 +59,9 @@ def test_a_file_gets_one_line_for_each_thing_and_no_control_characters() -> None
         "[bold]hello[/bold]",
         "step 10 · validation/loss 0.5",
         "step 10 · checkpoint /runs/a/checkpoints/step-00000010",
-        "the worker of rank 1 died; starting the workers again",
+        "the worker of rank 1 died; restarting the workers",
         "attempt 2: 1 worker on b",
-        "going on from step 10 (attempt 2)",
+        "resuming from step 10 (attempt 2)",
     ]
 
 
@@ -69,7 +69,7 @@ def test_a_terminal_gets_a_bar_below_the_lines() -> None:
     text = shown(terminal=True)
     assert "step 5/100 · epoch 0 · loss 1.5" in text
     assert "━" in text
-    assert "going on from step 10 (attempt 2)" in text
+    assert "resuming from step 10 (attempt 2)" in text
 
 
 def test_a_terminal_shows_that_a_run_is_starting_and_takes_it_away_where_it_never_trains() -> None:
@@ -103,7 +103,7 @@ def test_a_file_is_not_told_that_a_run_is_starting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goes_on", "attempt", "resume", "events", "says"),
+    ("is_resumed", "attempt", "resume", "events", "says"),
     [
         (True, 1, None, [], True),
         (False, 2, None, [], True),
@@ -113,27 +113,27 @@ def test_a_file_is_not_told_that_a_run_is_starting() -> None:
         (True, 3, "elsewhere/step-00000010", [{"event": "restored", "step": 0, "epoch": 0}], False),
     ],
 )
-def test_a_run_that_goes_on_from_nothing_says_so(
-    goes_on: bool, attempt: int, resume: str | None, events: list[Event], says: bool
+def test_a_resumed_run_without_a_checkpoint_says_so(
+    is_resumed: bool, attempt: int, resume: str | None, events: list[Event], says: bool
 ) -> None:
     file = io.StringIO()
     display = RunConsole(Console(file=file, width=100, highlight=False))
-    display.goes_on = goes_on
+    display.is_resumed = is_resumed
     display.event({"event": "driver_started", **({"resume": resume} if resume else {})})
     display.event({**EVENTS[0], "attempt": attempt})
     for event in events:
         display.event(event)
     display.event({"event": "training", "step": 0, "total_steps": 100})
     text = file.getvalue()
-    assert ("there is no checkpoint yet: beginning at step 0" in text) is says
-    assert "going on" not in text or not says
+    assert ("no checkpoint yet: starting at step 0" in text) is says
+    assert "resuming" not in text or not says
 
 
-def test_the_display_knows_whether_the_run_had_begun(tmp_path: Path) -> None:
+def test_the_display_knows_whether_the_run_is_resumed(tmp_path: Path) -> None:
     asked, display = experiment(tmp_path), RunConsole(Console(file=io.StringIO()))
     opened = open_run(asked)
     _greet(opened, asked, display)
-    assert not display.goes_on
+    assert not display.is_resumed
     opened.run.update(status="interrupted")
     _greet(open_run(asked), asked, display)
-    assert display.goes_on
+    assert display.is_resumed

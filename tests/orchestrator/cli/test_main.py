@@ -289,7 +289,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
     before = sorted(tmp_path.rglob("*"))
     for more, message in (
         (["config.width=3"], "was started with another config"),
-        (["--resume", "/no/such"], "there is nothing to resume from"),
+        (["--resume", "/no/such"], "is not a checkpoint"),
         (["--restore", "weights"], "restore takes some of"),
         (["name=many"], "is a sweep"),
     ):

@@ -122,7 +122,7 @@ def test_a_value_becomes_what_its_field_wants(override: str, value: Any) -> None
         ("config.mode=c", "config.mode=c: input should be 'a' or 'b'"),
         ("config.hidden=8", "config.hidden=8: it should be tuple[int, ...], as [8]"),
         ("config.hidden=[8, x]", "config.hidden[1]=x"),
-        ("config.betas=[1]", "config.betas=[1]: it should have 2 items, not 1"),
+        ("config.betas=[1]", "config.betas=[1]: must have 2 items, got 1"),
         ("config.layers=[{widht: 1}]", "did you mean config.layers[0].width?"),
         ("config.warmup=2 months", "config.warmup=2 months"),
         ("config.log_every=10s", "config.log_every counts steps or epochs"),

@@ -115,7 +115,7 @@ def test_the_record_of_a_run_suffices_for_the_same_weights(
         RunCheckpoints.of(name, runs).digest(RunCheckpoints.of(name, runs).entries[-1]) for name in ("one", "one-rerun")
     ]
     assert digests[0] == digests[1]
-    assert f"the same weights as one at step 9, bit by bit: {digests[0]}" in shown
+    assert f"the same weights as one at step 9, bit for bit: {digests[0]}" in shown
     speeds = {"elapsed_s", "samples_per_s", "step_s", "data_wait", "paused_s"}
     assert {field for _, field, _, _ in compare_runs("one", "one-rerun", runs)} <= speeds
 
@@ -128,7 +128,7 @@ def test_the_record_of_a_run_suffices_for_the_same_weights(
     display = RunConsole(Console(file=screen, highlight=False, soft_wrap=True))
     rerun("one", runs, overrides=["name=two", "config.seed=4"], strict=True, display=display)
     assert "  config config.seed: 3 -> 4\n" in screen.getvalue()
-    assert "other weights than one at step 9: " in screen.getvalue()
+    assert "different weights than one at step 9: " in screen.getvalue()
 
 
 def test_other_data_is_refused_unless_it_is_accepted(home: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_config_that_changed_along_the_way_is_told(home: Path) -> None:
     overrides = [*SETTINGS, "config.rate=0.2", f"storage={home.parent}/runs"]
     open_run(resolve("drop.py", overrides), accept_changes=True).run.update(status="completed")
     shown, _ = again(home)
-    assert "the config of one was changed between starts; now from the start: config.rate: 0.1 -> 0.2" in shown
+    assert "the config of one was changed between starts; repeated with the last one: config.rate: 0.1 -> 0.2" in shown
 
 
 def test_a_run_that_began_from_another_one_is_not_begun_from_nothing(home: Path) -> None:

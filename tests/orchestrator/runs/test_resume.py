@@ -48,7 +48,7 @@ def test_the_same_start_again_goes_on_and_only_never_begins_anew(tmp_path: Path,
     first, told = begin(7, resume=base)
     assert (first.status, first.steps, first.resumed_from) == ("interrupted", 7, base)
     assert "not from its newest" not in told
-    assert told.splitlines()[-1] == "to resume, start it again as before"
+    assert told.splitlines()[-1] == "to resume, start it again"
 
     # As before, it goes on: also the second time, and where somebody has gone on without a wish in between.
     for until, options in ((9, {"resume": base}), (10, {}), (11, {"resume": base})):

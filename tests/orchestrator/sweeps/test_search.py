@@ -268,7 +268,7 @@ def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: 
     told = io.StringIO()
     result = sweep(base, sought, display=SweepConsole("validation/loss", "min", Console(file=told)))
     assert [trial.status for trial in result.trials] == ["failed", "completed", "failed"]
-    assert "rerun with --retry-failed" in told.getvalue()
+    assert "start it again with --retry-failed" in told.getvalue()
 
     opened.retry_failed()
     # Also for who goes on after a driver that was killed right now.

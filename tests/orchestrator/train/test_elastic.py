@@ -157,9 +157,9 @@ def test_a_group_of_another_size_says_so_once() -> None:
     ):
         display.event(event)
     assert screen.getvalue().splitlines() == [
-        "3 workers now (2 before): going on from step 40",
-        "1 worker now (3 before): going on from step 50",
-        "going on from step 60 (attempt 0)",
+        "3 workers now (2 before), resuming from step 40",
+        "1 worker now (3 before), resuming from step 50",
+        "resuming from step 60 (attempt 0)",
     ]
 
 

@@ -151,7 +151,7 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
     run = Run(found.run_dir)
     assert (run.status, run.record.attempts) == ("failed", 2)
     assert "a bad batch at step 3" in str(run.record.error)
-    assert screen.text.count("; starting the workers again") == 1
+    assert screen.text.count("; restarting the workers") == 1
     assert "in training_step" not in screen.text
     # What `headway fit` says then: the traceback of that rank, once, and what it means.
     assert _explain(error) == 1

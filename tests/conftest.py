@@ -37,36 +37,37 @@ torch.set_num_threads(1)
 
 
 @functools.cache
-def group(file: str) -> str:
-    """What a file's tests run together with, one after another, in one worker of pytest-xdist.
-
-    Two Rays at most run at a time: the one that tests share, and one that a test has started itself.
-    """
+def kind(file: str) -> str:
+    """Return "shared Ray" if a file has tests on the Ray that tests share, "own Ray" if on one of their own, else ""."""
     text = (Path(__file__).parents[1] / file).read_text()
-    return "shared Ray" if "ray_session" in text else "Rays of their own" if "pytest.mark.ray" in text else file
+    return "shared Ray" if "ray_session" in text else "own Ray" if "pytest.mark.ray" in text else ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts first what takes long: the tests on Ray, then kills and damage, then what else users rely on."""
-    first = ("shared Ray", "Rays of their own", "tests/chaos/", "tests/promises/")
+    first = ("shared Ray", "own Ray", "tests/chaos/", "tests/promises/")
 
     def place(item: pytest.Item) -> int:
-        found = group(item.nodeid.partition("::")[0])
-        return next((number for number, name in enumerate(first) if found.startswith(name)), len(first))
+        file = item.nodeid.partition("::")[0]
+        return next((number for number, name in enumerate(first) if (kind(file) or file).startswith(name)), len(first))
 
     items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives the groups to the workers. Since pytest 9.2 the marks of pytest-xdist 3.8 do nothing."""
+    """Gives each worker whole files, and one of them all that is on the shared Ray.
+
+    Since pytest 9.2 the marks of pytest-xdist 3.8 do nothing.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Groups(LoadScopeScheduling):
+    class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid.partition("::")[0])
+            file = nodeid.partition("::")[0]
+            return "shared Ray" if kind(file) == "shared Ray" else file
 
-    return Groups(config, log)
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,14 @@ The files in `<storage>/<name>/`:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.trainer.errors import ConfigError
@@ -67,13 +69,8 @@ class Driver:
     @property
     def is_alive(self) -> bool:
         """Whether it may still be alive: on this host by its process and heartbeat, elsewhere by its heartbeat."""
-        if self.host == socket.gethostname():
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            except PermissionError:
-                pass
+        if self.host == socket.gethostname() and not _has_process(self.pid):
+            return False
         return time.time() - self.heartbeat < _SILENT_S
 
     @property
@@ -83,6 +80,19 @@ class Driver:
             return ""
         left_s = max(1.0, self.heartbeat + _SILENT_S - time.time())
         return f" (if that machine is gone, retry in {left_s:.0f} s)"
+
+
+def _has_process(pid: int) -> bool:
+    """Return whether a process of this host runs. A zombie does not: in a container it may wait for its parent forever."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)

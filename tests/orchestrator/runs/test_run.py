@@ -145,6 +145,19 @@ def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
         open_run(experiment(tmp_path))
 
 
+def test_a_driver_that_was_killed_is_dead_before_its_parent_asks(tmp_path: Path) -> None:
+    """In a container without an init process it may stay a zombie forever."""
+    run = open_run(experiment(tmp_path)).run
+    record = json.loads(run.folder.read("run.json") or "")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as driver:
+        record["driver"]["pid"] = driver.pid
+        run.folder.write("run.json", json.dumps(record))
+        assert find_run("tiny", str(tmp_path)).status == "running"
+        driver.kill()
+        os.waitid(os.P_PID, driver.pid, os.WEXITED | os.WNOWAIT)
+        assert find_run("tiny", str(tmp_path)).status == "interrupted"
+
+
 def test_a_process_of_the_same_number_elsewhere_is_another_one(tmp_path: Path) -> None:
     """In a container a driver often is process 1."""
     run = open_run(experiment(tmp_path)).run

@@ -38,7 +38,7 @@ torch.set_num_threads(1)
 
 @functools.cache
 def kind(file: str) -> str:
-    """Return "shared Ray" if a file has tests on the Ray that tests share, "own Ray" if on one of their own, else ""."""
+    """Return "shared Ray" or "own Ray", if a file has tests on such a Ray, else ""."""
     text = (Path(__file__).parents[1] / file).read_text()
     return "shared Ray" if "ray_session" in text else "own Ray" if "pytest.mark.ray" in text else ""
 

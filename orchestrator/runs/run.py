@@ -83,7 +83,7 @@ class Driver:
 
 
 def _has_process(pid: int) -> bool:
-    """Return whether a process of this host runs. A zombie does not: in a container it may wait for its parent forever."""
+    """Return whether a process of this host runs. A zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

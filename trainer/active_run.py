@@ -32,9 +32,9 @@ from .loop.progress import Progress
 from .loop.steps import LossWeight
 from .loop.timing import Activity, SetupTimes
 from .metrics.histogram import Histogram
+from .metrics.history import History
 from .metrics.reductions import Reduce
 from .metrics.train_log import MetricSource
-from .result import History
 from .step.precision import autocast
 
 

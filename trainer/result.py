@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from .data.protocols import Guarantee
-    from .metrics.reductions import Reduce
 
 Status = Literal["completed", "stopped", "time_limit", "interrupted", "failed"]
 
@@ -80,97 +78,6 @@ def read_history(path: str | os.PathLike[str]) -> Table:
 
 PER_EPOCH = "per_epoch/"
 """What the names of the means over an epoch begin with in the log."""
-
-
-@dataclass(slots=True)
-class History:
-    """Means over whole epochs, put together from the records of the log; goes into checkpoints, equal on every rank.
-
-    Attributes:
-        epochs: one dict per completed epoch.
-        latest: the last value of every metric.
-        dropped_samples: of the epoch in progress that were left out.
-    """
-
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    latest: dict[str, float] = field(default_factory=dict)
-    dropped_samples: int = 0
-    _sums: dict[str, list[float]] = field(default_factory=dict)
-    _reduced: dict[str, float] = field(default_factory=dict)
-    _evaluation: dict[str, float] = field(default_factory=dict)
-
-    def add(
-        self, record: Mapping[str, float], *, samples: int, kinds: Mapping[str, Reduce], weights: Mapping[str, float]
-    ) -> None:
-        """Takes in the training metrics of an interval of so many samples.
-
-        Args:
-            record: by name; what is not finite is left out of the epoch.
-            samples: how much those of its means count of which `weights` does not know it.
-            kinds: how those are reduced that are no means.
-            weights: how much each mean counts: the samples, tokens or whatever it is over.
-        """
-        # Late, for it imports torch: results are read without.
-        from .metrics.reductions import combine
-
-        self.latest.update(record)
-        for name, value in record.items():
-            if not name.startswith("train/") or not math.isfinite(value):
-                continue
-            if name in kinds:
-                before = self._reduced.get(name)
-                self._reduced[name] = value if before is None else combine(kinds[name], before, value)
-            else:
-                total = self._sums.setdefault(name, [0.0, 0.0, value, value])
-                weight = weights.get(name, samples)
-                total[:] = total[0] + value * weight, total[1] + weight, min(total[2], value), max(total[3], value)
-
-    def add_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Takes in the result of an evaluation."""
-        self.latest.update(metrics)
-        self._evaluation.update(metrics)
-
-    def end_epoch(self, *, epoch: int, step: int) -> dict[str, float]:
-        """Closes an epoch and returns its means, and how many samples of it were left out, if any were."""
-        dropped = {"dropped_samples": float(self.dropped_samples)} if self.dropped_samples else {}
-        row = {"epoch": float(epoch), "step": float(step), **self.so_far(), **dropped}
-        self.epochs.append(row)
-        self._sums, self._reduced, self._evaluation, self.dropped_samples = {}, {}, {}, 0
-        return row
-
-    def rewind(self, step: int) -> None:
-        """Forgets the epochs that ended after update `step`, to which a run has gone back, as trackers do."""
-        self.epochs = [row for row in self.epochs if row["step"] <= step]
-
-    def so_far(self) -> dict[str, float]:
-        """Returns the means over the part of the epoch that has been, without closing it."""
-        from .metrics.means import clamp
-
-        means = {
-            name: clamp(total / weight, least, greatest)
-            for name, (total, weight, least, greatest) in self._sums.items()
-            if weight
-        }
-        return means | self._reduced | self._evaluation
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all of it."""
-        return {
-            "epochs": self.epochs,
-            "latest": self.latest,
-            "sums": self._sums,
-            "reduced": self._reduced,
-            "evaluation": self._evaluation,
-            "dropped_samples": self.dropped_samples,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it over."""
-        self.epochs, self.latest = list(state["epochs"]), dict(state["latest"])
-        self._sums = {name: list(sums) for name, sums in state["sums"].items()}
-        self._evaluation = dict(state["evaluation"])
-        self._reduced = dict(state["reduced"])
-        self.dropped_samples = state["dropped_samples"]
 
 
 class Table(list[dict[str, Any]]):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..callbacks.base import CallbackList
 from ..config import TrainerConfig
 from ..distributed.world import World
-from ..result import History
+from ..metrics.history import History
 from ..step.lr_stepping import LrStepping
 from .progress import Progress
 from .timing import Activity, SetupTimes

@@ -18,7 +18,8 @@ from ..distributed import parallelize
 from ..distributed.world import World
 from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics, numerics_of
-from ..result import History, Status
+from ..metrics.history import History
+from ..result import Status
 from ..setup import build
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8

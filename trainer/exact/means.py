@@ -116,8 +116,8 @@ class ExactMeans(MeanMetrics):
             elif weight:
                 self._exact.setdefault(name, _Sums()).add(float(value), float(weight))
 
-    def log(self, name: str, value: Any, weight: Tensor | float, reduce: Reduce) -> None:
-        """Add one number, as `MeanMetrics.log` does; sums are exact as well.
+    def _log_reduced(self, name: str, value: Any, reduce: Reduce) -> None:
+        """Add one number that is not averaged; sums are exact as well.
 
         Raises:
             StepError: as in `MeanMetrics.log`, or `reduce` is "last".
@@ -127,14 +127,12 @@ class ExactMeans(MeanMetrics):
                 f"log({name!r}, reduce='last') depends on which rank has a value, which exact=True does not allow: log "
                 "a mean, a sum or an extreme"
             )
-        if reduce != "sum":
-            super().log(name, value, weight, reduce)
-            return
-        if isinstance(weight, Tensor) or weight != 1:
-            raise StepError(f"log({name!r}): weight requires reduce='mean', got reduce={reduce!r}")
-        self.reduced.check_kind(name, reduce)
-        self._exact.setdefault(name, _Sums(is_total=True))
-        self.add({name: value})
+        if reduce == "sum":
+            self.reduced.check_kind(name, reduce)
+            self._exact.setdefault(name, _Sums(is_total=True))
+            self.add({name: value})
+        else:
+            super()._log_reduced(name, value, reduce)
 
     def read(self, world: World) -> dict[str, float]:
         """Return the means since the last read, equal on any number of ranks. Every rank must call this."""
@@ -191,12 +189,6 @@ class ExactMeans(MeanMetrics):
                 self._exact[name] = _Sums(_units(mean_times_weight) * _ONE, _units(weight))
             else:
                 self._exact[name] = _Sums(0, _units(weight), mean_times_weight)
-
-    def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Add the state of a rank that no longer exists."""
-        gone = ExactMeans()
-        gone.load_state_dict(state_dict)
-        self.merge(gone)
 
     def _stack(self) -> None:
         """Stack the kept values and weights into one tensor, shape [N, 2]."""

@@ -100,7 +100,7 @@ class MeanMetrics:
             return
         if isinstance(weight, Tensor) or weight != 1:
             raise StepError(f"log({name!r}): weight requires reduce='mean', got reduce={reduce!r}")
-        self.reduced.add(name, value, reduce)
+        self._log_reduced(name, value, reduce)
 
     def read(self, world: World) -> dict[str, float]:
         """Return the means since the last read, sorted by name and equal on every rank, and reset.
@@ -170,11 +170,14 @@ class MeanMetrics:
 
     def add_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Add the state of a rank that no longer exists."""
-        merged = MeanMetrics()
+        merged = type(self)()
         merged.load_state_dict(state_dict)
         # In this order, so that for "last" this rank's value wins.
         merged.merge(self)
         self.load_state_dict(merged.state_dict())
+
+    def _log_reduced(self, name: str, value: Any, reduce: Reduce) -> None:
+        self.reduced.add(name, value, reduce)
 
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
         """Keep a value on its device. Clone it unless it is a fresh autograd result, which cannot change in place."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints.rng import RngState
+from ..checkpoints.rng import preserve_rng
 from ..errors import ConfigError
 from ..loop.progress import Duration, Schedule
 from .base import Callback
@@ -66,17 +66,14 @@ class Samples(Callback):
             self._sample(trainer)
 
     def _sample(self, trainer: Trainer[Any]) -> None:
-        generators = RngState()
-        before = generators.state_dict()
-        try:
-            with trainer.evaluating():
-                made = self._function(trainer)
-            if trainer.world.is_main:
-                self._show(trainer, made)
-        except Exception as error:
-            self._warn(error)
-        finally:
-            generators.load_state_dict(before)
+        with preserve_rng():
+            try:
+                with trainer.evaluating():
+                    made = self._function(trainer)
+                if trainer.world.is_main:
+                    self._show(trainer, made)
+            except Exception as error:
+                self._warn(error)
 
     def _show(self, trainer: Trainer[Any], made: Any) -> None:
         made = {} if made is None else {self._name: made} if isinstance(made, str) else dict(made)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -93,6 +94,17 @@ class RngState:
         if missing := [name for name in setters if name not in state]:
             what = f"the checkpoint has no random state of {', '.join(missing)}, which keeps its current one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Restore the generators of this process on exit."""
+    generators = RngState()
+    before = generators.state_dict()
+    try:
+        yield
+    finally:
+        generators.load_state_dict(before)
 
 
 def _as_bytes(words: Sequence[int]) -> bytes:

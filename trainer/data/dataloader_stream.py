@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import tee
 from typing import Any
@@ -26,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ..checkpoints.rng import RngState, seed_torch
+from ..checkpoints.rng import preserve_rng, seed_torch
 from ..errors import DataError
 from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
 
@@ -120,7 +120,7 @@ class LoaderStream:
         self._batches = batches = iter(reader)
         try:
             for micro_batches, num_samples, total in plan:
-                with _preserve_rng() if self._seeds_this_process else nullcontext():
+                with preserve_rng() if self._seeds_this_process else nullcontext():
                     loaded = [next(batches) for _ in micro_batches]
                 yield LoadedBatch(loaded, num_samples, total, micro_batches)
         finally:
@@ -241,17 +241,6 @@ def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
 def _generator(*key: int) -> torch.Generator:
     words = np.random.SeedSequence(key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
-
-
-@contextmanager
-def _preserve_rng() -> Iterator[None]:
-    """Restore the generators of this process on exit."""
-    generators = RngState()
-    before = generators.state_dict()
-    try:
-        yield
-    finally:
-        generators.load_state_dict(before)
 
 
 def _nth_part(rows: list[int], n: int, parts: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What came of a training: its history while it runs, and the truth about how it ended."""
+"""Results of training: how `fit` ended, and tables of metrics."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ Status = Literal["completed", "stopped", "time_limit", "interrupted", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """How a call of `fit` ended. An error of the user's step is raised instead; "failed" is what a run's record says.
+    """How a call of `fit` ended. Errors of the user's steps are raised instead; only records of a run say "failed".
 
     Attributes:
-        status: "completed" when a limit was reached, "stopped" when somebody asked for it, "time_limit",
-            "interrupted" by a signal.
-        reason: why, in words.
-        metrics: the last value of every metric, by its name in the log.
+        status: "completed" at a limit, "stopped" on request, "time_limit", or "interrupted" by a signal.
+        reason: description of why the run ended.
+        metrics: last value of every metric, by its name in the log.
         history: one dict per completed epoch, over all attempts: "epoch" (from 1), "step", the means of the training
-            metrics over the epoch, the last evaluation in it, and "dropped_samples" where some filled no global batch.
-            `history.columns()` are lists by metric, one value per epoch.
+            metrics over the epoch, its last evaluation, and "dropped_samples" if some did not fill a global batch.
+            `history.columns()` returns lists by metric, with one value per epoch.
         steps: optimizer updates, over all attempts.
         epochs: completed passes over the data.
-        samples: samples learned from, over all ranks and attempts.
-        tokens: tokens of these, where `Trainer.num_tokens` counts them, else 0.
-        last_checkpoint: path of the newest checkpoint, from which a resumed run goes on.
-        best_checkpoint: path of the one with the best value of `CheckpointConfig.monitor` among those that are kept and
-            were evaluated as they are; it need not be that of `best_step`, unless `save_best` is set.
-        best_metric: the best value of that metric in any evaluation of the run, saved or not; None if none was finite.
-        best_step: the update after which it was measured.
-        resumed_from: path of the checkpoint that this call of `fit` began from.
-        data_guarantee: what of its place in the training data a resumed run finds again: "exact", any; "epoch", the
-            start of the epoch in progress, so that samples may be seen twice; "none", nothing.
+        samples: training samples, over all ranks and attempts.
+        tokens: tokens of these samples if `Trainer.num_tokens` counts them, otherwise 0.
+        last_checkpoint: path of the newest checkpoint, from which a run resumes.
+        best_checkpoint: path of the checkpoint with the best value of `CheckpointConfig.monitor`, among those that are
+            kept and were evaluated at their step; not necessarily that of `best_step`, unless `save_best` is set.
+        best_metric: best value of that metric in any evaluation, saved or not; None if none was finite.
+        best_step: update after which `best_metric` was measured.
+        resumed_from: path of the checkpoint from which this call of `fit` resumed.
+        data_guarantee: where in the training data a run can resume: "exact", anywhere; "epoch", at the start of the
+            current epoch, so that samples may be seen twice; "none", nowhere.
     """
 
     status: Status
@@ -56,17 +55,17 @@ class FitResult:
 
 
 def read_history(path: str | os.PathLike[str]) -> Table:
-    """Reads the history of a run from its `metrics.jsonl`: what `FitResult.history` is, also while the run goes on.
+    """Read the history of a run, as in `FitResult.history`, from its `metrics.jsonl`, even while the run trains.
 
     Args:
-        path: of the file, or an fsspec URI; no file is an empty history.
+        path: local path or fsspec URI; a missing file has an empty history.
 
     Example:
         >>> read_history("runs/digits/metrics.jsonl") == result.history
         True
     """
     rows = Table()
-    # Late: the trackers import much that a list of runs does not need.
+    # Imported here: the trackers import much that a list of runs does not need.
     from .trackers.jsonl import read_records
 
     for record in read_records(path):
@@ -77,11 +76,11 @@ def read_history(path: str | os.PathLike[str]) -> Table:
 
 
 PER_EPOCH = "per_epoch/"
-"""What the names of the means over an epoch begin with in the log."""
+"""Prefix of the names of means over an epoch in the log."""
 
 
 class Table(list[dict[str, Any]]):
-    """A list of rows, each a dict of numbers by name, in which a row may lack what another one has.
+    """A list of rows, each a dict of numbers by name; rows may have different names.
 
     Example:
         >>> history = Table([{"epoch": 1, "train/loss": 0.5}, {"epoch": 2, "train/loss": 0.25, "validation/loss": 0.3}])
@@ -96,12 +95,12 @@ class Table(list[dict[str, Any]]):
     """
 
     def columns(self) -> dict[str, list[Any]]:
-        """Returns a list for each name, as long as the table, with NaN where a row has no value."""
+        """Return a list per name, as long as the table, with NaN where a row has no value."""
         names = dict.fromkeys(name for row in self for name in row)
         return {name: [row.get(name, math.nan) for row in self] for name in names}
 
     def text(self) -> str:
-        """Returns lines for people: a header and the rows, numbers to four digits, empty where there is no value."""
+        """Return the table as text: a header and rows, numbers with four digits, missing values empty."""
         names = dict.fromkeys(name for row in self for name in row)
         cells = [list(names), *([_cell(row.get(name, "")) for name in names] for row in self)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -109,10 +108,10 @@ class Table(list[dict[str, Any]]):
         return "\n".join(line.rstrip() for line in lines)
 
     def dataframe(self) -> Any:
-        """Returns a `pandas.DataFrame`.
+        """Return a `pandas.DataFrame`.
 
         Raises:
-            ImportError: pandas is not installed; Headway does not need it.
+            ImportError: pandas, which Headway does not depend on, is not installed.
         """
         import pandas
 

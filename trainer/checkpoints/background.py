@@ -1,4 +1,4 @@
-"""Saves in background threads while training continues."""
+"""Background saves, while training continues."""
 
 from __future__ import annotations
 

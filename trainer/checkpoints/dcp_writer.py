@@ -1,4 +1,4 @@
-"""Writes tensors as Distributed Checkpoint files, with a plan that is reused from save to save.
+"""Write tensors as Distributed Checkpoint files, with a plan that is reused from save to save.
 
 Distributed Checkpoint plans which rank writes what, and its readers read the files. The plan and the bytes that
 `torch.save` writes around a tensor's data depend only on names, shapes and shards, so both are cached. For 128 tensors

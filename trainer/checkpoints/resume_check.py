@@ -1,4 +1,4 @@
-"""Verifies, before the first update, that a resumed run continues the run that saved the checkpoint.
+"""Verify, before the first update, that a resumed run continues the run that saved the checkpoint.
 
 The certificate is part of the manifest: the position in the data, the next rows, the names of optimizers and
 schedulers, and digests of all tensors, of each rank's random state and of the training code. The manifest also has the

@@ -1,4 +1,4 @@
-"""Copies tensors to host memory while training continues, so that a save barely delays it.
+"""Copy tensors to host memory while training continues, so that a save barely delays it.
 
 Parameters and optimizer state do not change between optimizer steps. In that window a thread copies them (on a GPU, a
 separate stream, into pinned memory), and the next optimizer step waits for the rest of the copy. Tensors that may

@@ -1,4 +1,4 @@
-"""CheckpointStore: saves a dict of `Stateful` parts as a committed, verified directory or URI, and loads it.
+"""`CheckpointStore`: save a dict of `Stateful` parts as a committed, verified directory or URI, and load it.
 
     <root>/step-00000042/manifest.json       written last; a directory without it is not a checkpoint
                          parts.pkl           the structure of every part, each a separate pickle

@@ -1,1 +1,1 @@
-"""Means over batches, ranks and intervals, and the training record made of them."""
+"""Means over batches, ranks, intervals and epochs, and the training log made of them."""

@@ -47,7 +47,7 @@ _PUBLIC = {
     "train.dry_run": ("Plan", "plan"),
     "train.fit": ("fit",),
 }
-"""The public names, by the module that defines them. The block for type checkers above repeats them."""
+"""Public names by defining module. Type checkers read the block above instead, which must list the same names."""
 
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

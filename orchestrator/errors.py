@@ -1,4 +1,4 @@
-"""Errors of runs and their storage, in the trainer's hierarchy. All can be pickled.
+"""Errors of runs and their storage, in the trainer's hierarchy. All errors can be pickled.
 
 HeadwayError (headway.trainer.errors)
 ├── ConfigError
@@ -53,8 +53,8 @@ class TrainingFailedError(HeadwayError, RuntimeError):
         self.worker_traceback: str = worker_traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_failed, (str(self), self.rank, self.attempt, self.step, self.worker_traceback))
+        return (_restore, (str(self), self.rank, self.attempt, self.step, self.worker_traceback))
 
 
-def _failed(message: str, rank: int | None, attempt: int | None, step: int | None, text: str) -> TrainingFailedError:
+def _restore(message: str, rank: int | None, attempt: int | None, step: int | None, text: str) -> TrainingFailedError:
     return TrainingFailedError(message, rank=rank, attempt=attempt, step=step, worker_traceback=text)

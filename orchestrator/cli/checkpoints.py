@@ -77,7 +77,7 @@ def verify(
 
     saved = RunCheckpoints.of(run, storage_of(context))
     states = []
-    for entry in saved.chosen(which) if which else saved.entries:
+    for entry in saved.find(which) if which else saved.entries:
         problems = saved.problems(entry)
         is_deleted = bool(problems) and not saved.storage.committed(entry.name)
         state = "deleted" if is_deleted else "damaged" if problems else "whole"
@@ -101,7 +101,7 @@ def digest(
     from ..runs.checkpoints import RunCheckpoints
 
     saved = RunCheckpoints.of(run, storage_of(context))
-    digests = {entry.name: saved.digest(entry) for entry in saved.chosen(which or ["newest"])}
+    digests = {entry.name: saved.digest(entry) for entry in saved.find(which or ["newest"])}
     if as_json:
         print_json("digests", run=run, digests=digests)
         return
@@ -120,7 +120,7 @@ def pin(context: typer.Context, run: RunName, which: _Which, storage: Storage = 
     from ..runs.checkpoints import RunCheckpoints
 
     saved = RunCheckpoints.of(run, storage_of(context))
-    for entry in saved.chosen(which):
+    for entry in saved.find(which):
         mark_kept(saved.storage, entry.name)
         print(f"{entry.name} is pinned")
 
@@ -133,7 +133,7 @@ def unpin(context: typer.Context, run: RunName, which: _Which, storage: Storage 
     from ..runs.checkpoints import RunCheckpoints
 
     saved = RunCheckpoints.of(run, storage_of(context))
-    for entry in saved.chosen(which):
+    for entry in saved.find(which):
         unmark_kept(saved.storage, entry.name)
         print(f"{entry.name} is not pinned")
 
@@ -159,7 +159,7 @@ def prune(
     saved = RunCheckpoints.of(run, storage_of(context), keep_last=keep_last, keep_best=keep_best)
     newest = saved.newest_good()
     if which:
-        to_delete = saved.chosen(which)
+        to_delete = saved.find(which)
         for entry in to_delete:
             if newest is not None and entry.name == newest.name:
                 raise ConfigError(f"{entry.name} is the newest good checkpoint of {run}, from which the run resumes")
@@ -201,7 +201,7 @@ def export(
     from ..runs.checkpoints import RunCheckpoints
 
     saved = RunCheckpoints.of(run, storage_of(context))
-    (entry,) = saved.chosen([checkpoint])
+    (entry,) = saved.find([checkpoint])
     path, to = saved.storage.path_of(entry.name), str(output or file)
     export_safetensors(path, to, model=model, ema=ema, dtype=getattr(torch, dtype) if dtype else None)
     print(f"the weights of {path} are in {to}")

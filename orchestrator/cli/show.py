@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -69,14 +69,14 @@ def run_document(name: str, storage: str) -> tuple[str, dict[str, Any]]:
             }
         }  # fmt: skip
     # Imported here because it imports pydantic.
-    from ..config.coerce import parse_yaml
+    from ..config.coerce import parse_yaml, resolve_scalars
 
     run = find_run(name, storage)
     goodput = goodput_report_of(run)
     return "run", {
         "run": {**run.record.to_plain(), **_state(run)},
         "time": {**asdict(goodput), "goodput": goodput.goodput},
-        "config": _typed(parse_yaml(run.folder.read("config.yaml") or "") or {}),
+        "config": resolve_scalars(parse_yaml(run.folder.read("config.yaml") or "") or {}),
         "events": read_events(run.folder),
     }
 
@@ -171,15 +171,6 @@ def _trial(result: TrialResult) -> dict[str, Any]:
         "best_checkpoint", "last_checkpoint",
     )  # fmt: skip
     return {name: getattr(trial, name) for name in names}
-
-
-def _typed(value: Any) -> Any:
-    """Return the output of `parse_yaml` with plain scalars as numbers, booleans and None."""
-    if isinstance(value, Mapping):
-        return {name: _typed(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_typed(each) for each in value]
-    return value.value() if hasattr(value, "value") else value
 
 
 def _processes(run: Run, events: Sequence[Event]) -> Iterator[tuple[str, str]]:

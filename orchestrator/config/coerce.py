@@ -1,4 +1,4 @@
-"""Convert YAML 1.2 scalars to the types of fields: `3e-4` is a number, `no` is a string."""
+"""Convert YAML 1.2 values to the types of fields: `3e-4` is a number, `no` is a string."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlainScalar(str):
     __slots__ = ()
 
     def value(self) -> Any:
-        """Return the value by YAML's own rules."""
+        """Return the value by the rules of YAML 1.2, ignoring the field."""
         for kind, pattern in _CORE.items():
             if pattern.fullmatch(self):
                 match kind:
@@ -51,13 +51,13 @@ class PlainScalar(str):
 
 
 class _Loader(yaml.SafeLoader):
-    # Every scalar stays text; see PlainScalar.
+    # Without resolvers, scalars stay text; see PlainScalar.
     yaml_implicit_resolvers: dict[str, Any] = {}
 
 
-# libyaml's dumper takes an eighth of the time, which matters for each trial of a sweep.
+# libyaml's dumper is 8 times as fast, which matters for each trial of a sweep.
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    # Quote strings that this module would read as another type.
+    # Strings that would be read back as another type must be quoted.
     yaml_implicit_resolvers = {
         None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{each.pattern})$")) for kind, each in _CORE.items()]
     }
@@ -66,21 +66,21 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
         return True
 
 
-def _word(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+def _construct_text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
     return str(node.value) if node.style else PlainScalar(node.value)
 
 
-def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Unquoted Unicode line breaks would be read as spaces.
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Unquoted, Unicode line breaks would be read back as spaces.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAK.search(text) else None)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:str", _word)
-_Dumper.add_representer(str, _quoted)
+_Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+_Dumper.add_representer(str, _represent_text)
 
 
 def quote(text: str) -> str:
-    """Return text as the value of an override, which is YAML: "/shared/proj #2" alone would end at the comment."""
+    """Return text as YAML for an override. Unquoted, "/shared/proj #2" would end at the comment."""
     try:
         is_plain = parse_yaml(text) == text
     except ConfigError:
@@ -113,7 +113,7 @@ def coerce(value: Any, hint: Any, path: str, build: Build) -> Any:
     """Convert a value to the type of its field.
 
     Args:
-        value: plain values, whose scalars may be `PlainScalar`.
+        value: the output of `parse_yaml`, or a Python value.
         hint: type of the field.
         path: path of the field, for errors.
         build: creates a dataclass from (class, mapping, path).
@@ -125,60 +125,61 @@ def coerce(value: Any, hint: Any, path: str, build: Build) -> Any:
     if origin is Annotated:
         return coerce(value, arguments[0], path, build)
     if hint is Any:
-        return _resolved(value)
+        return resolve_scalars(value)
     if hint is str and isinstance(value, PlainScalar):
         return str(value)
     if origin in (Union, types.UnionType):
-        return _first_that_fits(value, arguments, hint, path, build)
+        return _coerce_union(value, arguments, hint, path, build)
     if hint is Duration:
-        return _duration(value, path)
+        return _coerce_duration(value, path)
     if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value, path)
     if origin is not None and origin is not Literal and isinstance(origin, type):
         if issubclass(origin, Mapping):
-            return _mapping(value, arguments, hint, path, build)
+            return _coerce_mapping(value, arguments, hint, path, build)
         if issubclass(origin, (Sequence, AbstractSet)):
-            return _items(value, origin, arguments, hint, path, build)
-    return _validated(_resolved(value), hint, path)
+            return _coerce_sequence(value, origin, arguments, hint, path, build)
+    return _coerce_leaf(resolve_scalars(value), hint, path)
 
 
-def _resolved(value: Any) -> Any:
+def resolve_scalars(value: Any) -> Any:
+    """Return the output of `parse_yaml` with plain scalars as numbers, booleans and None."""
     match value:
         case PlainScalar():
             return value.value()
         case Mapping():
-            return {str(key): _resolved(each) for key, each in value.items()}
+            return {str(key): resolve_scalars(each) for key, each in value.items()}
         case list():
-            return [_resolved(each) for each in value]
+            return [resolve_scalars(each) for each in value]
     return value
 
 
-def _first_that_fits(value: Any, arms: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
-    # Try the type that the scalar looks like first: for `str | int`, 5 is a number and "5" in quotes is not.
-    looks_like = type(_resolved(value))
-    complaint: ConfigError | None = None
-    for arm in sorted(arms, key=lambda arm: arm is not looks_like):
+def _coerce_union(value: Any, arms: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
+    # Try the YAML type of the scalar first: for `str | int`, 5 is an int and "5" a str.
+    yaml_type = type(resolve_scalars(value))
+    failure: ConfigError | None = None
+    for arm in sorted(arms, key=lambda arm: arm is not yaml_type):
         if arm is str and not isinstance(value, str):
             continue
         try:
             return coerce(value, arm, path, build)
         except ConfigError as error:
-            complaint = error if arm not in (type(None), str) and complaint is None else complaint
-    if len([arm for arm in arms if arm is not type(None)]) == 1 and complaint is not None:
-        raise complaint
-    raise ConfigError(f"{path}={_shown(value)}: it should be {_type_name(hint)}") from complaint
+            failure = error if arm not in (type(None), str) and failure is None else failure
+    if len([arm for arm in arms if arm is not type(None)]) == 1 and failure is not None:
+        raise failure
+    raise ConfigError(f"{path}={_shown(value)} must be {_type_name(hint)}") from failure
 
 
-def _duration(value: Any, path: str) -> Duration:
+def _coerce_duration(value: Any, path: str) -> Duration:
     try:
-        return Duration.parse(value if isinstance(value, (str, Duration)) else _resolved(value))
+        return Duration.parse(value if isinstance(value, (str, Duration)) else resolve_scalars(value))
     except ConfigError as error:
         raise ConfigError(f"{path}={_shown(value)}: {error}") from None
 
 
-def _mapping(value: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
+def _coerce_mapping(value: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}={_shown(value)}: it should be {_type_name(hint)}, as {{a: 1}} or {path}.a=1")
+        raise ConfigError(f"{path}={_shown(value)} must be {_type_name(hint)}, as {{a: 1}} or {path}.a=1")
     key_hint, value_hint = arguments or (Any, Any)
     return {
         coerce(key, key_hint, path, build): coerce(each, value_hint, f"{path}.{key}", build)
@@ -186,14 +187,14 @@ def _mapping(value: Any, arguments: tuple[Any, ...], hint: Any, path: str, build
     }
 
 
-def _items(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
+def _coerce_sequence(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any, path: str, build: Build) -> Any:
     if isinstance(value, str) and arguments == (int, int) and (ends := _RANGE.fullmatch(value)):
         value = [int(end) for end in ends.groups()]
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{path}={_shown(value)}: it should be {_type_name(hint)}, as [{_shown(value)}]")
+        raise ConfigError(f"{path}={_shown(value)} must be {_type_name(hint)}, as [{_shown(value)}]")
     if origin is tuple and arguments and arguments[-1] is not ...:
         if len(arguments) != len(value):
-            raise ConfigError(f"{path}={_shown(value)}: it should have {len(arguments)} items, not {len(value)}")
+            raise ConfigError(f"{path}={_shown(value)} must have {len(arguments)} items, got {len(value)}")
         hints: Sequence[Any] = arguments
     else:
         hints = [arguments[0] if arguments else Any] * len(value)
@@ -202,12 +203,12 @@ def _items(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any, path:
     return kind(items)
 
 
-def _validated(value: Any, hint: Any, path: str) -> Any:
+def _coerce_leaf(value: Any, hint: Any, path: str) -> Any:
     try:
         adapter = pydantic.TypeAdapter(hint)
     except pydantic.errors.PydanticUserError as error:
-        raise ConfigError(f"{path} is a {_type_name(hint)}, which cannot be given as text") from error
-    # Strict for scalars: True is not a number, and 64.0 not an integer. Others (Path, Enum, date) come from text.
+        raise ConfigError(f"{path} has the type {_type_name(hint)}, which cannot be set from text") from error
+    # Strict for scalars: True is no number, 64.0 no integer. Other types (Path, Enum, date) are parsed from text.
     strict = hint in (int, float, bool, str) or get_origin(hint) is Literal
     try:
         return adapter.validate_python(value, strict=strict)
@@ -217,7 +218,7 @@ def _validated(value: Any, hint: Any, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, (str, int, float)) else repr(_resolved(value))
+    return str(value) if isinstance(value, (str, int, float)) else repr(resolve_scalars(value))
 
 
 def _type_name(hint: Any) -> str:

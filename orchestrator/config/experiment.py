@@ -15,23 +15,24 @@ from headway.trainer.trainer import Trainer
 
 from ..storage.folder import absolute, join
 
-# On a busy machine anything may take up to this long.
+# Any phase may take this long on a busy machine.
 _SHORTEST_HANG_S = 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The number of workers, and their resources. `str()` gives the number, as "2 to 8 workers".
+    """The number of workers and their resources. `str()` gives the number, as in "2 to 8 workers".
 
     Attributes:
         workers: training processes, one rank each. A range such as (2, 8) makes the run elastic: it uses as many
-            workers as fit, and rescales as machines come and go. Global batch, schedule and data order stay the same.
+            workers as fit, and rescales when machines are added or lost. Global batch, schedule and data order do
+            not change.
         cpus_per_worker: CPUs that a worker reserves, and its torch threads; below 1, workers share a CPU.
         gpus_per_worker: GPUs that a worker reserves; with GPUs, ranks communicate by NCCL instead of Gloo.
-        resources_per_worker: other resources that a worker reserves, by Ray's names ("memory" in bytes, or custom).
-        wait: how long to wait for machines that the cluster does not have yet; None: missing resources are an error.
-        grow_after: of an elastic run: how long more workers must have fit before the run saves and scales up.
+        resources_per_worker: other resources that a worker reserves, by Ray's names: "memory" in bytes, or custom.
+        wait: timeout for resources that the cluster does not have yet; None: missing resources are an error.
+        grow_after: in an elastic run, how long more workers must fit before the run saves and scales up.
 
     Example:
         >>> Scaling(workers=4, gpus_per_worker=1).total_resources
@@ -105,7 +106,7 @@ class Scaling:
 
     @property
     def wait_timeout_s(self) -> float:
-        """How long to wait for workers: `wait`, or ten minutes for workers that the cluster could hold."""
+        """Timeout for workers: `wait`, or ten minutes if the cluster is large enough."""
         return self.wait.amount if self.wait else 600.0
 
     def reserved_by(self, workers: int) -> dict[str, float]:
@@ -116,27 +117,27 @@ class Scaling:
 def _range(workers: Sequence[int]) -> int | tuple[int, int]:
     if len(workers) != 2 or any(type(each) is not int for each in workers) or not 1 <= workers[0] <= workers[1]:
         raise ConfigError(
-            "workers must be an integer >= 1, or a range of the fewest and the most, as (2, 8) in Python and 2..8 on "
-            f"the command line, got {workers!r}"
+            "workers must be an integer >= 1, or a range (fewest, most), written (2, 8) in Python and 2..8 on the "
+            f"command line, got {workers!r}"
         )
     return workers[0] if workers[0] == workers[1] else (workers[0], workers[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How often a run restarts after a failure. Counted from zero at each start of the run.
+    """How often a run restarts after a failure. Each start of the run counts from zero.
 
-    Errors that would recur are never retried: see `train/failures.py`.
+    Errors that would recur are not retried: see `train/failures.py`.
 
     Attributes:
-        max_failures: retries after workers crashed, hung, or lost each other or the storage; a failure of the whole
-            group counts once.
+        max_failures: retries after workers crashed, hung, or lost their connection to each other or to the storage;
+            a failure of the whole group counts once.
         max_errors: retries after exceptions in training code, counted separately from failures of machines.
         max_preemptions: retries after preemptions with notice; None: unlimited.
-        hang_timeout: a time such as "10m": a rank that stays that long in one phase while others wait for it hangs, and
-            the attempt fails. "auto" learns how long each phase takes. None: hangs are not detected.
-        spares: whether each worker has an idle process beside it, of about 320 MB, that has imported everything and
-            takes its place at the next restart. "auto": if Ray is started for this run alone.
+        hang_timeout: a time such as "10m": the attempt fails if a rank stays longer in one phase while others wait for
+            it. "auto": learned from the duration of each phase. None: hangs are not detected.
+        spares: whether each worker has an idle spare process (about 320 MB) with all imports done, which replaces it at
+            the next restart. "auto": only if Ray is started for this run.
 
     Example:
         >>> Retries(max_failures=1)
@@ -209,7 +210,7 @@ class Experiment:
             self._check_elastic()
 
     def _check_elastic(self) -> None:
-        """Refuse settings whose training would depend on the number of workers."""
+        """Refuse settings with which training would depend on the number of workers."""
         size, parallel, workers = self.config.global_batch_size, self.config.parallel, str(self.scaling)
         if size is None:
             raise ConfigError(
@@ -219,7 +220,7 @@ class Experiment:
         if size < self.scaling.max_workers:
             raise ConfigError(
                 f"config.global_batch_size={size} is less than one sample per worker with {workers}: raise it, or "
-                "lower the most in scaling.workers"
+                "lower the maximum of scaling.workers"
             )
         if parallel.strategy == "hsdp":
             raise ConfigError(

@@ -27,12 +27,12 @@ from .target import load_target, target_of
 
 
 def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[str] = ()) -> Experiment:
-    """Return the experiment of a target with overrides.
+    """Return the experiment of a target, with overrides.
 
-    A trainer class becomes an experiment with its name in kebab case and the config's defaults.
+    A trainer class becomes an experiment with the defaults of its config; its name is the class name in kebab case.
 
     Args:
-        target: as for `load_target`, or what it returns.
+        target: as for `load_target`, or an object that it returns.
         overrides: as "config.learning_rate=3e-4"; the value is YAML, so `[1, 2]` is a list and `null` is None.
 
     Raises:
@@ -41,14 +41,14 @@ def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[s
     found = load_target(target) if isinstance(target, str) else target
     tree: dict[str, Any] = {}
     for override in overrides:
-        _plant(tree, override)
+        _add_override(tree, override)
     if isinstance(found, Experiment):
-        return cast(Experiment, _rebuilt(found, tree, ""))
+        return cast(Experiment, _with_changes(found, tree, ""))
     if "trainer" in tree:
-        raise ConfigError("trainer is what the target says; give another target instead of an override")
+        raise ConfigError("trainer cannot be overridden: use another target")
     settings = {"name": PlainScalar(_kebab(found.__name__)), **tree}
-    config = _built(config_type(found), settings.pop("config", {}), "config")
-    return cast(Experiment, _built(Experiment, {"trainer": found, "config": config, **settings}, ""))
+    config = _create(config_type(found), settings.pop("config", {}), "config")
+    return cast(Experiment, _create(Experiment, {"trainer": found, "config": config, **settings}, ""))
 
 
 def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
@@ -64,8 +64,8 @@ def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
     """
     tree: dict[str, Any] = {}
     for each, value in values.items():
-        _put(tree, each, value)
-    return _rebuilt(settings, tree, path)
+        _set_path(tree, each, value)
+    return _with_changes(settings, tree, path)
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """
     values = {}
     for each in overrides:
-        _plant({}, each)
+        _add_override({}, each)
         path, _, written = each.partition("=")
         values[path] = parse_yaml(written, path)
     return values
@@ -106,8 +106,8 @@ def to_plain(value: Any, path: str = "") -> Any:
         names = [field.name for field in _settable(type(value))]
         return {name: to_plain(getattr(value, name), _at(path, name)) for name in names}
     raise ConfigError(
-        f"{path or 'it'} is a {type(value).__name__}, which cannot be saved in a file: keep a name or a number in the "
-        "config, and create the object in the trainer"
+        f"{path or 'the value'} is a {type(value).__name__}, which cannot be saved in a file: keep a name or a number "
+        "in the config, and create the object in the trainer"
     )
 
 
@@ -121,8 +121,8 @@ def from_plain(plain: Mapping[str, Any]) -> Experiment:
     trainer = load_target(str(settings.pop("trainer", "")))
     if isinstance(trainer, Experiment):
         raise ConfigError("trainer is an Experiment; it must be a Trainer class")
-    config = _built(config_type(trainer), settings.pop("config", {}), "config")
-    return cast(Experiment, _built(Experiment, {"trainer": trainer, "config": config, **settings}, ""))
+    config = _create(config_type(trainer), settings.pop("config", {}), "config")
+    return cast(Experiment, _create(Experiment, {"trainer": trainer, "config": config, **settings}, ""))
 
 
 def to_yaml(experiment: Experiment) -> str:
@@ -171,7 +171,7 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
-    """Returns the fields in which two plain experiments differ, by path."""
+    """Return the fields in which two plain experiments differ, by path."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [
         Difference(path, old.get(path), new.get(path))
@@ -188,69 +188,71 @@ def _leaves(plain: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield _at(path, key), value
 
 
-def _plant(tree: dict[str, Any], override: str) -> None:
+def _add_override(tree: dict[str, Any], override: str) -> None:
     """Add "a.b=1" to a tree of dicts."""
     path, equals, written = override.partition("=")
     if not equals or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{override!r} is not an override: write path=value, as in config.learning_rate=3e-4")
-    _put(tree, path, parse_yaml(written, path))
+    _set_path(tree, path, parse_yaml(written, path))
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+def _set_path(tree: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for depth, parent in enumerate(parents):
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{'.'.join(parents[: depth + 1])} is set as a whole and in part; give one of them")
+            raise ConfigError(f"{'.'.join(parents[: depth + 1])} is set as a whole and in part: use only one of them")
     tree[last] = value
 
 
-def _rebuilt(current: Any, tree: Mapping[str, Any], path: str) -> Any:
+def _with_changes(current: Any, tree: Mapping[str, Any], path: str) -> Any:
     """Return a dataclass with the fields of the tree changed; sections keep their class."""
     changes: dict[str, Any] = {}
-    hints = _hints(type(current))  # type: ignore[arg-type]  # it doubts that classes have a hash
+    hints = _hints(type(current))  # type: ignore[arg-type]  # mypy: classes may lack a hash
     sections = {field.name: type(getattr(current, field.name)) for field in _settable(type(current))}
-    for field, written in _matched(type(current), tree, path, sections):
+    for field, written in _known_fields(type(current), tree, path, sections):
         where, value = _at(path, field.name), getattr(current, field.name)
         if where == "trainer":
-            raise ConfigError("trainer is what the target says; give another target instead of an override")
+            raise ConfigError("trainer cannot be overridden: use another target")
         if is_dataclass(value) and not isinstance(value, (type, Duration)) and isinstance(written, Mapping):
-            changes[field.name] = _rebuilt(value, written, where)
+            changes[field.name] = _with_changes(value, written, where)
         else:
-            changes[field.name] = coerce(written, hints[field.name], where, _built)
-    return _made(lambda: replace(current, **changes), path)
+            changes[field.name] = coerce(written, hints[field.name], where, _create)
+    return _checked(lambda: replace(current, **changes), path)
 
 
-def _built(cls: type[Any], tree: Any, path: str) -> Any:
+def _create(cls: type[Any], tree: Any, path: str) -> Any:
     """Create a dataclass from a tree, with defaults for missing fields."""
     if isinstance(tree, cls):
         return tree
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path}={tree!r} is a section: set its fields, as {path}.field=value")
+        raise ConfigError(
+            f"{path}={tree!r} is invalid: {path} is a section, so set its fields, as in {path}.field=value"
+        )
     hints = _hints(cls)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     sections = {**hints, **{name: type(value) for name, value in tree.items()}}
-    for field, written in _matched(cls, tree, path, sections):
+    for field, written in _known_fields(cls, tree, path, sections):
         hint, where = hints[field.name], _at(path, field.name)
-        values[field.name] = written if where == "trainer" else coerce(written, hint, where, _built)
+        values[field.name] = written if where == "trainer" else coerce(written, hint, where, _create)
     for field in _settable(cls):
         if field.default is MISSING and field.default_factory is MISSING and field.name not in values:
             where = _at(path, field.name)
             raise ConfigError(f"{where} is required: set {where}=...")
-    return _made(lambda: cls(**values), path)
+    return _checked(lambda: cls(**values), path)
 
 
-def _made(make: Any, path: str) -> Any:
+def _checked(make: Any, path: str) -> Any:
     try:
         return make()
     except (ConfigError, ValueError, TypeError) as error:
-        # Errors of a section begin with the name of a field, or concern several.
+        # The message starts with a field of the section, unless it concerns several.
         message = str(error)
         begins_with_field = bool(re.match(r"[a-z_]+(\[[^]]*\])? (must|is|counts|lies|belongs)\b", message))
         raise ConfigError(f"{path}{'.' if begins_with_field else ': '}{message}" if path else message) from error
 
 
-def _matched(
+def _known_fields(
     cls: type[Any], tree: Mapping[str, Any], path: str, sections: Mapping[str, Any]
 ) -> Iterator[tuple[Field[Any], Any]]:
     known = {field.name: field for field in _settable(cls)}
@@ -259,7 +261,7 @@ def _matched(
         if key in renamed and key not in known:
             now = renamed[key].name
             if now in tree:
-                raise ConfigError(f"{_at(path, key)} is the old name of {_at(path, now)}; give one of them")
+                raise ConfigError(f"{_at(path, key)} is the old name of {_at(path, now)}: use only the new one")
             warnings.warn(f"{_at(path, key)} is now called {_at(path, now)}", FutureWarning, stacklevel=2)
             yield renamed[key], value
         elif key in known:
@@ -272,7 +274,7 @@ def _unknown(cls: type[Any], key: str, path: str, names: list[str], sections: Ma
     text = f"{_at(path, key)}: {cls.__name__} has no field {key!r}"
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"{text}; did you mean {_at(path, near[0])}?"
-    # The name may exist in another section.
+    # The field may belong to another section.
     for name in names:
         section = sections.get(name)
         below = [each.name for each in _settable(section)] if is_dataclass(section) and section is not Duration else []

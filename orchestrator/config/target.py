@@ -1,4 +1,4 @@
-"""Targets, `file.py:name` or `module:name`: import the class or experiment, and return the target of a class."""
+"""Targets, `file.py:name` or `module:name`: import the object of a target, and return the target of a class."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_target(target: str) -> Experiment | type[Trainer[Any]]:
         target: `file.py`, `file.py:name` or `module:name`.
 
     Raises:
-        ConfigError: there is no such file, module or name, or it is neither.
+        ConfigError: there is no such file, module or name, or it is neither an experiment nor a trainer class.
     """
     place, name = _split(target)
     module = _import(place, target)
@@ -61,7 +61,7 @@ def load_named(target: str, name: str) -> Any:
 def target_of(trainer: type) -> str:
     """Return the target of a class for `load_target`: a file if its module is a user's file, else a module.
 
-    The path is relative if the file is below the current directory, because a job's copy of that has another path.
+    The path is relative if the file is below the current directory, because a job runs in a copy of that directory.
     """
     module = sys.modules.get(trainer.__module__)
     file = getattr(module, "__file__", None)
@@ -96,7 +96,7 @@ def relocate_target(target: str, *, working_dir: str, folder: str | None, sha256
         sha256: the recorded digest of the file.
 
     Raises:
-        ConfigError: the file is in neither place.
+        ConfigError: the file is in neither directory.
     """
     place, name = _split(target)
     if not place.endswith(".py"):
@@ -108,7 +108,7 @@ def relocate_target(target: str, *, working_dir: str, folder: str | None, sha256
     same = [each for each in there if file_digest(each) == sha256]
     for each in same or there:
         return f"{each}:{name}"
-    raise ConfigError(f"the trainer {target} is gone: there is no file {' and no '.join(places)}")
+    raise ConfigError(f"the trainer {target} was not found: there is no file {' and no '.join(places)}")
 
 
 def file_digest(file: str) -> str:
@@ -171,7 +171,7 @@ def _import_file(path: Path) -> ModuleType:
     name = _PREFIX + path.stem
     if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
         return known
-    # As with `python file.py`, its folder can be imported from.
+    # As with `python file.py`, add its folder to the import path.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -192,7 +192,7 @@ def _named(module: ModuleType, name: str, target: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = [each for each in vars(module) if not each.startswith("_")]
-            raise ConfigError(f"{target}: there is no {name!r} in it{_did_you_mean(name, names)}")
+            raise ConfigError(f"{target}: there is no {name!r}{_did_you_mean(name, names)}")
         found = getattr(found, part)
     return found
 
@@ -210,7 +210,7 @@ def _only_one(module: ModuleType, target: str) -> Any:
         if len(found) == 1:
             return next(iter(found.values()))
         if found:
-            raise ConfigError(f"{target} has {', '.join(sorted(found))}: say which, as {target}:{sorted(found)[0]}")
+            raise ConfigError(f"{target} has {', '.join(sorted(found))}: choose one, as in {target}:{sorted(found)[0]}")
     raise ConfigError(f"{target} has neither an Experiment nor a Trainer class")
 
 

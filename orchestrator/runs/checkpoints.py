@@ -1,4 +1,4 @@
-"""The checkpoints of a run: found by name, step, "newest" or "best", with the retention rules that keep them."""
+"""The checkpoints of a run, by name, step, "newest" or "best", and the retention rules that keep them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class RunCheckpoints:
     """The checkpoints of one run at the time of the call.
 
     Attributes:
-        storage: where they are.
-        entries: in the order of their commits; never empty.
+        storage: storage of the checkpoints.
+        entries: the checkpoints in the order of their commits; never empty.
         rules: the run's retention rules.
-        began_after: number of the last commit before the run was restarted from scratch; the rules do not apply to
-            checkpoints up to it.
+        restarted_after: number of the last commit before the run was restarted from scratch. The rules do not apply
+            to checkpoints up to this one.
     """
 
     storage: Storage
     entries: list[ScannedCheckpoint]
     rules: Retention
-    began_after: int
+    restarted_after: int
 
     @classmethod
     def of(cls, run: str, storage: str, **rules: int | None) -> RunCheckpoints:
@@ -62,7 +62,7 @@ class RunCheckpoints:
 
     def reasons(self) -> dict[str, list[str]]:
         """Return the rules that keep each readable checkpoint, by its name."""
-        reasons = self.rules.reasons(self._own())
+        reasons = self.rules.reasons(self._since_restart())
         return {
             entry.name: reasons.get(entry.checkpoint.path, ["before the run was restarted"])
             + ["pinned"] * self.is_pinned(entry)
@@ -71,19 +71,19 @@ class RunCheckpoints:
         }
 
     def problems(self, entry: ScannedCheckpoint) -> list[str]:
-        """Return the problems of a checkpoint; reads all of it."""
+        """Return the problems of a checkpoint. Reads all its files."""
         if entry.problem:
             return [entry.problem]
         found = (verify_file(self.storage, entry.name, file, expected) for file, expected in entry.files.items())
         return [each for each in found if each]
 
     def digest(self, entry: ScannedCheckpoint) -> str:
-        """Return a digest of the weights of all models, which does not depend on the number of ranks.
+        """Return a digest of the weights of all models, independent of the number of ranks.
 
         Raises:
             ConfigError: the checkpoint cannot be read, or has no checksums of its tensors.
         """
-        # Late, for it imports torch: checkpoints are listed without.
+        # Imported here because these import torch, and checkpoints are listed without it.
         from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
         from headway.trainer.checkpoints.tensor_checksums import digest_of
 
@@ -94,31 +94,31 @@ class RunCheckpoints:
         return digest_of({name: each for name, each in sums.items() if name.startswith("models/")})
 
     def newest_good(self) -> ScannedCheckpoint | None:
-        """Return the checkpoint from which the run would resume; reads it."""
+        """Return the checkpoint from which the run would resume. Reads all its files."""
         return next((each for each in reversed(self.entries) if not self.problems(each)), None)
 
-    def chosen(self, which: list[str]) -> list[ScannedCheckpoint]:
+    def find(self, which: list[str]) -> list[ScannedCheckpoint]:
         """Return checkpoints by name, step, "newest" (the newest good one) or "best".
 
         Raises:
             ConfigError: there is no such checkpoint.
         """
-        return [self._chosen(each) for each in dict.fromkeys(which)]
+        return [self._find(each) for each in dict.fromkeys(which)]
 
-    def _own(self) -> list[Checkpoint]:
+    def _since_restart(self) -> list[Checkpoint]:
         """Return the checkpoints since the run was last started from scratch."""
         found = (each.checkpoint for each in self.entries)
-        return [each for each in found if each is not None and each.sequence > self.began_after]
+        return [each for each in found if each is not None and each.sequence > self.restarted_after]
 
-    def _chosen(self, which: str) -> ScannedCheckpoint:
+    def _find(self, which: str) -> ScannedCheckpoint:
         found: ScannedCheckpoint | None
         if which == "newest":
             found = self.newest_good()
         elif which == "best":
-            best = self.rules.best(self._own())
+            best = self.rules.best(self._since_restart())
             found = next((each for each in self.entries if best is not None and each.checkpoint == best), None)
         else:
-            # Of a step that was saved twice, the last one.
+            # If a step was saved twice, choose the last one.
             of_step = f"step-{int(which):08d}" if which.isdecimal() else which
             named = [each for each in self.entries if each.name == which]
             named += [each for each in reversed(self.entries) if each.name.partition(".")[0] == of_step]

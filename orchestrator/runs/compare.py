@@ -1,4 +1,4 @@
-"""The differences between two runs, from their records and checkpoints: config, data, code, versions, result."""
+"""Differences between two runs in config, data, code, versions and result, from their records and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Facts = dict[str, dict[str, Any]]
 Row = tuple[str, str, str, str]
 
 MISSING = "-"
-"""Shown for a field that one side does not have."""
+"""Stands for a field that one run does not have."""
 
 # Fields that do not affect the training.
 _NAMES = ("name", "storage")
@@ -42,7 +42,7 @@ def compare_runs(first: str, second: str, storage: str) -> list[Row]:
 
 
 def differing_facts(before: Facts, after: Facts) -> Iterator[Row]:
-    """Yield the rows of `compare_runs` for the parts that both have."""
+    """Yield the rows of `compare_runs` for the parts that both runs have."""
     for part in before:
         if part not in after:
             continue
@@ -53,10 +53,10 @@ def differing_facts(before: Facts, after: Facts) -> Iterator[Row]:
 
 
 def current_facts(experiment: Experiment, data: Mapping[str, Any]) -> Facts:
-    """Return the facts of a run that would be started now, comparable with `recorded_facts`.
+    """Return the facts of a run started now, comparable with `recorded_facts`.
 
     Args:
-        experiment: what would be trained.
+        experiment: the experiment of the run.
         data: identity of the training data.
     """
     return {
@@ -100,7 +100,7 @@ def recorded_facts(name: str, storage: str) -> Facts:
 
 
 def _config(plain: Mapping[str, Any]) -> dict[str, Any]:
-    # Only the class of the trainer: the content of its file is compared as code.
+    # Only the class of the trainer, because its file is compared as code.
     target = str(plain.get("trainer", "")).replace("\\", "/").rpartition("/")[2]
     return {**{path: value for path, value in _leaves(plain) if path not in _NAMES}, "trainer": target}
 

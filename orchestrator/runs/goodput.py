@@ -1,8 +1,8 @@
-"""Goodput: where the time of a run went, over all its attempts and starts. A pure function of its events.
+"""Goodput: the time of a run by class, over all its attempts and starts, from its events.
 
-The account is the main rank's: while it waits for a slower rank, it counts as computing. A start is the life of one
-driver. Its wall time lasts from the call of `fit` to its last event, or to its last sign of life if it died, without
-the time for which the main rank's machine slept.
+Times are those of the main rank: waiting for a slower rank counts as computing. A start is the lifetime of one driver.
+Its wall time lasts from the call of `fit` to its last event, or to its last heartbeat if it died, without the time for
+which the main rank's machine slept.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ADVICE = {
     "restart": "find out what kills the workers; retries.spares keeps processes ready",
     "ending": "negligible in a longer run",
 }
-"""The classes of time, with advice for each."""
+"""Advice for each class of time."""
 
 CLASSES = tuple(ADVICE)
 
 _WORTH_ADVICE = 0.05
-# A shorter gap is not sleep: recorded times are rounded, and clocks drift.
+# A shorter gap is not sleep, because recorded times are rounded and clocks drift.
 _SLEEP_S = 1.0
 _CLASS_OF: dict[str, str] = {
     "reading data": "data wait",
@@ -84,7 +84,7 @@ class GoodputReport:
         return self.seconds[name] / self.wall_s if self.wall_s > 0 else 0.0
 
     def advice(self) -> str:
-        """Return the first thing worth fixing, in one line."""
+        """Return one line of advice for the class that costs the most time."""
         worst = max((name for name in CLASSES if name != "compute"), key=self.share)
         if self.share(worst) < _WORTH_ADVICE:
             return "nothing: no other class has more than 5 % of the time"
@@ -92,15 +92,16 @@ class GoodputReport:
 
 
 def goodput_report(events: Sequence[Event], *, until: float | None = None) -> GoodputReport:
-    """Account for every second of a run.
+    """Return the time of a run by class, from its events.
 
     "lost work done again" is the time of updates up to the furthest one of an earlier attempt. The first update of an
-    attempt compiles, allocates and connects the ranks: its time beyond that of a usual update, or all of it if there is
-    no other, is "compiling". "restart" lasts from the end of an attempt until the next one of the same start trains.
+    attempt compiles, allocates and connects the ranks: the time by which it exceeds a usual update, or all of it if
+    there is no other, is "compiling". "restart" lasts from the end of an attempt until the next one of the same start
+    trains.
 
     Args:
-        events: of the run, earliest first.
-        until: now, in seconds since 1970, if the run is running; else its last start ends with its events.
+        events: events of the run, earliest first.
+        until: for a running run, the current time in seconds since 1970; None: the last start ends with its events.
     """
     account = _Account(_marks(events))
     starts = _starts(events)
@@ -119,7 +120,7 @@ def goodput_report(events: Sequence[Event], *, until: float | None = None) -> Go
 
 @dataclass
 class _Start:
-    """The events of one life of a driver."""
+    """The events of one start of the driver."""
 
     began: float
     events: list[Event]
@@ -136,7 +137,7 @@ def _starts(events: Sequence[Event]) -> list[_Start]:
 
 
 def _marks(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
-    """Return the main rank's reports of its time by attempt, earliest first."""
+    """Return the main rank's reports of its time, by attempt, earliest first."""
     marks: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         if (spent := event.get("spent")) is not None:
@@ -146,7 +147,7 @@ def _marks(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
 
 @dataclass
 class _Account:
-    """The account in progress."""
+    """The sum so far."""
 
     marks: dict[int, list[dict[str, Any]]]
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
@@ -165,26 +166,26 @@ class _Account:
 
         Args:
             start: the next start.
-            before: when the following start began, if there is one.
-            until: now, if this start is running.
+            before: when the next start began, if there is one.
+            until: the current time, if this start is running.
         """
         began = max(start.began, self.ended or start.began)
         if self.ended is not None:
             self.not_running_s += began - self.ended
         attempts = [event for event in start.events if event["event"] == "attempt_started"]
-        signs = [event["time"] for event in start.events if event["event"] != "last_heard"]
-        signs += [mark["at"] for each in attempts for mark in self.marks.get(each["attempt"], [])]
-        ended = max([began, *signs, *([until] if until is not None else [])])
+        times = [event["time"] for event in start.events if event["event"] != "last_heard"]
+        times += [mark["at"] for each in attempts for mark in self.marks.get(each["attempt"], [])]
+        ended = max([began, *times, *([until] if until is not None else [])])
         self.ended = ended if before is None else max(began, min(ended, before))
         self.now, is_over, slept_s = began, start.events[-1]["event"] == "driver_ended", 0.0
         bounds = [*(event["time"] for event in attempts), self.ended]
         for number, (attempt, next_at) in enumerate(zip(attempts, bounds[1:], strict=True)):
             events = [event for event in start.events if attempt["time"] <= event["time"] <= next_at]
-            self._come_up(attempt, start.events, is_first=number == 0)
-            self._train(attempt, events)
+            self._account_setup(attempt, start.events, is_first=number == 0)
+            self._account_training(attempt, events)
             slept_s += self._slept_s
-        tail = "ending" if is_over else _what_comes_after(start.events)
-        self._wait(start.events, self.ended, tail)
+        tail = "ending" if is_over else _class_after(start.events)
+        self._account_wait(start.events, self.ended, tail)
         self._pass(self.ended, tail)
         self.wall_s += self.ended - began - slept_s
         self.not_running_s += slept_s
@@ -196,7 +197,7 @@ class _Account:
             self.seconds[name] += until - self.now
             self.now = until
 
-    def _wait(self, events: Sequence[Event], until: float, otherwise: str) -> None:
+    def _account_wait(self, events: Sequence[Event], until: float, otherwise: str) -> None:
         waits = [
             event["since"]
             for event in events
@@ -206,7 +207,7 @@ class _Account:
             self._pass(min(waits), otherwise)
             self._pass(until, "waiting for machines")
 
-    def _come_up(self, attempt: Event, events: Sequence[Event], *, is_first: bool) -> None:
+    def _account_setup(self, attempt: Event, events: Sequence[Event], *, is_first: bool) -> None:
         """Account for the time until the trainer of an attempt is created."""
         self.attempts.add(attempt["attempt"])
         starting, importing = ("starting", "importing") if is_first else ("restart", "restart")
@@ -214,37 +215,37 @@ class _Account:
         entered: float = main["entered"] if "entered" in main else attempt["time"]
         began: float = min(main["began"], entered) if "began" in main else entered
         if began <= self.now:
-            # A spare process is older than the need for it, and has already imported.
+            # A spare process started earlier, and has already imported everything.
             began = entered
-        self._wait(events, began, starting)
+        self._account_wait(events, began, starting)
         self._pass(began, starting)
         self._pass(entered, importing)
         self._pass(attempt["time"], starting)
         for mark in self.marks.get(attempt["attempt"], [])[:1]:
             made = mark["at"] - sum(mark["seconds"].values())
-            # If the machine slept, `made` is too late: the trainer was created before it trained.
+            # If the machine slept, `made` is too late; the trainer was created before training started.
             trained = [
                 each["time"] for each in events if each["event"] == "training" and each["time"] >= attempt["time"]
             ]
             self._pass(min([made, *trained[:1]]), importing)
         self.setting_up = starting
 
-    def _train(self, attempt: Event, events: Sequence[Event]) -> None:
-        """Account for the main rank's reported time, and for a hang after it."""
+    def _account_training(self, attempt: Event, events: Sequence[Event]) -> None:
+        """Account for the time that the main rank reported, and for a hang after it."""
         hung = next((event for event in events if event["event"] == "rank_hung"), None)
         marks = self.marks.get(attempt["attempt"], [])
         self._slept_s = 0.0
         at_first = next((event["step"] for event in events if event["event"] == "training"), None)
         if marks:
             last = marks[-1]
-            spent = self._by_the_clock(last)
+            spent = self._fit_to_wall_time(last)
             if hung is not None:
-                self._take_hang(spent, last, hung)
+                self._account_hang(spent, last, hung)
             for phase, seconds in spent.items():
                 if phase in UPDATE_PHASES or phase in (FIRST_UPDATE, "between updates"):
                     continue
                 self.seconds[_CLASS_OF.get(phase, self.setting_up)] += seconds
-            self._work(spent, marks, at_first)
+            self._account_updates(spent, marks, at_first)
             self.now = max(self.now, min(last["at"], self.ended or last["at"]))
         if hung is not None:
             self._pass(hung["time"], "hang")
@@ -253,11 +254,11 @@ class _Account:
         reached += [mark["step"] for mark in marks]
         self.furthest = max([self.furthest, at_first or 0, *reached])
 
-    def _by_the_clock(self, last: dict[str, Any]) -> dict[str, float]:
-        """Return the main rank's times, fitted to the wall time between now and its report.
+    def _fit_to_wall_time(self, last: dict[str, Any]) -> dict[str, float]:
+        """Return the main rank's times, fitted to the wall time between `now` and its report.
 
-        Its monotonic clock stops while the machine sleeps: the excess of wall time is sleep, unless it is within the
-        drift of the clocks. Times that do not fit are scaled down.
+        Its monotonic clock stops while the machine sleeps, so excess wall time is sleep, unless it is within the drift
+        of the clocks. Times that exceed the wall time are scaled down.
         """
         spent = {name: float(seconds) for name, seconds in last["seconds"].items()}
         room_s = max(0.0, min(last["at"], self.ended or last["at"]) - self.now)
@@ -269,30 +270,30 @@ class _Account:
             self._slept_s = left_s
         return spent if total_s <= room_s else {name: each * room_s / total_s for name, each in spent.items()}
 
-    def _take_hang(self, spent: dict[str, float], last: dict[str, Any], hung: Event) -> None:
-        """Move the main rank's time in the phase of a hang to "hang"."""
+    def _account_hang(self, spent: dict[str, float], last: dict[str, Any], hung: Event) -> None:
+        """Move the main rank's time in the phase of a hang to the class "hang"."""
         phase = last["phase"] if last["phase"] in spent else max(spent, key=spent.__getitem__)
         known_s = min(last["at"], hung["time"]) - (hung["time"] - hung["for_s"])
         hung_s = min(max(0.0, known_s), spent[phase])
         spent[phase] -= hung_s
         self.seconds["hang"] += hung_s
 
-    def _work(self, spent: dict[str, float], marks: Sequence[dict[str, Any]], at_first: int | None) -> None:
-        """Account for the updates of an attempt and the time between them, split into those that count and repeats."""
+    def _account_updates(self, spent: dict[str, float], marks: Sequence[dict[str, Any]], at_first: int | None) -> None:
+        """Account for an attempt's updates and the time between them, separating repeated updates."""
         updates, first_s = marks[-1]["updates"], spent.get(FIRST_UPDATE, 0.0)
         compute_s = sum(spent.get(phase, 0.0) for phase in UPDATE_PHASES)
         usual_s = min(first_s, compute_s / (updates - 1)) if updates > 1 else 0.0
         self.seconds["compiling"] += first_s - usual_s
         first = marks[0]["step"] if at_first is None else at_first
-        again = _share_again(marks, first, self.furthest, usual_s)
-        self.steps_again += again.steps
+        repeated = _repeated_share(marks, first, self.furthest, usual_s)
+        self.steps_again += repeated.steps
         work_s = {"compute": compute_s + usual_s, "hooks and logging": spent.get("between updates", 0.0)}
         for name, seconds in work_s.items():
-            self.seconds["lost work done again"] += seconds * again.share
-            self.seconds[name] += seconds * (1.0 - again.share)
+            self.seconds["lost work done again"] += seconds * repeated.share
+            self.seconds[name] += seconds * (1.0 - repeated.share)
 
 
-def _what_comes_after(events: Sequence[Event]) -> str:
+def _class_after(events: Sequence[Event]) -> str:
     """Return the class of the time after the last event of a start without an end."""
     last = [event for event in events if event["event"] in ("attempt_started", "attempt_ended", "group_failed")][-1:]
     if not last:
@@ -301,18 +302,18 @@ def _what_comes_after(events: Sequence[Event]) -> str:
 
 
 @dataclass(frozen=True)
-class _Again:
+class _Repeated:
     share: float
     steps: int
 
 
-def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usual_s: float) -> _Again:
-    """Return the share of an attempt's update time that repeated earlier updates.
+def _repeated_share(marks: Sequence[dict[str, Any]], first: int, furthest: int, usual_s: float) -> _Repeated:
+    """Return the share of an attempt's update time spent repeating earlier updates.
 
     Args:
         marks: the main rank's reports in the attempt.
-        first: the step from which it trained.
-        furthest: the furthest step before it.
+        first: the step at which the attempt started.
+        furthest: the furthest step of earlier attempts.
         usual_s: time of its first update without compilation.
     """
     points = [(first, 0.0)]
@@ -328,11 +329,11 @@ def _share_again(marks: Sequence[dict[str, Any]], first: int, furthest: int, usu
         share = repeated / (next_step - step) if next_step > step else float(step < furthest)
         again_s += share * (after_s - before_s)
     total_s = points[-1][1]
-    return _Again(again_s / total_s if total_s > 0 else float(steps > 0), steps)
+    return _Repeated(again_s / total_s if total_s > 0 else float(steps > 0), steps)
 
 
 def goodput_report_of(run: Run) -> GoodputReport:
-    """Account for every second of a run, up to now if it is running."""
-    # The main rank's last heartbeat is not among the events yet.
+    """Return the time of a run by class; up to now if it is running."""
+    # The main rank's last heartbeat is not in the events yet.
     last = [] if (heartbeat := last_heartbeat_event(run.folder)) is None else [heartbeat]
     return goodput_report([*read_events(run.folder), *last], until=time.time() if run.status == "running" else None)

@@ -1,4 +1,4 @@
-"""The values of one metric of a run by step, from its files. Repeated evaluations of a step count once."""
+"""The values of one metric of a run by step, from its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..storage.folder import Folder
 
 
 def metric_by_step(folder: Folder, metric: str) -> dict[int, float]:
-    """Return the values of a metric by step, in the order of steps.
+    """Return the values of a metric by step, in the order of steps. The last evaluation of a step counts.
 
     Args:
         folder: the run's folder.
@@ -16,7 +16,7 @@ def metric_by_step(folder: Folder, metric: str) -> dict[int, float]:
     if metric.startswith("validation/"):
         found = ((each["step"], each["metrics"]) for each in read_events(folder) if each["event"] == "evaluated")
     else:
-        # Imported here: torch is slow to import, and sweeps are listed without it.
+        # Imported here because it imports torch, and sweeps are listed without it.
         from headway.trainer.trackers.jsonl import read_records
 
         found = ((each["step"], each) for each in read_records(folder.path("metrics.jsonl")))

@@ -1,4 +1,4 @@
-"""Open a run or a sweep for this process: create it, resume it, or refuse it."""
+"""Open a run or a sweep for this process: create, resume or refuse it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .provenance import code, git_state, hardware, versions
 from .requests import clear_stop_request
 from .run import SWEEP_RECORD, Driver, Record, Run, now
 
-# A run may change how and for how long it trains, but not what it trains.
-_FREE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
+# Fields that may differ when a run is resumed: how it runs and for how long, not what it learns.
+_MUTABLE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
 _LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples", "config.max_tokens")
-# Fields of a search that may change when the sweep is resumed.
-_FREE_IN_SEARCH = {"trials", "concurrent", "keep_best_trials"}
+# Fields of a search that may differ when its sweep is resumed.
+_MUTABLE_IN_SEARCH = {"trials", "concurrent", "keep_best_trials"}
 
 
 RunState = Literal["new", "resuming", "finished"]
@@ -56,13 +56,13 @@ def open_run(
     take_over: bool = False,
     provenance: dict[str, Any] | None = None,
 ) -> OpenedRun:
-    """Take the lease on the run of an experiment, unless it is finished. Checks that its folder can be written.
+    """Take the lease on a run, unless it is finished. Checks that its folder can be written.
 
     Args:
         experiment: the experiment.
-        accept_changes: resume although the config that is trained has changed.
-        take_over: also take the lease from a live process: one of a sweep whose driver is gone.
-        provenance: of the experiment, if already known; see `provenance_of`.
+        accept_changes: resume although the config has changed.
+        take_over: also take the lease from a live process, such as a trial of a sweep whose driver is gone.
+        provenance: the output of `provenance_of`, if already known.
 
     Raises:
         RunConflictError: the run has another config, or is being trained by another process.
@@ -73,13 +73,13 @@ def open_run(
     text = to_yaml(experiment)
     if found is None:
         folder.prepare()
-        return OpenedRun(_begin(folder, experiment, text, provenance or provenance_of(experiment)), "new")
+        return OpenedRun(_create(folder, experiment, text, provenance or provenance_of(experiment)), "new")
     if found.state == "finished":
         return found
     run, changes = found.run, found.changes
     folder.prepare()
     folder.write("config.yaml", text)
-    # Before the run is recorded as running: requests from then on are for this start.
+    # Must precede the status "running": later requests are meant for this start.
     clear_stop_request(folder)
     scaling = experiment.scaling
     run.update(
@@ -96,8 +96,8 @@ def preview_run(experiment: Experiment, *, accept_changes: bool = False, take_ov
 
     Args:
         experiment: the experiment.
-        accept_changes: allow changes of the config that is trained.
-        take_over: allow a run that another process trains.
+        accept_changes: as for `open_run`.
+        take_over: as for `open_run`.
 
     Raises:
         RunConflictError: as `open_run` does.
@@ -119,13 +119,13 @@ def preview_run(experiment: Experiment, *, accept_changes: bool = False, take_ov
     refused = [change for change in changes if not may_change(change.path)]
     if refused and not accept_changes:
         raise RunConflictError(_conflict(experiment, refused))
-    if run.is_finished and not any(_extends(change) for change in changes):
+    if run.is_finished and not any(_raises_limit(change) for change in changes):
         return OpenedRun(run, "finished", changes)
     return OpenedRun(run, "resuming", changes)
 
 
 def open_sweep(experiment: Experiment, search: Search) -> Sweep:
-    """Take the lease on the sweep of an experiment's name. Checks that its folder can be written.
+    """Take the lease on a sweep. Checks that its folder can be written.
 
     Raises:
         RunConflictError: the name belongs to a run, the sweep has other settings, or another process drives it.
@@ -134,7 +134,7 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
     folder = Folder(experiment.run_dir)
     if folder.read(RUN_RECORD) is not None:
         raise RunConflictError(f"name={experiment.name} is a run in {experiment.storage}: use another name")
-    asked = {
+    settings = {
         "search": {**{each.name: _plain(getattr(search, each.name)) for each in fields(search)}},
         "experiment": to_plain(experiment),
         "trials": search.num_trials,
@@ -142,7 +142,12 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
     if folder.read(SWEEP_RECORD) is None:
         folder.prepare()
         record = SweepRecord(
-            id=uuid.uuid4().hex[:12], name=experiment.name, created=now(), started=now(), driver=Driver.this(), **asked
+            id=uuid.uuid4().hex[:12],
+            name=experiment.name,
+            created=now(),
+            started=now(),
+            driver=Driver.this(),
+            **settings,
         )
         folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n")
         return Sweep(folder.place)
@@ -154,12 +159,12 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
             f"{driver.retry_hint}; "
             "wait for it, or use another name"
         )
-    _refuse_another(sweep, asked, experiment)
+    _check_sweep_settings(sweep, settings, experiment)
     folder.prepare()
     clear_stop_request(folder)
-    # `record_changed_settings` updates the experiment once a trial is to be trained.
-    del asked["experiment"]
-    sweep.update(**asked, status="running", reason="", started=now(), ended=None, driver=Driver.this())
+    # `record_changed_settings` updates the experiment before a trial is trained.
+    del settings["experiment"]
+    sweep.update(**settings, status="running", reason="", started=now(), ended=None, driver=Driver.this())
     return sweep
 
 
@@ -174,14 +179,14 @@ def record_changed_settings(sweep: Sweep, experiment: Experiment) -> list[str]:
 
 
 def provenance_of(experiment: Experiment) -> dict[str, Any]:
-    """Return the code, command, versions and machine of a start, for its record. Takes 0.1 s."""
+    """Return the code, command, versions and machine of this start for its record. Takes 0.1 s."""
     return {
         "trainer": to_plain(experiment.trainer), "code": code(experiment.trainer), "working_dir": os.getcwd(),
         "command": sys.argv, "versions": versions(), "git": git_state(), "hardware": hardware(),
     }  # fmt: skip
 
 
-def _begin(folder: Folder, experiment: Experiment, text: str, provenance: dict[str, Any]) -> Run:
+def _create(folder: Folder, experiment: Experiment, text: str, provenance: dict[str, Any]) -> Run:
     folder.write("config.yaml", text)
     scaling = experiment.scaling
     record = Record(
@@ -194,18 +199,18 @@ def _begin(folder: Folder, experiment: Experiment, text: str, provenance: dict[s
 
 
 def _comparable(text: str) -> Mapping[str, Any]:
-    """Return a config with scalars as text, so that 1 and 1.0 in two files are compared as written."""
+    """Return a config with scalars as text: 1 and 1.0 differ."""
     plain: Mapping[str, Any] = parse_yaml(text) or {}
-    # The class stays the same if its file has moved.
+    # Only the class name: its file may have moved.
     return {**plain, "trainer": str(plain.get("trainer", "")).rpartition(":")[2]}
 
 
 def may_change(path: str) -> bool:
     """Return whether a run may be resumed with another value of this field."""
-    return any(path == free or path.startswith(f"{free}.") for free in _FREE)
+    return any(path == each or path.startswith(f"{each}.") for each in _MUTABLE)
 
 
-def _extends(change: Difference) -> bool:
+def _raises_limit(change: Difference) -> bool:
     if change.path not in _LIMITS or change.before == "null":
         return False
     return bool(change.after == "null" or float(change.after) > float(change.before))
@@ -220,17 +225,17 @@ def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
     )
 
 
-def _refuse_another(sweep: Sweep, asked: Mapping[str, Any], experiment: Experiment) -> None:
+def _check_sweep_settings(sweep: Sweep, settings: Mapping[str, Any], experiment: Experiment) -> None:
     before = {"search": sweep.record.search, **sweep.record.experiment}
-    after = json.loads(json.dumps({"search": asked["search"], **asked["experiment"]}))
+    after = json.loads(json.dumps({"search": settings["search"], **settings["experiment"]}))
     for each in (before, after):
-        # The class stays the same if its file has moved.
+        # Only the class name: its file may have moved.
         each["trainer"] = str(each["trainer"]).rpartition(":")[2]
     changes = list(differences(before, after))
     refused = [
         change
         for change in changes
-        if not (may_change(change.path) or change.path.removeprefix("search.") in _FREE_IN_SEARCH)
+        if not (may_change(change.path) or change.path.removeprefix("search.") in _MUTABLE_IN_SEARCH)
     ]
     limits = [change for change in changes if change.path in _LIMITS]
     if limits and (ended := sum(each.has_ended and each.status != "failed" for each in sweep.trials())):

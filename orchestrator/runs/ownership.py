@@ -1,4 +1,4 @@
-"""Leases: which driver owns a run or a sweep, as its record says."""
+"""Leases: which driver owns a run or a sweep, according to its record."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ RUN_RECORD = "run.json"
 
 
 def lease_of(record: Mapping[str, Any]) -> str:
-    """Return the lease of the driver that owns a run: different for each driver and each of its starts."""
+    """Return the lease of the driver in a record, which is unique for each driver and start."""
     driver = record["driver"]
     return f"{driver['host']} {driver['pid']} {record['started']}"
 
 
 def takeover_message(folder: Folder, what: str) -> str:
-    """Return the message of the error for a lost lease. `what` is "run" or "sweep"."""
+    """Return the error message for a lost lease. `what` is "run" or "sweep"."""
     return f"another process took over this {what} ({folder.place}); exiting"
 
 
 def lease_lost(folder: Folder, lease: str) -> bool:
-    """Return whether a later driver owns the run of a folder; False if its record cannot be read."""
+    """Return whether a later driver owns a run; False if its record cannot be read."""
     try:
         return lease_taken(folder, lease, RUN_RECORD)
     except StorageError:
@@ -32,12 +32,12 @@ def lease_lost(folder: Folder, lease: str) -> bool:
 
 
 def lease_taken(folder: Folder, lease: str, record: str) -> bool:
-    """Return whether a later driver owns the run or the sweep of a folder. Reads one file.
+    """Return whether a later driver owns a run or a sweep. Reads one file.
 
-    False for a damaged record, and for an earlier one, which a network file system may still show.
+    Returns False for a damaged record, and for an earlier one, which a network file system may still return.
 
     Args:
-        folder: of the run or the sweep.
+        folder: folder of the run or the sweep.
         lease: the caller's lease.
         record: name of the record's file.
 

@@ -41,7 +41,7 @@ def git_state() -> dict[str, Any]:
 
 
 def code(trainer: type) -> dict[str, Any]:
-    """Return digests of a trainer's methods by name, and the SHA-256 and the folder of its file, if it has one."""
+    """Return digests of a trainer's methods by name, and the SHA-256 and folder of its file, if any."""
     file = getattr(sys.modules.get(trainer.__module__), "__file__", None)
     of_file = (
         {"sha256": file_digest(file), "folder": import_folder_of(trainer)} if file and os.path.isfile(file) else {}
@@ -50,9 +50,9 @@ def code(trainer: type) -> dict[str, Any]:
 
 
 def process_start_time() -> float | None:
-    """Return when this process began, in seconds since 1970; None on a system without `/proc`."""
+    """Return the start of this process in seconds since 1970; None on a system without `/proc`."""
     try:
-        # In ticks since boot; the process name, in brackets before it, may contain any character.
+        # The start in ticks since boot. The process name, in brackets, may contain any character.
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError):

@@ -1,4 +1,4 @@
-"""Requests to the workers of a run from other processes, as small files in its folder: to stop, or to scale up."""
+"""Requests to the workers of a run, as files in its folder: to stop, or to scale up."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class StopRequest:
     """A request to stop a run.
 
     Attributes:
-        reason: for the record.
+        reason: reason for the record of the run.
         status: final status of the run.
         abort: stop immediately, without a checkpoint.
-        within_s: seconds after which to stop without a checkpoint if the run has not ended; None: no limit.
+        within_s: grace period in seconds, then stop without a checkpoint; None: unlimited.
     """
 
     reason: str
@@ -33,7 +33,7 @@ class StopRequest:
 
 
 def request_stop(folder: Folder, stop: StopRequest) -> None:
-    """Request that the run of a folder stops, from any process that can write to the folder.
+    """Request that a run stops, from any process that can write to its folder.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -42,7 +42,7 @@ def request_stop(folder: Folder, stop: StopRequest) -> None:
 
 
 def read_stop_request(folder: Folder) -> StopRequest | None:
-    """Return the pending request; None if there is none, or if it cannot be read now. Callers poll it."""
+    """Return the pending request; None if there is none or it cannot be read now. Callers poll."""
     with contextlib.suppress(StorageError, ValueError, TypeError):
         stop = StopRequest(**json.loads(folder.read(_STOP) or "null"))
         return stop if stop.status in get_args(_Status) else None
@@ -50,17 +50,17 @@ def read_stop_request(folder: Folder) -> StopRequest | None:
 
 
 def clear_stop_request(folder: Folder) -> None:
-    """Remove a request that was made to an earlier start of the run."""
+    """Remove a request to an earlier start of the run."""
     folder.remove(_STOP)
 
 
 def request_scale_up(folder: Folder, *, attempt: int, workers: int) -> None:
-    """Ask the workers of an attempt to save and exit, so that the next one can have more.
+    """Request that the workers of an attempt save and exit, so that the next attempt has more workers.
 
     Args:
         folder: the run's folder.
         attempt: number of the attempt; workers of another one ignore the request.
-        workers: how many workers fit.
+        workers: number of workers that fit.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -69,7 +69,7 @@ def request_scale_up(folder: Folder, *, attempt: int, workers: int) -> None:
 
 
 def read_scale_up_request(folder: Folder, attempt: int) -> int:
-    """Return how many workers fit if this attempt was asked to scale up, else 0."""
+    """Return the number of workers that fit if this attempt was requested to scale up, else 0."""
     with contextlib.suppress(StorageError, ValueError, KeyError):
         request = json.loads(folder.read(_SCALE_UP) or "{}")
         return int(request["workers"]) if request["attempt"] == attempt else 0

@@ -1,4 +1,4 @@
-"""`rerun(name)`: repeat a run from its record as a new run, reporting every difference before and after."""
+"""`rerun(name)`: repeat a run from its record as a new run, and report all differences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .result import RunResult
 from .resume import ResumeOptions
 from .run import SWEEP_RECORD, Run, find_run
 
-# What a result depends on besides the config and the data.
-_SURROUNDINGS = ("code", "versions")
+# Facts other than config and data that affect a result.
+_ENVIRONMENT = ("code", "versions")
 
 
 def rerun(
@@ -41,18 +41,18 @@ def rerun(
 ) -> RunResult:
     """Repeat a run from its record, from its first step, as a new run.
 
-    Differences from the record in config, data, code, versions and machine are shown before it starts; other data is
-    refused. At the end the weights of both runs are compared.
+    Differences from the record in config, data, code, versions and machine are shown first; changed data is refused.
+    At the end, the weights of both runs are compared.
 
     Args:
         name: name of the run; `sweep/trial-000` for a trial.
         storage: folder or URI of the run, and of the new one.
         overrides: as in `resolve`; without `name=...` the new run is called NAME-rerun.
-        target: where the trainer is now, if it has moved: `file.py:name` or `module:name`.
-        strict: also refuse other code and other versions of packages.
-        accept_changes: accept other data, and data that only the workers can see.
+        target: new location of the trainer, if it has moved: `file.py:name` or `module:name`.
+        strict: also refuse changed code or package versions.
+        accept_changes: accept changed data, and data that only the workers can read.
         verbose: show the output of Ray and the workers.
-        display: shows the run; by default on standard output.
+        display: output of the run; by default standard output.
 
     Raises:
         ConfigError: there is no such run, its trainer is not found, or a difference is refused.
@@ -61,12 +61,12 @@ def rerun(
     quiet_environment(verbose=verbose)
     display = display or RunConsole()
     past = _find(name, storage)
-    experiment = _again(past, name, storage, overrides, target)
+    experiment = _new_experiment(past, name, storage, overrides, target)
     start = _start_of(past)
     before = recorded_facts(name, storage)
     now = _data_now(past, experiment, accept_changes=accept_changes)
     rows = list(differing_facts(before, current_facts(experiment, now)))
-    display.line(f"{name} again, as {experiment.name}" + ("" if rows else ": nothing differs from its record"))
+    display.line(f"repeating {name} as {experiment.name}" + ("" if rows else ": no differences from its record"))
     for row in rows:
         display.line(f"  {_shown(row)}", "dim")
     for change in past.record.changes:
@@ -86,7 +86,7 @@ def _find(name: str, storage: str) -> Run:
     return find_run(name, storage)
 
 
-def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target: str | None) -> Experiment:
+def _new_experiment(past: Run, name: str, storage: str, overrides: Sequence[str], target: str | None) -> Experiment:
     """Return the recorded experiment under a new name."""
     try:
         found = past.experiment(target)
@@ -113,27 +113,27 @@ def _again(past: Run, name: str, storage: str, overrides: Sequence[str], target:
 
 
 def _start_of(past: Run) -> ResumeOptions:
-    """Return what the run started from: scratch, or a checkpoint of another run.
+    """Return the options with which the run started: from scratch, or from a checkpoint of another run.
 
     Raises:
-        ConfigError: that checkpoint is gone or unknown.
+        ConfigError: that checkpoint does not exist or is unknown.
     """
     events, name = read_events(past.folder), past.record.name
     for event in reversed([event for event in events if event["event"] == "driver_started"]):
         resume = event.get("resume")
-        # The run's state began at its last start from scratch, not at one from its own checkpoint.
+        # Only a start from scratch or from another run is the origin of the run's state.
         if resume == "never":
             return ResumeOptions()
-        if resume is not None and _is_of_another(resume, past):
+        if resume is not None and _is_of_other_run(resume, past):
             if not Folder(resume).exists("manifest.json"):
                 raise ConfigError(f"{name} started from the checkpoint {resume}, which does not exist: restore it")
             return ResumeOptions(resume=resume, restore=tuple(event.get("restore", COMPONENTS)))
-    # Earlier versions recorded neither.
+    # Earlier versions did not record `resume`.
     began = next((event["step"] for event in events if event["event"] == "training"), 0)
     last = past.record.resumed_from
-    if began == 0 and not (last and _is_of_another(last, past)):
+    if began == 0 and not (last and _is_of_other_run(last, past)):
         return ResumeOptions()
-    if began and last and _is_of_another(last, past) and Folder(last).exists("manifest.json"):
+    if began and last and _is_of_other_run(last, past) and Folder(last).exists("manifest.json"):
         return ResumeOptions(resume=last)
     raise ConfigError(
         f"{name} started at step {began} from a checkpoint of another run ({last or 'not recorded'}), which is gone or "
@@ -141,19 +141,19 @@ def _start_of(past: Run) -> ResumeOptions:
     )
 
 
-def _is_of_another(checkpoint: str, past: Run) -> bool:
+def _is_of_other_run(checkpoint: str, past: Run) -> bool:
     return not checkpoint.startswith(f"{past.run_dir}/")
 
 
 def _data_now(past: Run, experiment: Experiment, *, accept_changes: bool) -> dict[str, str | None]:
-    """Return the identity of the current training data without reading rows; empty if unavailable but accepted."""
+    """Return the identity of the current training data, without reading rows; empty if unavailable but accepted."""
     try:
         train = plan(experiment).estimate.train
     except ConfigError as error:
         if accept_changes:
             return {}
         where = past.record.working_dir
-        # An error of the data has a cause.
+        # Only errors of the data have a cause.
         if error.__cause__ is None or not where or where == os.getcwd():
             raise
         raise ConfigError(f"{error} (relative paths refer to {where}, not to {os.getcwd()})") from error
@@ -169,22 +169,22 @@ def _refuse(past: Run, rows: Sequence[Row], before: Facts, *, strict: bool, acce
         )
     if not strict:
         return
-    unknown = [part for part in ("data", *_SURROUNDINGS) if not any(before[part].values())]
+    unknown = [part for part in ("data", *_ENVIRONMENT) if not any(before[part].values())]
     if unknown:
-        raise ConfigError(f"{past.record.name} has no record of its {', '.join(unknown)}, which --strict asks for")
-    if others := [row for row in rows if row[0] in ("data", *_SURROUNDINGS)]:
+        raise ConfigError(f"{past.record.name} has no record of its {', '.join(unknown)}, which --strict requires")
+    if others := [row for row in rows if row[0] in ("data", *_ENVIRONMENT)]:
         raise ConfigError(
-            f"--strict: {past.record.name} had other code or packages: {_list(others)}. Restore them, or leave out "
+            f"--strict: {past.record.name} ran with different code or packages: {_list(others)}. Restore them, or omit "
             "--strict"
         )
 
 
 def _compare_weights(name: str, storage: str, experiment: Experiment) -> str:
-    """Return a line that says whether the newest checkpoints of both runs have the same weights."""
+    """Return a line on whether the newest checkpoints of both runs have the same weights."""
     try:
-        shelves = [RunCheckpoints.of(name, storage), RunCheckpoints.of(experiment.name, experiment.storage)]
-        newest = [shelf.entries[-1] for shelf in shelves]
-        digests = [shelf.digest(entry) for shelf, entry in zip(shelves, newest, strict=True)]
+        both = [RunCheckpoints.of(name, storage), RunCheckpoints.of(experiment.name, experiment.storage)]
+        newest = [each.entries[-1] for each in both]
+        digests = [each.digest(entry) for each, entry in zip(both, newest, strict=True)]
     except ConfigError as error:
         return f"the weights cannot be compared with those of {name}: {error}"
     steps = [entry.checkpoint.step if entry.checkpoint else None for entry in newest]

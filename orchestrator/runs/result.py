@@ -20,12 +20,12 @@ class RunResult:
         reason: why it ended, as text.
         metrics: the last value of every metric.
         history: one dict per completed epoch; `history.columns()` gives lists by metric.
-        steps, epochs, samples, tokens: progress; tokens only if the trainer counts them.
+        steps, epochs, samples, tokens: progress; tokens are 0 unless the trainer counts them.
         attempts: number of worker groups so far.
-        preemptions, failures: how many attempts ended by preemption, and how many by a failure.
+        preemptions, failures: number of attempts that ended by preemption, and by a failure.
         run_dir: the run's folder.
         last_checkpoint, best_checkpoint: paths of checkpoints in it.
-        best_metric, best_step: best value of the metric by which checkpoints are chosen, and its step.
+        best_metric, best_step: best value of the metric that selects checkpoints, and its step.
         resumed_from: the checkpoint from which the last attempt resumed.
         data_guarantee: how exactly a resumed run finds its position in the training data: "exact", "epoch" or "none".
         signal: number of the signal that interrupted it, if any.
@@ -53,15 +53,15 @@ class RunResult:
 
     @property
     def goodput(self) -> float:
-        """The share of its time, over all attempts, spent in updates that counted, from 0 to 1.
+        """The share of wall time, over all attempts, in updates that counted, from 0 to 1.
 
-        The same number as in `headway runs show`; docs/measuring.md explains the rest. Reads the run's files.
+        As in `headway runs show`; see docs/measuring.md. Reads the run's files.
         """
         return goodput_report_of(Run(self.run_dir)).goodput
 
     @classmethod
     def recorded(cls, run: Run, *, status: Status, reason: str, signal: int | None = None) -> RunResult:
-        """Return the result of a run from its files, if no worker has returned one."""
+        """Return the result of a run from its files, for a run whose workers returned none."""
         record = run.record
         known = {each.name for each in fields(cls)} & {each.name for each in fields(record)} - {"status", "reason"}
         return cls(

@@ -1,4 +1,4 @@
-"""What a start of a run resumes from: which checkpoint, and which parts of it."""
+"""Options of a start: the checkpoint to resume from, and the parts to restore."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..storage.folder import absolute
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """The arguments of `Trainer.fit` in the workers until this start has saved its own checkpoint.
+    """Arguments of `Trainer.fit` in the workers until this start has saved a checkpoint.
 
     Attributes:
         resume: "auto", "never", or the path of a checkpoint.
         restore: parts of the checkpoint to restore.
-        accept_changes: resume although the config that is trained has changed.
+        accept_changes: resume although the config has changed.
     """
 
     resume: str = "auto"
@@ -41,22 +41,22 @@ class ResumeOptions:
             try:
                 read_checkpoint(resume)
             except CheckpointError as error:
-                raise ConfigError(f"resume={resume} is not a checkpoint: {error}") from error
+                raise ConfigError(f"resume={error}") from error
         return cls(resume=resume, restore=tuple(restore), accept_changes=accept_changes)
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """The options other than the default, for the event of a start; empty for resuming everything."""
+        """The options that differ from the default, for the event of a start."""
         chosen: dict[str, Any] = {} if self.resume == "auto" else {"resume": self.resume}
         return chosen if set(self.restore) == set(COMPONENTS) else {**chosen, "restore": sorted(self.restore)}
 
     def for_restart(self, events: Iterable[Event]) -> ResumeOptions:
-        """Return the default if an earlier start with the same options has saved a checkpoint, else these options.
+        """Return the default options if an earlier start with the same ones has saved a checkpoint, else these options.
 
-        The same command therefore resumes after Ctrl-C and after a lost driver; only "never" applies each time.
+        Repeating a command thus resumes the run after Ctrl-C or a lost driver; only "never" applies to every start.
 
         Args:
-            events: of the run, earliest first.
+            events: events of the run, earliest first.
         """
         chosen: dict[str, Any] = {}
         has_saved = False
@@ -72,5 +72,5 @@ class ResumeOptions:
         return self.after_save()
 
     def after_save(self) -> ResumeOptions:
-        """Return the options once this start has saved a checkpoint: resume everything from it."""
+        """Return the options after this start has saved a checkpoint: resume from it completely."""
         return ResumeOptions(accept_changes=self.accept_changes)

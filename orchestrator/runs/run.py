@@ -1,8 +1,8 @@
-"""A run: its folder, its record and its status, which outlive Ray and the driver.
+"""A run: its folder, record and status, which outlive Ray and the driver.
 
 The files in `<storage>/<name>/`:
-`run.json`: the record; replaced atomically, by the driver alone;
-`config.yaml`: the whole experiment, enough to start the same run again;
+`run.json`: the record, which only the driver replaces, atomically;
+`config.yaml`: the whole experiment, enough to start the run again;
 `events.jsonl`: the events (storage/events.py);
 `watch/`: the last heartbeats of the ranks, and the stacks of a hang (watchdog/);
 `metrics.jsonl` and `checkpoints/`: written by the trainer;
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 RunStatus = Literal["running"] | Status
 
-# A driver writes its record this often; one that is silent for longer than _SILENT_S counts as dead.
+# A driver writes its record this often, and counts as dead after _SILENT_S without a heartbeat.
 HEARTBEAT_S = 20.0
 _SILENT_S = 90.0
-# The record of a sweep, in its folder; the folders of its trials are below.
+# The record in the folder of a sweep, which also contains the folders of its trials.
 SWEEP_RECORD = "sweep.json"
 
 
@@ -68,14 +68,14 @@ class Driver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may still be alive: on this host by its process and heartbeat, elsewhere by its heartbeat."""
+        """Whether it may be alive, by its heartbeat and, on this host, by its process."""
         if self.host == socket.gethostname() and not _has_process(self.pid):
             return False
         return time.time() - self.heartbeat < _SILENT_S
 
     @property
     def retry_hint(self) -> str:
-        """Hint for messages on when to retry if its machine is gone; empty on this host, where that is known."""
+        """Hint for messages when to retry if its machine is gone; empty for this host."""
         if self.host == socket.gethostname():
             return ""
         left_s = max(1.0, self.heartbeat + _SILENT_S - time.time())
@@ -100,22 +100,22 @@ class Record:
     """The content of `run.json`. Times are UTC, in ISO 8601.
 
     Attributes:
-        id: unique; a new run of the same name has another id.
+        id: unique id; a new run of the same name has another one.
         name: name of the run and of its folder.
-        status: still "running" if the driver died; use `Run.status`.
+        status: still "running" after the driver died; use `Run.status`.
         reason: why it ended, as text.
         trainer: target of the class.
         workers: ranks of the last attempt.
         min_workers, max_workers: the fewest and the most workers of the config; 0 in records of earlier versions.
         attempts: number of worker groups so far.
-        preemptions, failures: how many attempts ended by preemption, and how many by a failure.
-        created, started, ended: the first start, the last start, and its end.
-        steps, epochs, samples, tokens, metrics: progress at its end.
-        last_checkpoint, best_checkpoint, best_metric, best_step: likewise.
+        preemptions, failures: number of attempts that ended by preemption, and by a failure.
+        created, started, ended: time of the first start, of the last start, and of its end.
+        steps, epochs, samples, tokens, metrics: progress at the end.
+        last_checkpoint, best_checkpoint, best_metric, best_step: checkpoints at the end.
         resumed_from: the checkpoint from which the last attempt resumed.
         data_guarantee: how exactly a resumed run finds its position in the training data.
-        error: the failure, in one line.
-        driver: the process that drives it, or drove it last.
+        error: the failure as one line.
+        driver: the process that drives it or drove it last.
         versions: of Python and packages.
         git: commit of the current directory, and whether it had changes.
         hardware: the machine on which it was started.
@@ -125,7 +125,7 @@ class Record:
             which its module is imported.
         data: identity of the training data: its "guarantee" and "fingerprint".
         defaults: defaults of the experiment's fields that have another value, by path; None for a field without one.
-        changes: fields of the config that changed between two starts, each as "path: before -> after".
+        changes: config fields that changed between starts, each as "path: before -> after".
     """
 
     id: str
@@ -173,7 +173,7 @@ class Record:
         return cls(**{**settings, "driver": Driver(**settings["driver"])})
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the record as JSON values. Must not be changed: it is not a copy, because `asdict` is slow."""
+        """Return the record as JSON values that must not be modified: `asdict`, which copies, is slow."""
         return {**vars(self), "driver": vars(self.driver)}
 
     def to_json(self) -> str:
@@ -226,7 +226,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether starting it again with the same limits would train nothing."""
+        """Whether a start with the same limits would train nothing."""
         return self.record.status == "completed" or (
             self.record.status == "stopped" and read_stop_request(self.folder) is None
         )
@@ -243,9 +243,9 @@ class Run:
             target: where the trainer is now, if it has moved: `file.py:name` or `module:name`.
 
         Raises:
-            ConfigError: the trainer is gone, or takes another config.
+            ConfigError: the trainer is not found, or takes another config.
         """
-        # Imported here: torch is slow to import, and runs are listed without it.
+        # Imported here because these import torch, and runs are listed without it.
         from ..config.coerce import parse_yaml
         from ..config.loader import from_plain
         from ..config.target import relocate_target
@@ -261,7 +261,7 @@ class Run:
         return from_plain({**plain, "trainer": target})
 
     def check_lease(self) -> None:
-        """Check that no other driver has taken the lease, as one may from a driver that was silent for long.
+        """Check that no other driver has taken the lease, as it may after this one missed its heartbeats.
 
         Raises:
             RunConflictError: another driver owns the run.
@@ -271,10 +271,10 @@ class Run:
             raise RunConflictError(takeover_message(self.folder, "run"))
 
     def update(self, **changes: Any) -> None:
-        """Change the record and write it. For the driver only; passing `driver` takes the lease.
+        """Change the record and write it. Only the driver may call this; passing `driver` takes the lease.
 
         Raises:
-            RunConflictError: another driver has taken the lease; its record is left unchanged.
+            RunConflictError: another driver has taken the lease; its record is not changed.
         """
         if "driver" not in changes:
             self.check_lease()
@@ -289,7 +289,7 @@ class Run:
 
 
 def list_runs(storage: str) -> list[Run]:
-    """Return the runs of a storage, last started first, ignoring folders that are not runs."""
+    """Return the runs of a storage, last started first. Folders that are not runs are ignored."""
     folder = Folder(absolute(storage))
     found = folder.map(_run_in, map(folder.child, folder.folders()))
     return sorted((run for run in found if run is not None), key=lambda run: run.record.started, reverse=True)
@@ -312,7 +312,7 @@ def find_run(name: str, storage: str) -> Run:
 
 
 def now() -> str:
-    """Return the current time as in records."""
+    """Return the current time in the format of records."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

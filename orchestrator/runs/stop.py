@@ -17,15 +17,15 @@ _REASON = "headway runs stop"
 
 
 def stop_run(name: str, storage: str, *, now: bool = False, within_s: float | None = None, wait: bool = False) -> str:
-    """Request that a run or a sweep stops, and return a message for the user. Its status becomes "stopped".
+    """Request that a run or a sweep stops, and return a message for the user. The status becomes "stopped".
 
-    A sweep stops all its trials, starts no more, and resumes them when it is started again.
+    A sweep stops its trials and starts no new ones; the next start resumes them.
 
     Args:
         name: name of the run or the sweep.
         storage: folder or URI that holds it.
         now: stop immediately, without a checkpoint.
-        within_s: seconds after which it stops without a checkpoint.
+        within_s: grace period in seconds, then stop without a checkpoint.
         wait: wait until it has ended.
 
     Raises:
@@ -42,7 +42,7 @@ def stop_run(name: str, storage: str, *, now: bool = False, within_s: float | No
         return f"{name} was asked to {'stop immediately' if now else saves}"
     while _is_running(found):
         time.sleep(0.2 if found.folder.is_local else 2.0)
-        found = _read_again(found)
+        found = _reload(found)
     return f"{name} has ended: {_summary(found)}"
 
 
@@ -50,7 +50,7 @@ def _is_running(found: Run | Sweep) -> bool:
     return found.status == "running"
 
 
-def _read_again(found: Run | Sweep) -> Run | Sweep:
+def _reload(found: Run | Sweep) -> Run | Sweep:
     try:
         return type(found)(found.folder.place)
     except (ConfigError, StorageError):

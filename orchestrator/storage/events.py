@@ -10,15 +10,15 @@ from typing import Any
 from .folder import Folder
 
 Event = dict[str, Any]
-# Details for programs, or too long for a line.
+# Details that are meant for programs, or too long for a line.
 _NOT_DESCRIBED = ("time", "event", "workers", "hopeless", "seconds", "spent", "since", "data")
 
 
 class EventWriter:
-    """Appends to the events of a run. Threads may share a writer.
+    """Writer of a run's events, which threads may share.
 
-    On a disk all writers append to `events.jsonl`. An object store cannot append, so there each writer replaces its own
-    file `events-<writer>.jsonl`; events are few.
+    On a disk all writers append to `events.jsonl`. Object stores cannot append: there each writer replaces its own file
+    `events-<writer>.jsonl`, which is cheap because events are few.
 
     Args:
         folder: the run's folder.
@@ -31,7 +31,7 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def add(self, kind: str, **details: Any) -> None:
-        """Write one event, with the time in seconds since 1970."""
+        """Write one event, with its time in seconds since 1970."""
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **details}, default=str)
         if self._folder.is_local:
             self._folder.append("events.jsonl", line)
@@ -51,7 +51,7 @@ def read_events(folder: Folder) -> list[Event]:
 
 
 def describe(event: Event) -> str:
-    """Return the details of an event, without its time and kind, as one line."""
+    """Return the details of an event as one line, without its time and kind."""
     return ", ".join(
         f"{key} {value}"
         for key, value in {**event, **event.get("seconds", {})}.items()
@@ -60,14 +60,14 @@ def describe(event: Event) -> str:
 
 
 class JsonlTail:
-    """Reads the lines that were added to one or several JSON Lines files since the last read.
+    """Reader of lines added to JSON Lines files since its last read.
 
-    A file that was truncated (the metrics of a resumed run) is read again, without the lines seen before.
+    A truncated file (the metrics of a resumed run) is read again from its start; lines seen before are skipped.
 
     Args:
         folder: the run's folder.
         prefix: prefix of the files' names, e.g. "events" or "metrics.jsonl".
-        from_now: skip the lines that exist already.
+        from_now: skip existing lines.
     """
 
     def __init__(self, folder: Folder, prefix: str, *, from_now: bool) -> None:
@@ -78,10 +78,10 @@ class JsonlTail:
             self.read()
 
     def read(self) -> list[Event]:
-        """Return the new objects by time. An incomplete line is left for the next read.
+        """Return the new objects, earliest first. An incomplete line is left for the next read.
 
         Raises:
-            StorageError: a file cannot be read; the next call returns the objects of all files.
+            StorageError: a file cannot be read; no object is lost, the next call returns them all.
         """
         found: list[Event] = []
         offsets = dict(self._offsets)
@@ -105,7 +105,7 @@ class JsonlTail:
 
 
 def _parsed(data: bytes) -> tuple[list[Event], int]:
-    """Return the objects of complete lines and the bytes they took. A line torn by a crash is skipped."""
+    """Return the objects of complete lines, and the size of these lines in bytes. Skip lines torn by a crash."""
     used = data.rfind(b"\n") + 1
     events: list[Event] = []
     for line in data[:used].splitlines():

@@ -1,4 +1,4 @@
-"""A folder of small files, on a disk or behind an fsspec URI: read, atomic replace, append."""
+"""A folder of small files on a disk or at an fsspec URI: read, replace atomically, append."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import StorageError
 
 T = TypeVar("T")
 U = TypeVar("U")
-# An object store answers within 20 to 100 ms, and serves many requests in parallel.
+# Object stores take 20 to 100 ms per request, and serve many in parallel.
 _MAX_PARALLEL_READS = 32
 STORAGE_TIMEOUT_S = 60.0
 """How long a storage may be unavailable before a run fails."""
@@ -27,7 +27,7 @@ _RETRY_EVERY_S = 1.0
 
 
 def absolute(place: str | os.PathLike[str]) -> str:
-    """Return an absolute path, or the URI unchanged: workers have another current directory.
+    """Return an absolute path or a URI, because workers have another current directory.
 
     Raises:
         ConfigError: the URI is memory://, which only one process can see.
@@ -38,7 +38,7 @@ def absolute(place: str | os.PathLike[str]) -> str:
     scheme, _, rest = text.partition("://")
     if scheme == "memory":
         raise ConfigError(
-            f"{text} is in the memory of one process, where workers cannot see it: use a folder or another URI"
+            f"{text} is in the memory of one process, and workers cannot access it: use a folder or another URI"
         )
     return os.path.abspath(rest) if scheme in ("file", "local") else text.rstrip("/")
 
@@ -65,7 +65,7 @@ def retry_storage(do: Callable[[], T]) -> T:
 
 
 class StorageOutage:
-    """Tolerates an unavailable storage for up to a minute in a polling loop, without blocking."""
+    """Tolerance of a polling loop for an unavailable storage: up to a minute, without blocking."""
 
     def __init__(self) -> None:
         self._since_s = math.inf
@@ -75,10 +75,10 @@ class StorageOutage:
 
         Args:
             poll: one iteration of the loop.
-            fail_now: whether not to tolerate an outage any longer.
+            fail_now: returns whether to fail immediately instead.
 
         Raises:
-            StorageError: the storage has been unavailable in every call for a minute.
+            StorageError: the storage has been unavailable for a minute.
         """
         try:
             value = poll()
@@ -93,7 +93,7 @@ class StorageOutage:
 
 
 class Folder:
-    """One folder. Every method raises a `StorageError` that names the place if an operation fails.
+    """One folder. Each method raises a `StorageError` that names the path if it fails.
 
     Args:
         place: an absolute path or an fsspec URI.
@@ -102,7 +102,7 @@ class Folder:
     def __init__(self, place: str) -> None:
         self.place = place
         scheme, separator, rest = place.partition("://")
-        # Whether it lies on a disk of this machine, or on one that is mounted.
+        # True on a local or a mounted disk.
         self.is_local = not separator or scheme in ("file", "local")
         if self.is_local:
             self._root = os.path.abspath(rest if separator else place)
@@ -118,7 +118,7 @@ class Folder:
 
     @cached_property
     def _fs(self) -> Any:
-        # fsspec imports asyncio, which takes as long as a list of hundreds of runs.
+        # fsspec imports asyncio, which takes as long as listing hundreds of runs.
         from fsspec.implementations.local import LocalFileSystem
 
         return LocalFileSystem()
@@ -158,12 +158,12 @@ class Folder:
             raise StorageError(f"{self.place} cannot be written: {type(error).__name__}: {error}") from error
 
     def check_writable(self) -> None:
-        """Check that a local folder could be created and written, without writing."""
+        """Check without writing that a local folder can be created and written."""
         if not self.is_local:
             return
-        there = next(each for each in (Path(self._root), *Path(self._root).parents) if each.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise StorageError(f"{self.place} cannot be written: {there} is not a folder that this user can write to")
+        existing = next(each for each in (Path(self._root), *Path(self._root).parents) if each.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise StorageError(f"{self.place} cannot be written: {existing} is not a writable folder")
 
     def read(self, name: str) -> str | None:
         """Return the text of a file; None if it does not exist."""
@@ -181,7 +181,7 @@ class Folder:
         """Replace a file atomically: a reader sees the old text or the new one."""
         try:
             if not self.is_local:
-                # An object store shows an object only once it is complete.
+                # Object stores show an object only when it is complete.
                 self._fs.pipe_file(join(self._root, name), text.encode())
                 return
             part = Path(self._root, f".{name}.{os.getpid()}.part")
@@ -197,7 +197,7 @@ class Folder:
             handle = os.open(Path(self._root, name), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 size = os.fstat(handle).st_size
-                # A line torn by a crash would swallow this one.
+                # Without a line break first, a line torn by a crash would corrupt this one.
                 is_torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
                 data = f"{chr(10) * is_torn}{line}\n".encode()
                 if os.write(handle, data) < len(data):
@@ -208,7 +208,7 @@ class Folder:
             raise StorageError(f"{self.path(name)} cannot be written: {error}") from error
 
     def read_from(self, name: str, offset: int) -> tuple[bytes, int]:
-        """Return the bytes of a file from an offset on, and its size; nothing and 0 if it does not exist."""
+        """Return the bytes of a file from an offset, and its size; (b"", 0) if it does not exist."""
         try:
             size = int(self._fs.size(join(self._root, name)) or 0)
             if size <= offset:

@@ -50,7 +50,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_wrong_input_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    """K2, I5."""
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -70,7 +69,6 @@ def test_an_unknown_command_is_wrong_input(capsys: pytest.CaptureFixture[str]) -
 def test_an_old_name_is_warned_of_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K2."""
     file = tmp_path / "old.py"
     file.write_text(
         "from dataclasses import dataclass, field\nfrom headway.trainer import Trainer, TrainerConfig\n"
@@ -165,7 +163,6 @@ def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
     ],
 )
 def test_exit_codes(status: Any, signal: int | None, code: int) -> None:
-    """I2."""
     assert _exit_code(RunResult(status=status, reason="", run_dir="x", signal=signal)) == code
 
 

@@ -70,8 +70,8 @@ def test_a_function_returns_an_experiment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "suffix", "message"),
     [
-        ("class B(A): pass", "", "has A, B: say which, as .*:A"),
-        ("", ":AConfg", "there is no 'AConfg' in it; did you mean AConfig"),
+        ("class B(A): pass", "", "has A, B: choose one, as in .*:A"),
+        ("", ":AConfg", "there is no 'AConfg'; did you mean AConfig"),
         ("x = 1", ":x", "is a int: a target must be an Experiment"),
         ("del A", "", "neither an Experiment nor a Trainer class"),
     ],
@@ -119,7 +119,7 @@ def test_a_module_target() -> None:
 
 
 def test_the_recorded_target_finds_the_class_again(tmp_path: Path) -> None:
-    """K3: the file of a run is enough to make its experiment again."""
+    """The config file of a run is enough to create its experiment again."""
     file = write(tmp_path, "")
     experiment = resolve(f"{file}:A", ["config.size=5"])
     assert target_of(experiment.trainer) == f"{file}:A"

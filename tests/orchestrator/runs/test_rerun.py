@@ -110,7 +110,7 @@ def test_the_record_of_a_run_suffices_for_the_same_weights(
         main(["rerun", "one", "--storage", runs, "--strict"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert "one again, as one-rerun: nothing differs from its record" in shown
+    assert "repeating one as one-rerun: no differences from its record" in shown
     digests = [
         RunCheckpoints.of(name, runs).digest(RunCheckpoints.of(name, runs).entries[-1]) for name in ("one", "one-rerun")
     ]
@@ -147,13 +147,13 @@ def test_other_code_and_other_packages_are_named_and_strictly_refused(home: Path
     (home / "drop.py").write_text(TRAINER.replace("cross_entropy(", "cross_entropy(0.5 * "))
     shown, error = again(home, strict=True, accept_changes=True)
     lines = shown.splitlines()
-    assert lines[0] == "one again, as one-rerun"
+    assert lines[0] == "repeating one as one-rerun"
     assert "  versions python: 2.7 -> " in shown
     assert f"  code file: {record.code['sha256'][:16]} -> " in shown
     methods = [line.split()[1] for line in lines if line.startswith("  code ") and "()" not in line]
     assert "training_step:" in methods
     assert "configure_models:" not in methods
-    assert error.startswith("--strict: one had other code or packages: ")
+    assert error.startswith("--strict: one ran with different code or packages: ")
     assert "training_step" in error
     assert "versions torch: 0.1 -> " in error
 
@@ -209,7 +209,7 @@ def test_data_that_is_not_here_is_said_with_the_folder_that_paths_are_meant_from
     # Perhaps the workers see it. What is not known to be equal is strictly refused.
     shown, error = again(home, accept_changes=True, strict=True)
     assert "  data fingerprint: of then -> -\n" in shown
-    assert "--strict: one had other code or packages: data guarantee: exact -> -" in error
+    assert "--strict: one ran with different code or packages: data guarantee: exact -> -" in error
 
 
 def test_a_config_that_changed_along_the_way_is_told(home: Path) -> None:

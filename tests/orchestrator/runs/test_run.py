@@ -119,7 +119,6 @@ def test_how_and_how_long_a_run_trains_may_change(tmp_path: Path, override: str)
 def test_a_finished_run_is_finished_until_its_limit_is_raised(
     tmp_path: Path, status: Any, override: str, state: str
 ) -> None:
-    """A11, A12."""
     open_run(experiment(tmp_path, max_epochs=99)).run.update(status=status)
     before = (tmp_path / "tiny/run.json").read_text()
     assert open_run(resolve(experiment(tmp_path, max_epochs=99), [override])).state == state
@@ -243,7 +242,6 @@ def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["/dev/null/runs", "/proc/runs", "nosuchscheme://bucket/runs"])
 def test_storage_that_cannot_be_written_is_an_error_of_its_own(place: str) -> None:
-    """I5."""
     with pytest.raises(StorageError, match=place):
         open_run(Experiment(name="a", trainer=TinyTrainer, config=TinyConfig(), storage=place))
 

@@ -1,4 +1,4 @@
-"""`headway runs stop`: what it asks for, and what it answers where there is nothing to stop (I3)."""
+"""`headway runs stop`: what it asks for, and what it answers where there is nothing to stop."""
 
 from __future__ import annotations
 

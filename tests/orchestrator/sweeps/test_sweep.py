@@ -65,7 +65,6 @@ class OfTheUser(tune.Callback):  # type: ignore[misc]
 def test_a_grid_of_runs_one_of_which_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """J1, J2, J5, J6."""
     # Ray Tune has no reason to import MLflow before the first trial.
     monkeypatch.setitem(sys.modules, "ray.air.integrations.mlflow", None)
     monkeypatch.setenv("RAY_TUNE_CALLBACKS", "tests.orchestrator.sweeps.test_sweep.OfTheUser")
@@ -138,7 +137,6 @@ def test_a_grid_of_runs_one_of_which_fails(
 
 
 def test_a_trial_whose_process_dies_too_often_says_so(tmp_path: Path) -> None:
-    """J2."""
     experiment = Experiment(
         name="dies", trainer=Picky, config=TinyConfig(max_epochs=1), retries=Retries(max_failures=0),
         storage=str(tmp_path),
@@ -150,7 +148,7 @@ def test_a_trial_whose_process_dies_too_often_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, (1, 2)], ids=["fixed", "elastic"])
 def test_trials_of_several_workers(tmp_path: Path, workers: int | tuple[int, int]) -> None:
-    """J6: two trials of two workers each fill the four CPUs, and the checkpoints of the worse one make room."""
+    """Two trials of two workers each fill the four CPUs, and the checkpoints of the worse one make room."""
     experiment = Experiment(
         name="wide",
         trainer=TinyTrainer,

@@ -162,7 +162,7 @@ def test_what_fit_refuses_a_plan_refuses(tmp_path: Path, change: dict[str, Any],
 
 def test_storage_that_cannot_be_written_is_found_without_writing(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(StorageError, match="runs is not a folder that this user can write to"):
+    with pytest.raises(StorageError, match="runs is not a writable folder"):
         plan(experiment(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Whether trying again can help: decided by arithmetic, without Ray and without a clock (C7)."""
+"""Whether trying again can help: decided by arithmetic, without Ray and without a clock."""
 
 from __future__ import annotations
 

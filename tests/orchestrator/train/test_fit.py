@@ -81,7 +81,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_workers_than_the_machine_has_is_said_at_once(
     tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I5: neither Ray nor a folder."""
+    """Neither Ray nor a folder."""
     no_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"4096 workers with 1 CPU each need 4096 CPUs, and this machine has \d+"):
         fit(experiment(tmp_path, data, workers=4096))
@@ -89,14 +89,13 @@ def test_more_workers_than_the_machine_has_is_said_at_once(
 
 
 def test_storage_that_cannot_be_written_is_said_before_ray_starts(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """I5."""
     no_ray(monkeypatch)
     with pytest.raises(StorageError, match="/dev/null/runs/run cannot be written"):
         fit(experiment(Path("/dev/null/runs"), data))
 
 
 def test_a_checkpoint_to_resume_from_must_be_there(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B4: before workers start."""
+    """Before workers start."""
     no_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"is not a checkpoint: .*no-such"):
         fit(experiment(tmp_path, data), resume=str(tmp_path / "no-such"))
@@ -107,7 +106,7 @@ def test_a_checkpoint_to_resume_from_must_be_there(tmp_path: Path, data: str, mo
 def test_a_finished_run_is_finished_at_once(
     tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch, status: Any
 ) -> None:
-    """A11: no Ray, no step, nothing overwritten."""
+    """No Ray, no step, nothing overwritten."""
     no_ray(monkeypatch)
     found = experiment(tmp_path, data)
     run = open_run(found).run
@@ -138,7 +137,7 @@ def test_more_workers_than_the_cluster_has_is_said_at_once(ray_session: None, tm
 def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
     ray_session: None, tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """C7, C8, I7: tried again, since some steps had been made; given up when it came again at the same step."""
+    """Tried again, since some steps had been made; given up when it came again at the same step."""
     found, screen = experiment(tmp_path, data, workers=2, fail_at=3), Screen()
     with pytest.raises(
         TrainingFailedError, match=r"rank 1 raised ValueError at step 3 \(training step\): a bad batch"
@@ -209,7 +208,7 @@ def test_after_a_save_of_its_own_a_start_goes_on_from_that(tmp_path: Path) -> No
 def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     ray_session: None, tmp_path: Path, data: str
 ) -> None:
-    """I3: and a stopped run has a checkpoint, a record that can be read, and goes on when it is started again."""
+    """And a stopped run has a checkpoint, a record that can be read, and goes on when it is started again."""
     found, screen = experiment(tmp_path, data, workers=2, max_steps=100_000, pause_s=0.01, say="hello"), Screen()
     folder = Folder(found.run_dir)
 

@@ -1,4 +1,4 @@
-"""How the driver hears the ranks over files, and what it tells them, with a clock of the test's own (C13)."""
+"""How the driver hears the ranks over files, and what it tells them, with a clock of the test's own."""
 
 from __future__ import annotations
 

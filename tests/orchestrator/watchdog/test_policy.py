@@ -1,4 +1,4 @@
-"""Who hangs: decided by arithmetic, without Ray and without a clock (C13)."""
+"""Who hangs: decided by arithmetic, without Ray and without a clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Measures all rows and prints one table; names of files choose among them: `python -m benchmarks loop sweep:asha`.
+"""Run the benchmarks and print one table. To run some of them: `python -m benchmarks loop sweep:asha`.
 
-`goodput` takes ten minutes, or GOODPUT_MINUTES, and is measured only where it is named.
+`goodput` runs only if named, because it takes ten minutes (or GOODPUT_MINUTES).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PARTS = ("loop", "exact", "saving", "stream", "start", "restart", "sweep", "reco
 
 
 def main(parts: list[str]) -> int:
-    """Prints the table, and returns how many targets were missed."""
+    """Print the table, and return the number of missed targets."""
     rows = []
     for part in parts or PARTS:
         file, *some = part.split(":")

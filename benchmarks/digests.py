@@ -1,7 +1,7 @@
 """Digests of the final weights of small trainings, to compare two commits: `python -m benchmarks.digests`.
 
-Six ways to train by six seeds: alone, on two ranks, exact, FSDP2, accumulation, several optimizers. A change that is
-meant to leave the arithmetic alone prints the same lines before and after, on the same machine and torch.
+Six modes times six seeds: one process, two ranks, exact, FSDP2, accumulation, several optimizers. A change that should
+not affect the arithmetic must print the same lines before and after, on the same machine and version of torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TWO_RANKS = ("two ranks", "fsdp")
 
 
 def train(mode: str, seed: int, folder: str) -> None:
-    """Trains in this process, which may be a rank of several, and writes the weights of each model to `folder`."""
+    """Train in this process, one of several ranks in some modes, and write the weights of each model to `folder`."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -72,7 +72,7 @@ def train(mode: str, seed: int, folder: str) -> None:
         parallel=ParallelConfig(strategy="fsdp" if mode == "fsdp" else "ddp"),
         **sizes,
     )
-    # A world that outlives fit: sharded weights can be exported afterwards.
+    # The world outlives fit, so that sharded weights can be exported afterwards.
     with World.from_environment() as world:
         trainer = Small(config, world=world, printer=lambda text: None)
         trainer.fit()
@@ -81,7 +81,7 @@ def train(mode: str, seed: int, folder: str) -> None:
 
 
 def digests(mode: str) -> list[str]:
-    """Trains with each seed, in processes of its own, and returns the hashes of the weights."""
+    """Train each seed in new processes, and return the hashes of the weights."""
     with tempfile.TemporaryDirectory() as folder:
         for seed in SEEDS:
             launch = [sys.executable]

@@ -1,4 +1,4 @@
-"""Exact mode against the usual one: the same micro-batches on two gloo ranks, in turn."""
+"""Exact mode compared with default mode: the same micro-batches on two gloo ranks, interleaved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEPS, _PAIRS = 10, 11
 
 
 class ExactBench(Trainer[TrainerConfig]):
-    """A transformer whose update is four micro-batches."""
+    """A transformer with four micro-batches per update."""
 
     def configure_models(self) -> None:
         with torch.device("cpu"):
@@ -43,7 +43,7 @@ class ExactBench(Trainer[TrainerConfig]):
 
 
 def rows() -> list[Row]:
-    """Measures the row."""
+    """Measure the row."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,17 +53,17 @@ def rows() -> list[Row]:
         measured, share = receiver.recv()
         for rank in ranks:
             rank.join()
-    exact_ms, usual_ms = (statistics.median(column) * 1e3 for column in zip(*measured, strict=True))
-    what = f"exact mode, transformer, two gloo ranks: {share:.0%} in which gradients meet"
-    return [Row(what, f"{exact_ms:.1f} ms", f"{usual_ms:.1f} ms", median_ratio(measured), "-", True)]
+    exact_ms, default_ms = (statistics.median(column) * 1e3 for column in zip(*measured, strict=True))
+    name = f"exact mode, transformer, two gloo ranks: {share:.0%} spent on combining gradients"
+    return [Row(name, f"{exact_ms:.1f} ms", f"{default_ms:.1f} ms", median_ratio(measured), "-", True)]
 
 
 def _rank(rank: int, folder: str, sender: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     world = World.attach("cpu")
-    exact, usual = _trainer(world, exact=True), _trainer(world, exact=False)
-    ours, theirs = _epoch(exact), _epoch(usual)
+    exact, default = _trainer(world, exact=True), _trainer(world, exact=False)
+    ours, theirs = _epoch(exact), _epoch(default)
     ours(), theirs()
     measured = interleave(ours, theirs, pairs=_PAIRS)
     if rank == 0:
@@ -83,7 +83,7 @@ def _trainer(world: World, *, exact: bool) -> ExactBench:
     )
     trainer = ExactBench(config, world=world, printer=lambda text: None)
     trainer.setup()
-    # What `fit` does besides before the first epoch; in pieces, the two can take turns.
+    # `fit` does this before the first epoch. Without `fit`, the epochs of both can be interleaved.
     trainer._engine.loop.recorder.start(resumed=False, began_s=time.perf_counter())
     return trainer
 

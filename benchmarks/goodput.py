@@ -1,8 +1,8 @@
-"""The share of its time that a run puts into updates that count while a worker is killed every 30 seconds.
+"""Goodput while a worker is killed every 30 seconds: the share of time spent on updates that count.
 
-Two workers, updates of 200 ms, a checkpoint every 3 s. GOODPUT_MINUTES is how long workers are killed for: 10. The time
-is that of the ledger (orchestrator/ledger.py), from the first update to the last kill's 30 s: what a run of weeks pays
-once, its start and its end, is printed and left out.
+Two workers, updates of 200 ms, a checkpoint every 3 s, kills for GOODPUT_MINUTES (default 10). The times are those of
+orchestrator/runs/goodput.py, from the first update until 30 s after the last kill. The start and the end of the run are
+printed but not included, because a run of weeks pays for them once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ONCE = ("waiting for machines", "starting", "importing", "ending")
 
 
 def command(folder: str) -> list[str]:
-    """The training, which goes on until it is told to stop."""
+    """Return the command of a run that trains until it is stopped."""
     return [
         sys.executable, "-m", "headway.orchestrator", "fit", str(HERE / "goodput_headway.py"), "name=goodput",
         f"storage={folder}", "scaling.workers=2", "config.step_s=0.2", "config.max_steps=1000000",
@@ -37,14 +37,14 @@ def command(folder: str) -> list[str]:
     ]  # fmt: skip
 
 
-def kill_every_so_often(run: Folder, minutes: float) -> int:
-    """Kills a worker that trains, in turn rank 1 and rank 0, every 30 s; returns how many."""
+def kill_periodically(run: Folder, minutes: float) -> int:
+    """Kill rank 1 and rank 0 alternately, every 30 s of training; return the number of kills."""
     await_training(run)
     began = time.time()
     kills = 0
     for number in range(1, int(60 * minutes / EVERY_S)):
         time.sleep(max(0.0, began + number * EVERY_S - time.time()))
-        # A slot that has passed while workers came up is no debt: they would be killed as soon as they train.
+        # Skip a kill that fell due while workers started, instead of killing them as soon as they train.
         if time.time() < began + number * EVERY_S + 1:
             attempt = await_training(run)
             os.kill(attempt["workers"][number % 2]["pid"], signal.SIGKILL)
@@ -54,7 +54,7 @@ def kill_every_so_often(run: Folder, minutes: float) -> int:
 
 
 def await_training(run: Folder) -> Event:
-    """Returns the beginning of the last attempt once it trains and none of its ranks is known to be gone."""
+    """Wait until the last attempt trains with all its ranks; return its `attempt_started` event."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         attempt = None
@@ -69,26 +69,26 @@ def await_training(run: Folder) -> Event:
         if attempt is not None and trains:
             return attempt
         time.sleep(0.1)
-    raise TimeoutError("no attempt trains")
+    raise TimeoutError("no attempt has trained for 300 s")
 
 
 def rows(minutes: float = float(os.environ.get("GOODPUT_MINUTES", "10"))) -> list[Row]:
-    """Measures one run; prints its ledger."""
+    """Measure one run, and print where its time went."""
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
         process, run = start(command(folder)), Folder(f"{folder}/goodput")
         try:
-            kills = kill_every_so_often(run, minutes)
+            kills = kill_periodically(run, minutes)
             request_stop(run, StopRequest(reason="enough"))
             output, _ = process.communicate(timeout=120)
         finally:
             process.kill()
         if process.returncode:
             raise RuntimeError(f"the training failed:\n{output}")
-        account = goodput_report(read_events(run))
-    for name, seconds in account.seconds.items():
+        report = goodput_report(read_events(run))
+    for name, seconds in report.seconds.items():
         print(f"  goodput, {name}: {seconds:.1f} s")
-    print(f"  goodput, {kills} kills, {account.attempts} attempts, {account.steps_again} updates made again")
-    share = share_while_training(account)
+    print(f"  goodput, {kills} kills, {report.attempts} attempts, {report.steps_again} updates repeated")
+    share = share_while_training(report)
     return [
         Row(
             f"goodput: a worker killed every {EVERY_S:.0f} s for {minutes:g} min, 2 Ray workers",
@@ -101,7 +101,7 @@ def rows(minutes: float = float(os.environ.get("GOODPUT_MINUTES", "10"))) -> lis
     ]
 
 
-def share_while_training(account: GoodputReport) -> float:
-    """The updates that counted by all the time but that before the first attempt trains and after the last one."""
-    once_s = sum(account.seconds[name] for name in _ONCE)
-    return account.seconds["compute"] / (account.wall_s - once_s)
+def share_while_training(report: GoodputReport) -> float:
+    """Return the goodput without the time before the first attempt trains and after the last one ends."""
+    once_s = sum(report.seconds[name] for name in _ONCE)
+    return report.seconds["compute"] / (report.wall_s - once_s)

@@ -1,4 +1,4 @@
-"""What `goodput.py` starts with `headway fit`: a small model whose updates take as long as those of a larger one."""
+"""The program that `goodput.py` runs with `headway fit`: a small model with updates as long as those of a large one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class Goodput(Trainer[GoodputConfig]):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        # As on a GPU: the time passes elsewhere, and the two cores are left to what is measured.
+        # Sleep, as if a GPU computed: the CPU cores stay free for what is measured.
         time.sleep(self.config.step_s)
         return nn.functional.cross_entropy(self.model(x), y)

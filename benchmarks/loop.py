@@ -1,4 +1,4 @@
-"""The loop against one written by hand: AdamW, cosine schedule, clip 1.0, loss logged every 50 steps."""
+"""The training loop compared with a hand-written one: AdamW, cosine schedule, clip 1.0, loss logged every 50 steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG_EVERY = 50
 
 
 def make_mlp() -> nn.Module:
-    """A model so small that a step is all overhead."""
+    """Return a model so small that a step is all overhead."""
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
@@ -68,7 +68,7 @@ def token_batches(steps: int, world: World) -> Batches:
 
 @dataclass(frozen=True)
 class Case:
-    """What both loops train."""
+    """The model and data that both loops train."""
 
     make_model: Callable[[], nn.Module]
     make_batches: Callable[[int, World], Batches]
@@ -76,15 +76,15 @@ class Case:
     pairs: int
 
 
-# Short stretches, many of them: a busy moment of the machine spoils few of the pairs.
+# Many short pairs, so that a busy moment of the machine affects few of them.
 MLP = Case(make_mlp, mlp_batches, steps=200, pairs=75)
 TRANSFORMER = Case(Transformer, token_loader, steps=50, pairs=21)
-# An iterable's end is not known beforehand, so its ranks agree on every batch.
+# The length of an iterable is unknown, so the ranks communicate before every batch.
 TRANSFORMER_ITERABLE = Case(Transformer, token_batches, steps=50, pairs=11)
 
 
 class BenchTrainer(Trainer[TrainerConfig]):
-    """The same training as `ByHand`, as a user of Headway writes it."""
+    """The training of `ByHand`, written with Headway."""
 
     case: Case
 
@@ -105,7 +105,7 @@ class BenchTrainer(Trainer[TrainerConfig]):
 
 
 class ByHand:
-    """The loop that one would write oneself."""
+    """The hand-written loop."""
 
     def __init__(self, case: Case, world: World) -> None:
         self.model = case.make_model()
@@ -137,7 +137,7 @@ class ByHand:
 
 
 class Idle(Callback):
-    """Listens to what happens in every update, and does nothing."""
+    """A callback with hooks in every update that do nothing."""
 
     def on_batch_end(self, trainer: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pass
@@ -150,7 +150,7 @@ class Idle(Callback):
 
 
 def usual_callbacks() -> list[Callback]:
-    """What people have on in a run that matters; the non-finite guard is on anyway, and so are JSON lines."""
+    """Return the callbacks of a typical run. The non-finite check and JSON lines are always active."""
     bar = ProgressBar(io.StringIO(), live=True)
     return [bar, Throughput(peak_flops=1e12), EarlyStopping(), TimeLimit("1d"), Idle(), Idle(), Idle()]
 
@@ -158,19 +158,19 @@ def usual_callbacks() -> list[Callback]:
 def measure(
     case: Case, world: World, *, callbacks: Sequence[Callback] = (), run_dir: str | None = None
 ) -> list[tuple[float, float]]:
-    """Seconds per update of both, in interleaved pairs."""
+    """Return interleaved pairs of seconds per update: (Headway, by hand)."""
     config = TrainerConfig(
         max_steps=10**9,
         max_grad_norm=1.0,
         log_every=f"{LOG_EVERY} steps",  # type: ignore[arg-type]
         parallel=ParallelConfig(strategy="ddp"),
-        # The other loop saves nothing either.
+        # The hand-written loop saves nothing either.
         checkpoint=CheckpointConfig(every=None, at_end=False),
     )
     trainer = type("Bench", (BenchTrainer,), {"case": case})(config, world=world, callbacks=callbacks, run_dir=run_dir)
     by_hand = ByHand(case, world)
     trainer.setup()
-    # What `fit` does besides before the first epoch; in pieces, the two loops can take turns.
+    # `fit` does this before the first epoch. Without `fit`, the epochs of both loops can be interleaved.
     trainer._engine.loop.recorder.start(resumed=False, began_s=time.perf_counter())
     trainer.callbacks.on_fit_start(trainer)
 
@@ -191,14 +191,14 @@ def measure(
 
 
 def rows() -> list[Row]:
-    """Measures all rows."""
+    """Measure all rows."""
     torch.set_num_threads(1)
     world = World.single("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        watched = measure(MLP, world, callbacks=usual_callbacks(), run_dir=folder)
+        with_callbacks = measure(MLP, world, callbacks=usual_callbacks(), run_dir=folder)
     table = [
         tiny_row("tiny MLP", measure(MLP, world), most_us=20),
-        tiny_row("tiny MLP, usual callbacks", watched, most_us=30),
+        tiny_row("tiny MLP, usual callbacks", with_callbacks, most_us=30),
     ]
     cases: dict[str, tuple[list[tuple[float, float]], float | None]] = {
         "one process": (measure(TRANSFORMER, world), 1.02),
@@ -223,7 +223,7 @@ def rows() -> list[Row]:
 
 
 def tiny_row(what: str, measured: list[tuple[float, float]], *, most_us: float) -> Row:
-    """A row of which the extra time of an update counts, not the ratio."""
+    """Return a row whose target is the extra time per update instead of the ratio."""
     extra_us = statistics.median(ours - theirs for ours, theirs in measured) * 1e6
     ours_us, theirs_us = (statistics.median(column) * 1e6 for column in zip(*measured, strict=True))
     return Row(
@@ -237,7 +237,7 @@ def tiny_row(what: str, measured: list[tuple[float, float]], *, most_us: float) 
 
 
 def on_two_ranks(case: Case) -> list[tuple[float, float]]:
-    """The transformer under DDP, as the main rank sees it."""
+    """Measure a case under DDP on two processes; return the times of the main rank."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +252,7 @@ def on_two_ranks(case: Case) -> list[tuple[float, float]]:
 
 def _rank(rank: int, folder: str, sender: Any, case: Case) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     measured = measure(case, World.attach("cpu"))
     if rank == 0:
         sender.send(measured)

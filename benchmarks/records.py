@@ -1,4 +1,4 @@
-"""What records cost: a list of a thousand runs, and what metrics and events take of a step that writes them."""
+"""The cost of records: listing a thousand runs, and writing metrics and events during training."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .table import Row, interleave
 
 RUNS, MOST_S = 1000, 1.0
 MOST_US = 2.0
-# Of an epoch, after which there is an event as of a checkpoint; and between two records.
+# Steps per epoch (with one event each, as for a checkpoint), pairs, and steps between two records.
 _STEPS, _PAIRS, _INTERVAL = 1000, 15, int(TrainerConfig(max_steps=1).log_every.amount)
 
 
 class Tiny(Trainer[TrainerConfig]):
-    """A model of which a step takes half a millisecond."""
+    """A model with steps of half a millisecond."""
 
     def configure_models(self) -> None:
         with torch.device("cpu"):
@@ -56,13 +56,13 @@ def config(**settings: Any) -> TrainerConfig:
 
 
 def rows() -> list[Row]:
-    """Measures all rows."""
+    """Measure all rows."""
     torch.set_num_threads(1)
     return [listing_row(), writing_row()]
 
 
 def listing_row() -> Row:
-    """The command, as a person waits for it, over a thousand runs and over none."""
+    """Measure the command `headway runs` over a thousand runs and over none."""
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder, tempfile.TemporaryDirectory() as empty:
         make_runs(folder)
         assert command_s(folder, lines=RUNS + 1) > 0
@@ -80,7 +80,7 @@ def listing_row() -> Row:
 
 
 def make_runs(storage: str) -> None:
-    """Trains one run of 10,000 steps, and makes the others of its files, each with a record of its own."""
+    """Train one run of 10,000 steps, and copy its files to make the others, each with a new record."""
     experiment = Experiment(name="run-0000", trainer=Tiny, config=config(max_steps=10_000), storage=storage)
     run = open_run(experiment).run
     events = EventWriter(run.folder, "driver")
@@ -99,7 +99,7 @@ def make_runs(storage: str) -> None:
 
 
 def command_s(storage: str, *, lines: int) -> float:
-    """Seconds of the whole process."""
+    """Return the seconds of the whole process."""
     command = [sys.executable, "-m", "headway.orchestrator", "runs", "--storage", storage]
     began_s = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -109,7 +109,7 @@ def command_s(storage: str, *, lines: int) -> float:
 
 
 def writing_row() -> Row:
-    """What writing takes of a step at the usual interval, timed where it is done: two loops differ by more."""
+    """Measure the cost of writing per step, timed at the write itself: two loops differ by more than that."""
     with tempfile.TemporaryDirectory() as folder:
         writing, silent = trainer_of(Path(folder, "run").as_posix()), trainer_of(None)
         took_s: list[float] = []
@@ -143,10 +143,10 @@ def writing_row() -> Row:
 
 
 def trainer_of(run_dir: str | None) -> Tiny:
-    """Returns a trainer that is ready for its first epoch; without a folder it writes nothing."""
+    """Return a trainer that is ready for its first epoch; without a folder it writes nothing."""
     trainer = Tiny(config(max_steps=10**9), world=World.single("cpu"), run_dir=run_dir, printer=lambda text: None)
     trainer.setup()
-    # What `fit` does besides before the first epoch; in pieces, the two can take turns.
+    # `fit` does this before the first epoch. Without `fit`, the epochs of both can be interleaved.
     trainer._engine.loop.recorder.start(resumed=False, began_s=time.perf_counter())
     return trainer
 

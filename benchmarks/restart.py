@@ -1,8 +1,8 @@
-"""What a lost worker costs: the time until a killed one is replaced, and until a stopped one is called by its name.
+"""The cost of a lost worker: the time until a killed one is replaced, and until a stopped one is named.
 
-Killed: from SIGKILL of the worker of rank 1 to the next step that any rank completes, `headway fit` with two workers
-against a bare TorchTrainer script that restarts, each side in a Ray of its own. The kill comes 40 s after the first
-step, in which ours starts its spares; a run in earnest has hours before it fails.
+Killed: from SIGKILL of rank 1 to the next step that any rank completes. `headway fit` with two workers is compared with
+a bare TorchTrainer script that restarts; each starts its own Ray. The kill comes 40 s after the first step, so that
+Headway has started its standby processes, as it has in a real run, which fails after hours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KILL_AT, STEPS, PAUSE_S = 205, 220, 0.2
 
 
 class Stamp(NamedTuple):
-    """A completed step of one rank."""
+    """A completed step of one rank. `began`: when its process started; 0.0 if unknown."""
 
     time: float
     rank: int
@@ -40,15 +40,13 @@ class Stamp(NamedTuple):
 
 
 def stamps(file: Path) -> list[Stamp]:
-    """What the ranks have written down; not the line that one is about to write."""
+    """Return the steps that the ranks have written, without a line that is not yet complete."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [Stamp(float(each[0]), *map(int, each[1:4]), *map(float, each[4:])) for each in map(str.split, lines)]
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
-    """Starts a training, with Ray at the priority of all else: it gives way (nice 15), and a busy machine would be all
-    that one measures, on both sides.
-    """
+    """Start a training. Ray workers get normal priority instead of nice 15, which on a busy machine would dominate."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -57,7 +55,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 
 def await_step(process: subprocess.Popen[str], file: Path, step: int) -> int:
-    """Returns the process of rank 1 once that has made so many steps."""
+    """Wait until rank 1 has completed `step`; return the id of its process."""
     while process.poll() is None:
         for each in stamps(file):
             if each.rank == 1 and each.step >= step:
@@ -67,14 +65,14 @@ def await_step(process: subprocess.Popen[str], file: Path, step: int) -> int:
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    """Waits for the end of a training."""
+    """Wait until a training ends; raise if it failed."""
     output, _ = process.communicate(timeout=300)
     if process.returncode:
         raise RuntimeError(f"the training failed:\n{output}")
 
 
 def kill_in_the_middle(command: list[str], file: Path) -> tuple[float, Stamp]:
-    """Starts a training, kills its rank 1 once that has made some steps; returns when, and the first step after."""
+    """Start a training and kill rank 1 at step KILL_AT; return the time of the kill and the next completed step."""
     process = start(command)
     victim = await_step(process, file, KILL_AT)
     before = {each.pid for each in stamps(file)}
@@ -84,16 +82,16 @@ def kill_in_the_middle(command: list[str], file: Path) -> tuple[float, Stamp]:
     return killed, min(each for each in stamps(file) if each.pid not in before)
 
 
-def where_it_went(killed: float, resumed: Stamp, events: list[Event]) -> dict[str, float]:
-    """The seconds of one restart of ours, by what happened in them."""
+def restart_phases(killed: float, resumed: Stamp, events: list[Event]) -> dict[str, float]:
+    """Return the seconds of each phase of one restart."""
     when = {event["event"]: event for event in events if event["time"] > killed}
     started = when["attempt_started"]
     workers = started["workers"]
     marks = {
         "noticed": when["group_failed"]["time"],
-        "processes there": max(resumed.began, when["group_failed"]["time"]),
+        "processes started": max(resumed.began, when["group_failed"]["time"]),
         "function entered": max(worker["entered"] for worker in workers),
-        "ranks met": started["time"],
+        "ranks connected": started["time"],
         "restored": when["restored"]["time"],
         "data and hooks ready": when["training"]["time"],
         "first step": resumed.time,
@@ -105,7 +103,7 @@ def where_it_went(killed: float, resumed: Stamp, events: list[Event]) -> dict[st
 
 
 def fit_command(folder: str, name: str) -> tuple[list[str], Path]:
-    """The command of ours, and where its ranks write down their steps."""
+    """Return the command of a run, and the file to which its ranks append their steps."""
     file = Path(folder, f"{name}.stamps")
     return [
         sys.executable, "-m", "headway.orchestrator", "fit", str(HERE / "restart_headway.py"),
@@ -115,14 +113,14 @@ def fit_command(folder: str, name: str) -> tuple[list[str], Path]:
 
 
 def restarts(folder: str, pairs: int) -> Row:
-    """A killed worker; prints where our time went."""
+    """Measure restarts after a kill, and print the phases of Headway's."""
     spans: list[dict[str, float]] = []
     number = count()
 
     def ours() -> float:
         name = f"r{next(number)}"
         killed, resumed = kill_in_the_middle(*fit_command(folder, name))
-        spans.append(where_it_went(killed, resumed, read_events(Folder(f"{folder}/{name}"))))
+        spans.append(restart_phases(killed, resumed, read_events(Folder(f"{folder}/{name}"))))
         return resumed.time - killed
 
     def theirs() -> float:
@@ -146,8 +144,8 @@ def restarts(folder: str, pairs: int) -> Row:
     )
 
 
-def names(folder: str) -> Row:
-    """A stopped worker: from SIGSTOP to the event that says which rank is late, the slowest of several."""
+def detection(folder: str) -> Row:
+    """Measure the time from SIGSTOP to the event that names the late rank; the slowest of several."""
     command, file = fit_command(folder, "stopped")
     process, events = start(command), Folder(f"{folder}/stopped")
     seconds = []
@@ -162,14 +160,14 @@ def names(folder: str) -> Row:
             named = [each for each in found if each["event"] in ("rank_late", "rank_hung")]
         os.kill(victim, signal.SIGCONT)
         if [each["ranks"] for each in named] != [[1]]:
-            raise RuntimeError(f"rank 1 was stopped, and this was said: {named}")
+            raise RuntimeError(f"rank 1 was stopped, but the events are {named}")
         seconds.append(named[0]["time"] - stopped)
     finish(process)
     ended = sorted(each.time for each in stamps(file) if each.rank == 0)
     usual_s = statistics.median(later - earlier for earlier, later in zip(ended, ended[1:], strict=False))
     limit_s = max(5.0, 5 * usual_s)
     return Row(
-        "watchdog: SIGSTOP to the rank's name",
+        "watchdog: SIGSTOP to naming the rank",
         f"{max(seconds):.1f} s",
         f"{limit_s:.1f} s",
         max(seconds) / limit_s,
@@ -179,6 +177,6 @@ def names(folder: str) -> Row:
 
 
 def rows(pairs: int = 3) -> list[Row]:
-    """Measures all rows."""
+    """Measure all rows."""
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
-        return [restarts(folder, pairs), names(folder)]
+        return [restarts(folder, pairs), detection(folder)]

@@ -1,4 +1,4 @@
-"""The script that `restart.py` compares with: TorchTrainer that resumes from its last reported checkpoint."""
+"""The baseline of `restart.py`: TorchTrainer, resuming from its last reported checkpoint."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What `restart.py` starts with `headway fit`: the training of `restart_bare.py`."""
+"""The program that `restart.py` runs with `headway fit`: the same training as `restart_bare.py`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ class Restart(Trainer[RestartConfig]):
 
 
 def _began() -> float:
-    """When this process began, in seconds since 1970; the kernel counts from its own beginning."""
+    """Return when this process started, in seconds since 1970; the kernel has it in ticks since boot."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

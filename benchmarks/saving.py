@@ -1,4 +1,4 @@
-"""What saving costs: the time that training loses, the memory that it takes, and the share of its checksums."""
+"""The cost of saving: the time that training loses, the memory used, and the share of the checksums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS, PAIRS, SAVES = 20, 7, 7
 
 
 class Wide(Trainer[TrainerConfig]):
-    """A model of 67 MB whose update takes about 200 ms on one core."""
+    """A model of 67 MB with updates of about 200 ms on one core."""
 
     def configure_models(self) -> None:
         self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
@@ -52,7 +52,7 @@ def make_trainer(folder: str, *, saves: bool) -> Wide:
     config = TrainerConfig(max_steps=10**9, log_every="1000 steps", checkpoint=checkpoint)  # type: ignore[arg-type]
     trainer = Wide(config, run_dir=folder, world=World.single("cpu"))
     trainer.train_epoch()
-    # So that no save falls on the end of an epoch, where `train_epoch` waits for it; `fit` does not.
+    # No save should be due at the end of an epoch, where `train_epoch` waits for it and `fit` does not.
     for _ in range(5):
         trainer.train_step(torch.randn(ROWS, WIDTH))
     return trainer
@@ -65,7 +65,7 @@ def seconds(do: Callable[[], Any]) -> float:
 
 
 def time_lost(folder: str) -> list[Row]:
-    """A checkpoint every ten updates, against none: the time, and the CPU of all threads, the saving ones included."""
+    """Compare a checkpoint every ten updates with none: time, and CPU time of all threads including the writers."""
     saving, plain = make_trainer(f"{folder}/saving", saves=True), make_trainer(f"{folder}/plain", saves=False)
     cpu_s: dict[Wide, list[float]] = {saving: [], plain: []}
 
@@ -87,14 +87,14 @@ def time_lost(folder: str) -> list[Row]:
             "<= 1.01", ratio <= 1.01,
         ),
         Row(
-            "save: its CPU, that of the writer included", f"{ours_cpu_s * 1e3:.0f} ms", f"{theirs_cpu_s * 1e3:.0f} ms",
+            "save: its CPU time, including the writers", f"{ours_cpu_s * 1e3:.0f} ms", f"{theirs_cpu_s * 1e3:.0f} ms",
             cpu_ratio, "reported", True,
         ),
     ]  # fmt: skip
 
 
 def stalls(folder: str) -> list[Row]:
-    """The time that training stands still for one save: to begin it, and before the optimizer may step."""
+    """Measure how long one save blocks training: to start it, and before the optimizer may step."""
     trainer = make_trainer(f"{folder}/stalls", saves=False)
     batch = torch.randn(ROWS, WIDTH)
     state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
@@ -104,7 +104,7 @@ def stalls(folder: str) -> list[Row]:
         saving = trainer._engine.loop._saving
         assert saving is not None
         F.mse_loss(trainer.model(batch), batch).backward()
-        stall_s += seconds(saving.hold)
+        stall_s += seconds(saving.wait_for_snapshot)
         trainer.optimizer.zero_grad()
         trainer._engine.loop._finish_background_save()
         return stall_s
@@ -120,8 +120,8 @@ def stalls(folder: str) -> list[Row]:
             future.result()
         return stall_s
 
-    ours()  # takes the memory for the copies, once
-    # The one of a process wants a process group, and both get it.
+    ours()  # allocates the memory for the copies, once
+    # AsyncCheckpointerType.PROCESS needs a process group, so both get one.
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     asynchronous(-1, AsyncCheckpointerType.PROCESS)  # starts it
     others: dict[str, tuple[Callable[[int], float], float]] = {
@@ -137,7 +137,7 @@ def stalls(folder: str) -> list[Row]:
         smaller = statistics.median(their / mine for mine, their in pairs)
         rows.append(
             Row(
-                f"save: stall, against {name}",
+                f"save: stall, compared with {name}",
                 f"{mine_s * 1e3:.1f} ms",
                 f"{their_s * 1e3:.1f} ms",
                 1 / smaller,
@@ -150,7 +150,7 @@ def stalls(folder: str) -> list[Row]:
 
 
 def checksums(folder: str) -> list[Row]:
-    """The share of the checksums in a save that is waited for: against one without, of time and of CPU."""
+    """Measure the share of the checksums in a blocking save: of time and of CPU time."""
     trainer = make_trainer(f"{folder}/sums", saves=False)
     cpu_s: dict[str, list[float]] = {"with": [], "without": []}
 
@@ -191,7 +191,7 @@ def checksums(folder: str) -> list[Row]:
 
 
 def memory() -> Row:
-    """How far the peak of the resident set rises while saving in the background, in parts of the state."""
+    """Measure how much saving in the background raises the peak resident set, relative to the size of the state."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rise, args=(sender,))
@@ -217,13 +217,13 @@ def _rise(sender: Any) -> None:
 
 
 def _peak_bytes() -> int:
-    """The largest resident set of this process; getrusage would count that of its parent."""
+    """Return the peak resident set of this process; getrusage would include that of its parent."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 def rows() -> list[Row]:
-    """Measures all rows."""
+    """Measure all rows."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         return [*time_lost(folder), *stalls(folder), *checksums(folder), memory()]

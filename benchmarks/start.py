@@ -1,4 +1,4 @@
-"""How long a person waits for the first step: `headway fit` with two workers, against a bare TorchTrainer script."""
+"""Time to the first step: `headway fit` with two workers, compared with a bare TorchTrainer script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TARGET = 1.15
 
 
 def first_step_s(command: list[str], stamp: Path) -> float:
-    """Seconds from the command to its first completed step, which it writes down; waits for its end."""
+    """Run a command; return the seconds to its first completed step, whose time it writes to `stamp`."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     began = time.time()
     done = subprocess.run(
@@ -29,7 +29,7 @@ def first_step_s(command: list[str], stamp: Path) -> float:
 
 
 def rows(pairs: int = 5) -> list[Row]:
-    """Measures the row."""
+    """Measure the row."""
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
         stamp, number = Path(folder, "stamp"), iter(range(1000))
 

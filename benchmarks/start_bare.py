@@ -1,4 +1,4 @@
-"""The script that `start.py` compares with: TorchTrainer with two workers, and nothing of Headway."""
+"""The baseline of `start.py`: TorchTrainer with two workers, without Headway."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What `start.py` starts with `headway fit`: the training of `start_bare.py`."""
+"""The program that `start.py` runs with `headway fit`: the same training as `start_bare.py`."""
 
 from __future__ import annotations
 

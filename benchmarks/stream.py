@@ -1,4 +1,4 @@
-"""The stream against what one would write without it: rows/s, time to the first batch of a resumed run, memory."""
+"""ParquetStream compared with alternatives: rows/s, time to the first batch of a resumed run, memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# Ray gives way to other processes (nice 15), a DataLoader does not: on a busy machine that would be all one measures.
-# Used blocks are given back as soon as in the Ray that Headway starts.
+# Ray workers run at nice 15, DataLoader workers do not: on a busy machine this difference would dominate.
+# Used blocks are freed as quickly as in the Ray that Headway starts.
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0",
@@ -41,7 +41,7 @@ PAIRS = 7
 
 
 def rows() -> list[Row]:
-    """Measures all rows; starts a Ray on this machine unless one is up."""
+    """Measure all rows; start a local Ray unless one is running."""
     import ray
     import ray.data
 
@@ -52,14 +52,14 @@ def rows() -> list[Row]:
     try:
         with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
             files = make_data(Path(folder))
-            return [*throughput(files[:2]), place(), first_batch(files), memory(files[:1], files)]
+            return [*throughput(files[:2]), seeking(), first_batch(files), memory(files[:1], files)]
     finally:
         if started:
             ray.shutdown()
 
 
 def make_data(folder: Path) -> list[str]:
-    """Writes 10 files of 100,000 rows of 512 int32 tokens, 1024 to a row group."""
+    """Write 10 files of 100,000 rows of 512 int32 tokens, in row groups of 1024 rows."""
     paths = []
     for index in range(FILES):
         tokens = np.random.default_rng(index).integers(0, 50_257, ROWS_PER_FILE * TOKENS, dtype=np.int32)
@@ -69,8 +69,8 @@ def make_data(folder: Path) -> list[str]:
     return paths
 
 
-def feed() -> Any:
-    """One rank of one, on the CPU."""
+def shard_info() -> Any:
+    """Return the `ShardInfo` of a single rank on the CPU."""
     return SimpleNamespace(
         rank=0, world_size=1, global_batch_size=BATCH, micro_batch_size=None, accumulation=1, seed=0,
         device=torch.device("cpu"), training=True, by_shard=False,
@@ -78,9 +78,9 @@ def feed() -> Any:
 
 
 def throughput(files: list[str]) -> list[Row]:
-    """Rows/s over 200,000 shuffled rows, in turn: each reads two epochs, of which the second is timed.
+    """Measure rows/s over 200,000 shuffled rows. Each reader reads two epochs; the second is timed.
 
-    So processes that start are not counted, nor what a stream has read before the clock starts: it reads on and on.
+    This excludes the start of processes, and what a stream has prefetched: it prefetches across epochs.
     """
     ray_data, loader = "rows/s: read_parquet, iter_torch_batches", "rows/s: DataLoader, one worker"
     readers: dict[str, Callable[[], Iterator[Iterable[Any]]]] = {
@@ -109,7 +109,7 @@ def _rate_row(name: str, ours: list[float], theirs: list[float], target: float) 
 
 def _stream(files: list[str]) -> Iterator[Iterable[Any]]:
     stream = ParquetStream(files, tail="keep")
-    stream.setup(feed())
+    stream.setup(shard_info())
     try:
         for epoch in count():
             yield (columns for batch in stream.epoch(epoch) for columns in batch.micro_batches)
@@ -132,7 +132,7 @@ def _loader(files: list[str]) -> Iterator[Iterable[Any]]:
 
 
 class _RowGroups(IterableDataset[Any]):
-    """What somebody who knows Parquet writes: row groups in random order, rows shuffled within each, whole batches."""
+    """A typical hand-written dataset: row groups in random order, rows shuffled within each, full batches."""
 
     def __init__(self, files: list[str]) -> None:
         self._files = files
@@ -154,8 +154,8 @@ class _RowGroups(IterableDataset[Any]):
             yield {"tokens": torch.from_numpy(rest)}
 
 
-def place() -> Row:
-    """Seconds to find out what is read first in an epoch of 1e9 rows, at the slowest of several places in it."""
+def seeking() -> Row:
+    """Measure the seconds to plan the first reads in an epoch of 1e9 rows, at the slowest of several offsets."""
     plan = EpochPlan(np.full(10_000, 100_000), seed=0, epoch=1, shards=32)
     seconds: dict[float, list[float]] = {part: [] for part in (0.0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.999999)}
     for _ in range(PAIRS):
@@ -169,7 +169,7 @@ def place() -> Row:
     slowest = max(others)
     ratio = slowest / fresh
     return Row(
-        "stream, place in 1e9 rows, anywhere against 0 %",
+        "stream, plan in 1e9 rows, any offset against 0 %",
         f"{slowest * 1e3:.0f} ms",
         f"{fresh * 1e3:.0f} ms",
         ratio,
@@ -179,13 +179,13 @@ def place() -> Row:
 
 
 def first_batch(files: list[str]) -> Row:
-    """Seconds from `open` to the first batch in an epoch of 1,000,000 rows, at its start and at 99 %."""
+    """Measure the seconds from `setup` to the first batch in an epoch of 1,000,000 rows, at 0 % and at 99 %."""
     seconds: dict[float, list[float]] = {0.0: [], 0.99: []}
     for _ in range(PAIRS):
         for part, times in seconds.items():
             stream = ParquetStream(files)
             start = time.perf_counter()
-            stream.setup(feed())
+            stream.setup(shard_info())
             batches = stream.epoch(0, offset=int(stream.samples_in_epoch(0) * part) // BATCH * BATCH)
             next(batches)
             times.append(time.perf_counter() - start)
@@ -198,12 +198,12 @@ def first_batch(files: list[str]) -> Row:
 
 
 def memory(small: list[str], large: list[str]) -> Row:
-    """Peak resident memory of a fresh worker that reads an epoch: 2 GB against 200 MB of tokens."""
+    """Measure the peak resident memory of a new worker that reads an epoch: 2 GB against 200 MB of tokens."""
     import ray
 
     def peak(files: list[str]) -> int:
         stream = ParquetStream(files)
-        stream.setup(feed())
+        stream.setup(shard_info())
         for _ in stream.epoch(0):
             pass
         stream.close()
@@ -211,9 +211,9 @@ def memory(small: list[str], large: list[str]) -> Row:
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
     def fresh(files: list[str]) -> int:
-        # A process that did something else before has had another peak; an environment of its own makes a new one.
-        own = {"env_vars": {"HEADWAY_BENCH": files[-1]}}
-        return int(ray.get(ray.remote(num_cpus=0, max_calls=1, runtime_env=own)(peak).remote(files)))
+        # A unique runtime environment forces a new process; a reused one may have had a higher peak.
+        unique = {"env_vars": {"HEADWAY_BENCH": files[-1]}}
+        return int(ray.get(ray.remote(num_cpus=0, max_calls=1, runtime_env=unique)(peak).remote(files)))
 
     theirs, ours = fresh(small), fresh(large)
     ratio = ours / theirs

@@ -1,6 +1,6 @@
-"""What a sweep costs beside its training, what ASHA saves, and what ten deaths of the driver lose.
+"""Sweeps: overhead beside training, updates saved by ASHA, and results lost when the driver is killed ten times.
 
-`python -m benchmarks sweep:overhead`, `sweep:asha` and `sweep:kills` measure one of them.
+To measure one of them: `python -m benchmarks sweep:overhead`, `sweep:asha` or `sweep:kills`.
 """
 
 from __future__ import annotations
@@ -38,41 +38,43 @@ from headway.orchestrator.storage.folder import Folder
 from .table import Row, interleave, median_ratio
 
 HERE = Path(__file__).parent
-TRIALS, HOST_READABLE = 60, 2
+TRIALS, CONCURRENT = 60, 2
 SEEDS, SEARCHED, EPOCHS = range(5), 24, 16
 KILLS, KILLED_TRIALS = 10, 24
 
 
-def quiet() -> SweepConsole:
+def silent_console() -> SweepConsole:
     return SweepConsole("validation/loss", "min", Console(file=io.StringIO()))
 
 
 def overhead(folder: str, pairs: int = 7) -> Row:
-    """Many short trials, two at a time, beside plain Ray Tune, which keeps no checkpoints."""
+    """Compare many short trials, two at a time, with plain Ray Tune, which saves no checkpoints."""
     import ray
 
-    # Before the clock starts for either: a second, once in a process.
+    # Import before timing either side: this takes a second, once per process.
     import headway.orchestrator.sweeps.tune_adapter  # noqa: F401
 
     from .sweep_bare import sweep as sweep_bare
     from .sweep_headway import experiment, search
 
     number = itertools.count()
-    ray.init(num_cpus=HOST_READABLE, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(num_cpus=CONCURRENT, include_dashboard=False, log_to_driver=False, configure_logging=False)
 
     def ours() -> float:
         name = f"ours{next(number)}"
         began = time.perf_counter()
         named = replace(experiment, name=name, storage=folder)
-        result = sweep_experiment(named, replace(search, trials=TRIALS, concurrent=HOST_READABLE), display=quiet())
+        result = sweep_experiment(
+            named, replace(search, trials=TRIALS, concurrent=CONCURRENT), display=silent_console()
+        )
         seconds = time.perf_counter() - began
         assert [trial.status for trial in result.trials] == ["completed"] * TRIALS
-        where_it_went(result)
+        print_phases(result)
         return seconds
 
     def theirs() -> float:
         began = time.perf_counter()
-        sweep_bare(TRIALS, HOST_READABLE, f"{folder}/bare{next(number)}")
+        sweep_bare(TRIALS, CONCURRENT, f"{folder}/bare{next(number)}")
         return time.perf_counter() - began
 
     try:
@@ -83,7 +85,7 @@ def overhead(folder: str, pairs: int = 7) -> Row:
         print(f"  sweep, a pair: {mine:.1f} s against {bare:.1f} s")
     ratio = median_ratio(measured)
     return Row(
-        f"sweep: {TRIALS} trials of 1 s, {HOST_READABLE} at once",
+        f"sweep: {TRIALS} trials of 1 s, {CONCURRENT} at a time",
         f"{statistics.median(each for each, _ in measured):.1f} s",
         f"{statistics.median(each for _, each in measured):.1f} s",
         ratio,
@@ -92,8 +94,8 @@ def overhead(folder: str, pairs: int = 7) -> Row:
     )
 
 
-def where_it_went(result: SweepResult) -> None:
-    """Prints the median seconds of a trial by what happened in them, from its events."""
+def print_phases(result: SweepResult) -> None:
+    """Print the median seconds of each phase of a trial, from its events."""
     spans: dict[str, list[float]] = {}
     journal = read_events(Folder(result.sweep_dir))
     suggested = {each["trial"]: each["time"] for each in journal if each["event"] == "trial_suggested"}
@@ -102,7 +104,7 @@ def where_it_went(result: SweepResult) -> None:
         marks = {each["event"]: each["time"] for each in reversed(read_events(Run(trial.run_dir).folder))}
         last = suggested[trial.name]
         order = ("driver_started", "attempt_started", "training", "attempt_ended")
-        for name, at in [*((name, marks[name]) for name in order), ("told", ended[trial.name])]:
+        for name, at in [*((name, marks[name]) for name in order), ("recorded", ended[trial.name])]:
             spans.setdefault(name, []).append(at - last)
             last = at
     for name, seconds in spans.items():
@@ -110,7 +112,7 @@ def where_it_went(result: SweepResult) -> None:
 
 
 def asha(folder: str) -> Row:
-    """Digits, random search against the same with ASHA: the updates until the best loss of random search is reached."""
+    """Compare random search with and without ASHA on digits: updates to reach the best loss of random search."""
     sys.path.insert(0, str(HERE.parent / "examples"))
     from digits import Digits, DigitsConfig  # type: ignore[import-not-found]
 
@@ -126,14 +128,14 @@ def asha(folder: str) -> Row:
         search = Search(
             space={"config.learning_rate": LogUniform(1e-5, 1e-1), "config.hidden_size": Choice([16, 64, 256])},
             trials=SEARCHED,
-            concurrent=HOST_READABLE,
+            concurrent=CONCURRENT,
             seed=seed,
         )
-        random_search = sweep_experiment(experiment, search, display=quiet())
+        random_search = sweep_experiment(experiment, search, display=silent_console())
         pruned = sweep_experiment(
             replace(experiment, name=f"asha{seed}"),
             replace(search, scheduler=ASHA(max_evaluations=EPOCHS)),
-            display=quiet(),
+            display=silent_console(),
         )
         assert random_search.best is not None
         assert pruned.best is not None
@@ -158,7 +160,7 @@ def asha(folder: str) -> Row:
 
 
 def updates_until(result: SweepResult, loss: float) -> float:
-    """The updates that all trials had made when one of them had this loss; infinite if none ever did."""
+    """Return the updates of all trials until one of them reached this loss; infinity if none did."""
     made = [
         (each["time"], trial.name, each["step"], each["metrics"]["validation/loss"])
         for trial in result.trials
@@ -176,22 +178,22 @@ def updates_until(result: SweepResult, loss: float) -> float:
 
 
 def kills(folder: str, seed: int = 0) -> Row:
-    """A driver that is killed again and again: what had ended is as it was, and all results are there."""
+    """Kill the driver repeatedly; count finished trials that changed and results that are missing."""
     generator = random.Random(seed)
-    place = Path(folder, "killed")
+    sweep_dir = Path(folder, "killed")
     command = [
-        sys.executable, "-m", "headway.orchestrator", "sweep", str(HERE / "sweep_headway.py"), f"name={place.name}",
+        sys.executable, "-m", "headway.orchestrator", "sweep", str(HERE / "sweep_headway.py"), f"name={sweep_dir.name}",
         f"storage={folder}", f"search.trials={KILLED_TRIALS}", "config.log_every=5 steps",
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     before: dict[str, str] = {}
     lost = again = 0
 
-    def look() -> None:
-        """Compares what had ended with what is there now."""
+    def compare() -> None:
+        """Compare the trials that had ended before with their records now."""
         nonlocal lost, again
-        ended = {each["trial"] for each in journal(place) if each["event"] == "trial_ended"}
-        now = {name: record for name in ended | set(before) if (record := (place / name / "run.json").read_text())}
+        ended = {each["trial"] for each in journal(sweep_dir) if each["event"] == "trial_ended"}
+        now = {name: record for name in ended | set(before) if (record := (sweep_dir / name / "run.json").read_text())}
         lost += sum(name not in ended for name in before)
         again += sum(now[name] != record for name, record in before.items())
         before.update(now)
@@ -201,29 +203,29 @@ def kills(folder: str, seed: int = 0) -> Row:
         since = time.time()
         driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         if number % 3:
-            # However long Ray takes to come up: most die while trials train, begin and end.
-            await_training(place, since)
+            # However long Ray takes to start, most kills should come while trials start, train and end.
+            await_training(sweep_dir, since)
         time.sleep(generator.uniform(0, 5))
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
-        look()
+        compare()
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"the sweep failed:\n{done.stdout}\n{done.stderr}")
-    look()
-    result = SweepResult.read(str(place))
-    suggested = [each["index"] for each in journal(place) if each["event"] == "trial_suggested"]
+    compare()
+    result = SweepResult.read(str(sweep_dir))
+    suggested = [each["index"] for each in journal(sweep_dir) if each["event"] == "trial_suggested"]
     attempts = sum(Run(trial.run_dir).record.attempts for trial in result.trials)
     completed = sum(trial.status == "completed" and trial.metric is not None for trial in result.trials)
     lost += KILLED_TRIALS - completed
     print(
         f"  sweep, killed {KILLS} times in {time.time() - began:.0f} s: {completed} of {KILLED_TRIALS} trials have a "
-        f"result, {again} were trained again, {lost} results lost, {attempts} attempts, "
-        f"{len(suggested) - len(set(suggested))} suggestions made twice"
+        f"result, {again} were repeated, {lost} results lost, {attempts} attempts, "
+        f"{len(suggested) - len(set(suggested))} duplicate suggestions"
     )
     faults = lost + again + len(suggested) - len(set(suggested))
     if attempts == KILLED_TRIALS:
-        raise RuntimeError("no trial was under way when its driver died: nothing was measured")
+        raise RuntimeError("no trial was running when its driver was killed, so nothing was measured")
     return Row(
         f"sweep: driver killed {KILLS} times",
         f"{again} re-run",
@@ -234,23 +236,23 @@ def kills(folder: str, seed: int = 0) -> Row:
     )
 
 
-def await_training(place: Path, since: float) -> None:
-    """Waits until a trial trains that a driver of this life has started."""
+def await_training(sweep_dir: Path, since: float) -> None:
+    """Wait until a trial trains that was started after `since`."""
     while True:
-        folders = [Folder(str(each)) for each in place.glob("trial-*")]
+        folders = [Folder(str(each)) for each in sweep_dir.glob("trial-*")]
         if any(each["event"] == "training" and each["time"] > since for one in folders for each in read_events(one)):
             return
         time.sleep(0.1)
 
 
-def journal(place: Path) -> list[dict[str, object]]:
-    return read_events(Folder(str(place)))
+def journal(sweep_dir: Path) -> list[dict[str, object]]:
+    return read_events(Folder(str(sweep_dir)))
 
 
 PARTS: dict[str, Callable[[str], Row]] = {"overhead": overhead, "asha": asha, "kills": kills}
 
 
 def rows(*parts: str) -> list[Row]:
-    """Measures the rows, or those of some parts."""
+    """Measure all rows, or those of the named parts."""
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
         return [PARTS[part](folder) for part in parts or PARTS]

@@ -1,4 +1,4 @@
-"""What `sweep.py` compares with: the training of `sweep_headway.py` as a plain function of Ray Tune."""
+"""The baseline of `sweep.py`: the training of `sweep_headway.py` as a plain function for Ray Tune."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def second(config: dict[str, Any]) -> None:
+def train_one_second(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"])
@@ -31,12 +31,12 @@ def second(config: dict[str, Any]) -> None:
             model.train()
 
 
-def sweep(trials: int, at_once: int, folder: str) -> None:
+def sweep(trials: int, concurrent: int, folder: str) -> None:
     tuner = tune.Tuner(
-        tune.with_resources(second, {"cpu": 1}),
+        tune.with_resources(train_one_second, {"cpu": 1}),
         param_space={"learning_rate": tune.loguniform(1e-5, 1e-2)},
-        # One process after the other for each trial takes many times as long.
-        tune_config=tune.TuneConfig(num_samples=trials, max_concurrent_trials=at_once, reuse_actors=True),
+        # Without reuse, each trial starts a new process, which takes many times as long.
+        tune_config=tune.TuneConfig(num_samples=trials, max_concurrent_trials=concurrent, reuse_actors=True),
         run_config=tune.RunConfig(storage_path=folder, verbose=0),
     )
     errors = tuner.fit().num_errors

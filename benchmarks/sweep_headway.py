@@ -1,4 +1,4 @@
-"""What `sweep.py` sweeps with Headway: about a second of training a trial, four evaluations, and a checkpoint."""
+"""The experiment that `sweep.py` runs: trials of about a second, with four evaluations and a checkpoint."""
 
 from __future__ import annotations
 

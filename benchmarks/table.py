@@ -1,4 +1,4 @@
-"""The table that `make bench` prints, and how its lines are measured: interleaved pairs, of which the median counts."""
+"""The table that `make bench` prints, and its measurements: medians over interleaved pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One row of the table."""
 
     name: str
     ours: str
@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
 
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], *, pairs: int) -> list[tuple[float, float]]:
-    """Measures both in turn, each first every other time, so that a busy moment of the machine meets both alike."""
+    """Measure both in alternating order, so that a busy moment of the machine affects both alike."""
     measured = []
     for number in range(pairs):
         if number % 2:
@@ -32,12 +32,12 @@ def interleave(ours: Callable[[], float], theirs: Callable[[], float], *, pairs:
 
 
 def median_ratio(measured: Sequence[tuple[float, float]]) -> float:
-    """The median over the pairs of ours by theirs."""
+    """Return the median of ours / theirs over the pairs."""
     return statistics.median(ours / theirs for ours, theirs in measured)
 
 
 def show(rows: Sequence[Row]) -> str:
-    """The table as text."""
+    """Return the table as text."""
     header = ("what", "ours", "theirs", "ratio", "target", "")
     lines = [header]
     for row in rows:

@@ -1,8 +1,8 @@
-"""Learns to read handwritten digits: the smallest complete Headway program.
+"""Train a classifier of handwritten digits: the smallest complete Headway program.
 
 python examples/digits.py                                  in this process
 torchrun --nproc-per-node 2 examples/digits.py             on two ranks
-headway fit examples/digits.py scaling.workers=2           on two Ray workers, restarted when they die
+headway fit examples/digits.py scaling.workers=2           on two Ray workers, which are replaced if they die
 """
 
 from __future__ import annotations
@@ -49,6 +49,5 @@ config = DigitsConfig(max_epochs=5, global_batch_size=64, micro_batch_size=32, s
 
 if __name__ == "__main__":
     result = Digits(config, run_dir="runs/digits-alone").fit()
-    print(
-        f"{result.status}: {result.metrics['validation/accuracy']:.1%} of the held-out digits, {result.last_checkpoint}"
-    )
+    accuracy = result.metrics["validation/accuracy"]
+    print(f"{result.status}: accuracy {accuracy:.1%} on held-out digits; {result.last_checkpoint}")

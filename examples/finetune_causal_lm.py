@@ -1,9 +1,9 @@
-"""Trains a causal language model of Hugging Face's on text, and saves it so that `from_pretrained` loads it.
+"""Fine-tune a Hugging Face causal language model on text, and save it for `from_pretrained`.
 
-python examples/finetune_causal_lm.py                              in this process, data through `datasets`
-headway fit examples/finetune_causal_lm.py scaling.workers=2       on two Ray workers, each with half of the parameters
+python examples/finetune_causal_lm.py                              in this process, data from Hugging Face `datasets`
+headway fit examples/finetune_causal_lm.py scaling.workers=2       on two Ray workers, FSDP
 
-Instead of random weights, those of a name or folder; instead of `datasets`, Headway's stream over Parquet:
+With pretrained weights (a name or folder), and Headway's stream over Parquet instead of `datasets`:
 
 python examples/finetune_causal_lm.py --prepare data/finetune --pretrained NAME
 headway fit examples/finetune_causal_lm.py config.parquet=$PWD/data/finetune config.pretrained=NAME
@@ -60,12 +60,12 @@ class Finetune(Trainer[FinetuneConfig]):
             )
             self.model = AutoModelForCausalLM.from_config(tiny)
             return
-        with torch.device("cpu"):  # It comes with its values, which the meta device would not hold.
-            # float32 to learn in, whatever it was saved in: config.precision says what the passes compute in.
+        with torch.device("cpu"):  # not on the meta device, which cannot hold the loaded values
+            # Train float32 weights, whatever the saved dtype; config.precision sets the dtype of the forward pass.
             self.model = AutoModelForCausalLM.from_pretrained(self.config.pretrained, dtype=torch.float32).train()
 
     def init_weights(self):
-        # Not reset_parameters: Hugging Face's modules have none, and its rotary buffers are computed, not drawn.
+        # Hugging Face modules have no reset_parameters; this also computes the rotary buffers.
         self.model.initialize_weights()
 
     def configure_optimizers(self):
@@ -76,11 +76,11 @@ class Finetune(Trainer[FinetuneConfig]):
         if config.parquet is not None:
             return ParquetStream(f"{config.parquet}/train"), ParquetStream(f"{config.parquet}/held-out")
         train, held_out = (rows_of(files, config.tokenizer, config.context) for files in sources())
-        return DataLoader(train), DataLoader(held_out)  # cut into batches as config.global_batch_size says
+        return DataLoader(train), DataLoader(held_out)  # Headway cuts batches of config.global_batch_size
 
     def training_step(self, batch, batch_idx):
         tokens_BT = batch["tokens"].long()
-        # The model moves the labels by one, and takes the mean over all that it predicts.
+        # The model shifts the labels by one, and returns the mean loss over all predicted tokens.
         return {"loss": self.model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss}
 
     def num_tokens(self, batch):
@@ -92,12 +92,12 @@ class Finetune(Trainer[FinetuneConfig]):
 
 
 def sources():
-    """Files to train on, and files to hold out."""
+    """Return the training files and the held-out files."""
     return split_files(Path(sysconfig.get_path("stdlib")) / "email", held_out=0.1)
 
 
 def rows_of(files, tokenizer, length):
-    """Hugging Face's way from text to rows of equally many tokens."""
+    """Tokenize files into rows of `length` tokens with Hugging Face `datasets`."""
 
     def tokenize(batch):
         tokens = [token for text in batch["text"] for token in tokenizer(text)]
@@ -115,7 +115,7 @@ experiment = Experiment(
         global_batch_size=32,
         max_grad_norm=1.0,
         log_every="20 steps",
-        parallel=ParallelConfig(strategy="fsdp"),  # its layers one at a time, which the model names itself
+        parallel=ParallelConfig(strategy="fsdp"),  # sharded by the layers that the model declares
     ),
 )
 

@@ -1,7 +1,7 @@
-"""Learns to write Python from Python's standard library: a small GPT over words, streamed from Parquet.
+"""Train a small word-level GPT on the source code of Python's standard library, streamed from Parquet.
 
-python examples/prepare_stdlib.py data/stdlib              once
-headway fit examples/gpt.py                                two Ray workers of this machine, DDP
+python examples/prepare_stdlib.py data/stdlib              prepare the data, once
+headway fit examples/gpt.py                                two Ray workers on this machine, DDP
 headway fit examples/gpt.py config.parallel.strategy=fsdp scaling.workers=3
 """
 
@@ -85,7 +85,7 @@ class GptTrainer(Trainer[GptConfig]):
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
             elif isinstance(module, Block):
-                # Each block begins as the identity.
+                # Each block starts as the identity.
                 nn.init.zeros_(module.attention_out.weight)
                 nn.init.zeros_(module.mlp[-1].weight)
 
@@ -97,7 +97,7 @@ class GptTrainer(Trainer[GptConfig]):
         )
 
     def configure_dataloaders(self):
-        # Threads start faster than the tasks of Ray Data, and suffice for a few megabytes on the disk of each machine.
+        # For a few megabytes on a local disk, threads suffice and start faster than Ray Data tasks.
         train, held_out = (
             ParquetStream(f"{self.config.data}/{part}", engine="threads") for part in ("train", "held-out")
         )
@@ -117,15 +117,15 @@ class GptTrainer(Trainer[GptConfig]):
     def sample(
         self, prompt=("\n\n    ", "def", " __init__", "(", "self", "):", "\n        "), length=100, temperature=0.7
     ):
-        """Returns a continuation of a prompt. Every rank must call this, because each may hold a part of the model."""
+        """Return a continuation of the prompt. Every rank must call this, because the model may be sharded."""
         vocabulary = json.loads(Path(self.config.data, "vocabulary.json").read_text())
-        # The same on every rank, and in every sample of a run.
+        # The same random numbers on every rank and for every sample of a run.
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         tokens = [vocabulary.index(word) for word in prompt]
         for _ in range(length):
             context_1T = torch.tensor([tokens[-self.config.context :]], device=self.device)
             logits_V = self.model(context_1T)[0, -1].float()
-            logits_V[0] = -math.inf  # words outside of the vocabulary
+            logits_V[0] = -math.inf  # the entry for words outside the vocabulary
             tokens.append(int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator)))
         return "".join(vocabulary[token] for token in tokens)
 
@@ -138,7 +138,7 @@ experiment = Experiment(
         global_batch_size=16,
         micro_batch_size=8,
         max_grad_norm=1.0,
-        # Often, because the progress bar moves with each record.
+        # Short, because the progress bar moves with each record.
         log_every=Duration(10, "steps"),
         evaluate_every=Duration(200, "steps"),
         checkpoint=CheckpointConfig(every=Duration(100, "steps")),

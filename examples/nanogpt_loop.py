@@ -1,8 +1,8 @@
-"""A nanoGPT-like script whose training loop stays its own: `python examples/nanogpt_loop.py`, or under `torchrun`.
+"""A script like nanoGPT with its own training loop: `python examples/nanogpt_loop.py`, or under `torchrun`.
 
-The model and the loop are written as they would be without Headway. `Session` adds what such a script lacks: the run
-continues exactly where it was killed, on any number of ranks; gradients that are not finite are handled on all ranks
-alike; checkpoints are written in the background; Ctrl-C saves first. The text is Python's own standard library.
+The model and the loop look as they would without Headway. `Session` adds the rest: a killed run resumes exactly, on any
+number of ranks; all ranks handle non-finite gradients alike; checkpoints are written in the background; Ctrl-C saves
+first. The training text is the source code of Python's standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK = 64
 
 
 class Characters(Dataset):
-    """Windows of `BLOCK` characters, int64 [BLOCK + 1]: the model predicts each from those before it."""
+    """Windows of characters, int64 [BLOCK + 1]: the model predicts each character from the earlier ones."""
 
     def __init__(self, text: str) -> None:
         self.data = torch.tensor([min(ord(character), 127) for character in text])
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Initialises itself, as nanoGPT does: the values are kept."""
+    """Initializes its own weights, as nanoGPT does; Headway keeps them."""
 
     def __init__(self, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()

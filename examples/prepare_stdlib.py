@@ -1,4 +1,4 @@
-"""Turns the source of Python's standard library into rows of tokens, and holds a part of the files out for evaluation.
+"""Tokenize the source code of Python's standard library into rows, and hold out some files for evaluation.
 
 python examples/prepare_stdlib.py data/stdlib
 """
@@ -17,14 +17,16 @@ from headway.datasets.prepare import prepare_text, split_files
 
 CONTEXT = 128
 VOCABULARY = 2048
-# Two thirds of the library are tests and tables of characters, from which a model learns little about style.
-SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "pydoc_data"}
-# Line breaks with the indentation after them, names in snake case part by part, signs; each with the space before it.
+# Tests and character tables are two thirds of the library and teach little about style. GUI code makes samples uneven.
+SKIPPED = {
+    "site-packages", "test", "tests", "encodings", "pydoc_data", "tkinter", "idlelib", "turtledemo", "lib2to3",
+}  # fmt: skip
+# Line breaks with the following indentation, the parts of snake-case names, and signs, each with the space before it.
 WORD = re.compile(r"\n+(?: {4})*| +(?= )| ?_*[A-Za-z]+_*| ?[^\sA-Za-z0-9_]+|.", re.DOTALL)
 
 
 class WordTokenizer:
-    """Splits source code into words. Those outside of the vocabulary become its first entry."""
+    """Splits source code into words. Words outside the vocabulary become its first entry."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self._numbers = {word: number for number, word in enumerate(vocabulary)}
@@ -34,7 +36,7 @@ class WordTokenizer:
 
 
 def make_vocabulary(sources: Sequence[Path]) -> list[str]:
-    """Returns the most frequent words of the sources, after the one that stands for all others."""
+    """Return a placeholder for unknown words, then the most frequent words of the sources."""
     counts = Counter(word for path in sources for word in WORD.findall(path.read_text(errors="replace")))
     return ["\ufffd", *(word for word, _ in counts.most_common(VOCABULARY - 1))]
 
@@ -45,7 +47,7 @@ def main(output: str) -> None:
     train, held_out = split_files(sources, held_out=0.01)
     vocabulary = make_vocabulary(train)
     for name, files in {"train": train, "held-out": held_out}.items():
-        # A row has one token more than the model reads, because the targets are the same row shifted by one.
+        # One token more than the context, because the targets are the same row shifted by one.
         prepared = prepare_text(
             files,
             Path(output) / name,
@@ -54,7 +56,7 @@ def main(output: str) -> None:
             progress=show_on_one_line,
         )
         print(prepared)
-    # Last, because `make train` takes this file as the sign that all is prepared.
+    # Last, because `make train` prepares the data unless this file exists.
     Path(output, "vocabulary.json").write_text(json.dumps(vocabulary))
 
 

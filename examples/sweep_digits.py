@@ -1,7 +1,7 @@
-"""Looks for a learning rate and a size with which digits are read best: the smallest complete sweep.
+"""Search for the best learning rate and hidden size of `digits.py`: the smallest complete sweep.
 
-headway sweep examples/sweep_digits.py                       12 trials, the bad ones ended early
-headway sweep examples/sweep_digits.py search.trials=24      the same sweep goes on, with 12 more
+headway sweep examples/sweep_digits.py                       12 trials, bad ones pruned early
+headway sweep examples/sweep_digits.py search.trials=24      resume the same sweep with 12 more
 """
 
 from __future__ import annotations

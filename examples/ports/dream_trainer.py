@@ -1,11 +1,11 @@
-"""Dream Trainer's two examples on Headway: a classifier with backward by hand, and a GAN with two optimizers.
+"""Dream Trainer's two examples, ported: a classifier with a manual backward, and a GAN with two optimizers.
 
 python examples/ports/dream_trainer.py                                       the classifier
 python examples/ports/dream_trainer.py gan                                   the GAN
 torchrun --nproc-per-node 2 examples/ports/dream_trainer.py                  on two ranks
 headway fit examples/ports/dream_trainer.py:gan config.max_steps=2000        on Ray, longer
 
-Run one again and it goes on where it stands. What is called what: docs/coming-from.md.
+Running one again resumes the run. docs/coming-from.md maps the names.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Classifier(Trainer[ClassifierConfig]):
         pixels, labels = batch
         logits = self.model(pixels)
         loss = F.cross_entropy(logits, labels)
-        self.backward(loss)  # weighs the loss of this micro-batch in its update
-        self.step(self.optimizer)  # at the last one: clips, steps, schedules; without these lines the loop would
+        self.backward(loss)  # weights the loss by this micro-batch's share of the update
+        self.step(self.optimizer)  # at the last micro-batch; the loop calls both if a step does not
         return {"loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}
 
     def validation_step(self, batch, batch_idx):
@@ -77,7 +77,7 @@ class Classifier(Trainer[ClassifierConfig]):
 
 
 def digits():
-    """Images of 8 x 8 handwritten digits as rows of 64 values from 0 to 1, and their labels."""
+    """Return 8 x 8 images of handwritten digits as rows of 64 values from 0 to 1, and their labels."""
     data = load_digits()
     return torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
 
@@ -106,7 +106,7 @@ class GanConfig(TrainerConfig):
 
 
 class Gan(Trainer[GanConfig]):
-    """Learns to draw points around a circle: one network makes them, another tells them from real ones."""
+    """Learns to generate points around a circle; the discriminator separates them from real ones."""
 
     def configure_models(self):
         self.generator = mlp(self.config.noise_size, 2)
@@ -139,7 +139,7 @@ class Gan(Trainer[GanConfig]):
 
 
 class BatchesSeen(Callback):
-    """Their `on_train_batch_end`, by its name here: after every micro-batch."""
+    """Counts micro-batches; `on_batch_end` is their `on_train_batch_end`."""
 
     def __init__(self):
         self.seen = 0
@@ -148,7 +148,7 @@ class BatchesSeen(Callback):
         self.seen += 1
 
     def on_fit_end(self, trainer, error):
-        trainer.print(f"{self.seen} batches in this attempt, {trainer.micro_batches_seen} in all")
+        trainer.print(f"{self.seen} batches in this attempt, {trainer.micro_batches_seen} in total")
 
 
 def mlp(inputs, outputs, width=64):

@@ -1,10 +1,10 @@
-"""EasyDeL's example on Headway: a causal language model on texts of many lengths, sharded, saved for `from_pretrained`.
+"""EasyDeL's example, ported: a sharded causal language model on texts of varying length, saved for `from_pretrained`.
 
 python examples/ports/easydel.py                                     in this process
 torchrun --nproc-per-node 2 examples/ports/easydel.py                on two ranks, each with half of the parameters
 headway fit examples/ports/easydel.py scaling.workers=2              the same on two Ray workers
 
-Run it again and it goes on where it stands. What is called what: docs/coming-from.md.
+Running it again resumes the run. docs/coming-from.md maps the names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headway.trainer import CheckpointConfig, ParallelConfig, Trainer, TrainerCo
 from headway.trainer.callbacks import ProgressBar
 
 PAD, BEGIN, END = 10, 11, 12
-IGNORED = -100  # the label of what is not to be learned, by Hugging Face's convention
+IGNORED = -100  # the label without a loss, by Hugging Face's convention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class FineTuneConfig(TrainerConfig):
 
 
 class FineTune(Trainer[FineTuneConfig]):
-    """Learns to go on counting: of "4 5 6 7" any beginning tells the rest."""
+    """Learns to continue counting: any prefix of "4 5 6 7" determines the rest."""
 
     def configure_models(self):
-        # Random weights. One that has its own: `with torch.device("cpu"): AutoModelForCausalLM.from_pretrained(name)`.
+        # Random weights. For pretrained: `with torch.device("cpu"): AutoModelForCausalLM.from_pretrained(name)`.
         self.model = AutoModelForCausalLM.from_config(
             LlamaConfig(
                 vocab_size=13,
@@ -59,17 +59,19 @@ class FineTune(Trainer[FineTuneConfig]):
     def configure_dataloaders(self):
         texts = counting(600, seed=self.config.seed)
         return (
-            DataLoader(texts[100:], shuffle=True, collate_fn=collate),  # in batches as the config says
+            DataLoader(
+                texts[100:], shuffle=True, collate_fn=collate
+            ),  # Headway cuts batches of config.global_batch_size
             DataLoader(texts[:100], batch_size=50, collate_fn=collate),
         )
 
     def training_step(self, batch, batch_idx):
-        # The model moves the labels by one, and takes the mean over those that are not ignored.
+        # The model shifts the labels by one, and returns the mean loss over labels that are not ignored.
         loss = self.model(**batch, use_cache=False).loss
         return {"loss": loss, "perplexity": loss.exp()}
 
     def loss_weight(self, batch):
-        """Texts differ in length: a batch counts by its labels, so that each token counts the same."""
+        """Return the number of labels, so that each token has the same weight although texts differ in length."""
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
     def num_tokens(self, batch):
@@ -85,7 +87,7 @@ class FineTune(Trainer[FineTuneConfig]):
 
 
 def counting(number, *, seed):
-    """Texts of 5 to 20 tokens: digits that count up from anywhere, between a beginning and an end."""
+    """Return texts of 5 to 20 tokens: digits that count up from a random start, between BEGIN and END."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(low, high):
@@ -96,7 +98,7 @@ def counting(number, *, seed):
 
 
 def collate(texts):
-    """Pads the texts of a batch to one length, which is neither looked at nor learned from."""
+    """Pad the texts of a batch to one length; padding gets no attention and no loss."""
     longest = max(map(len, texts))
     tokens_BT = torch.tensor([[*text, *[PAD] * (longest - len(text))] for text in texts])
     is_text_BT = tokens_BT != PAD

@@ -1,11 +1,11 @@
-"""mini.trainer's integration example on Headway: the model, the hooks, the images, and a config that is data.
+"""mini.trainer's integration example, ported: model, hooks, images, and a config as data.
 
 python examples/ports/mini_trainer.py                                            in this process
 torchrun --nproc-per-node 2 examples/ports/mini_trainer.py                       on two ranks
 headway fit examples/ports/mini_trainer.py config.model.hidden_size=256          on Ray, with another model
-headway fit examples/ports/mini_trainer.py --print-config                        what would be trained, as YAML
+headway fit examples/ports/mini_trainer.py --print-config                        the resolved config as YAML
 
-Run it again and it goes on where it stands. What is called what: docs/coming-from.md.
+Running it again resumes the run. docs/coming-from.md maps the names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MyTrainer(Trainer[MyConfig]):
         pixels, labels = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
         train, held_out = TensorDataset(pixels[300:], labels[300:]), TensorDataset(pixels[:300], labels[:300])
         config = self.config.data
-        # It ends before the run does, and is read again in another order.
+        # Shorter than the run: it is read again in another order.
         loader = DataLoader(train, batch_size=config.batch_size, shuffle=True, num_workers=config.num_workers)
         return loader, DataLoader(held_out, batch_size=100)
 
@@ -65,7 +65,7 @@ class MyTrainer(Trainer[MyConfig]):
         pixels, labels = batch
         logits = self.model(pixels)
         hits = logits.argmax(1) == labels
-        # Records are nested dicts of numbers or tensors; a tensor stays on the device until it is logged.
+        # Records may be nested dicts of numbers or tensors; tensors stay on the device until they are logged.
         return {"loss": F.cross_entropy(logits, labels), "top": {"1": hits.float().mean()}}
 
     def configure_callbacks(self):
@@ -76,7 +76,7 @@ class MyTrainer(Trainer[MyConfig]):
 
 
 class FirstImages(Callback):
-    """Logs the first images of a batch every so many steps: a hook of one's own."""
+    """A custom hook that logs the first images of a batch every `every` steps."""
 
     def __init__(self, every):
         self.every = every
@@ -111,5 +111,5 @@ if __name__ == "__main__":
     trainer = MyTrainer(experiment.config, run_dir=run_dir, callbacks=[bar], printer=bar.print)
     result = trainer.fit()
     trainer.print(f"{result.status} after {result.steps} steps: {result.reason}")
-    trainer.print(f"{result.metrics['validation/top/1']:.1%} of the held-out digits, with averaged weights")
+    trainer.print(f"accuracy {result.metrics['validation/top/1']:.1%} on held-out digits, with averaged weights")
     trainer.print(f"checkpoints: {', '.join(sorted(each.name for each in run_dir.glob('checkpoints/step-*')))}")

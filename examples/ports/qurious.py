@@ -1,8 +1,8 @@
-"""qurious' examples on Headway: a model, an optimizer and a loss function, without a class; and with one, for metrics.
+"""qurious' examples, ported: a model, an optimizer and a loss function without a class, and a class for metrics.
 
 python examples/ports/qurious.py
 
-Run it again and it goes on where it stands. What is called what: docs/coming-from.md.
+Running it again resumes the run. docs/coming-from.md maps the names.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Classifier(SupervisedTrainer):
     def validation_step(self, batch, batch_idx):
         inputs, targets = batch
         logits = self.model(inputs)
-        # Means over a batch are enough: the evaluation weighs them, and the last, smaller batch counts less.
+        # Return means over the batch: the evaluation weights them by size, so a smaller last batch counts less.
         return {"loss": F.cross_entropy(logits, targets), "accuracy": (logits.argmax(1) == targets).float().mean()}
 
 
 def report(trainer, epoch, metrics):
-    """A callback may be a function, called after every epoch."""
+    """Print the epoch. A callback may be a plain function, called after every epoch."""
     trainer.print(f"epoch {epoch}: {metrics['train/loss']:.3f}, accuracy {metrics['validation/accuracy']:.1%}")
 
 

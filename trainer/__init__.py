@@ -1,6 +1,6 @@
 """Headway's trainer: a PyTorch training loop in one process or one of many ranks, without Ray.
 
-Names are imported on first use: who only looks at runs need not wait for torch.
+Names are imported on first use, so tools that only read run folders do not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run offers while it trains, to callbacks and to the user's code: `Trainer` and `Session` both have it."""
+"""The interface of a run in progress for callbacks and user code, shared by `Trainer` and `Session`."""
 
 from __future__ import annotations
 
@@ -39,24 +39,20 @@ from .step.precision import autocast
 
 
 class ActiveRun:
-    """A run as callbacks see it, whoever keeps its loop.
-
-    Attributes:
-        metrics: those of `configure_metrics`, by name; their `update` counts in evaluations.
-    """
+    """A run as callbacks see it; base class of `Trainer` and `Session`."""
 
     _engine: Engine
 
-    # ---- What it is ------------------------------------------------------------------------------------------------
+    # ---- State -----------------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
-        """The ranks. Without one that was given, `setup` joins what `torchrun` describes, or this process is alone."""
+        """The ranks. By default, `setup` joins those that `torchrun` describes, or takes this process alone."""
         return self._engine.world
 
     @property
     def run_dir(self) -> str | None:
-        """The run's directory, a path or fsspec URI; None writes nothing."""
+        """The run's directory, a path or fsspec URI; None if nothing is written."""
         return self._engine.run_dir
 
     @property
@@ -66,7 +62,7 @@ class ActiveRun:
 
     @property
     def progress(self) -> Progress:
-        """All counters."""
+        """The run's counters."""
         return self._engine.progress
 
     @property
@@ -101,12 +97,12 @@ class ActiveRun:
 
     @property
     def activity(self) -> Activity:
-        """What this rank is doing right now; any thread may read it."""
+        """This rank's current phase; any thread may read it."""
         return self._engine.activity
 
     @property
     def setup_times(self) -> SetupTimes:
-        """Seconds that each phase of getting ready has taken on this rank, up to the first update."""
+        """Seconds of each setup phase on this rank, up to and including the first update."""
         return self._engine.setup_times
 
     @property
@@ -116,7 +112,7 @@ class ActiveRun:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
         return self.world.device
 
     @property
@@ -126,7 +122,7 @@ class ActiveRun:
 
     @property
     def current_epoch(self) -> int:
-        """Completed passes over the data, so the index of the one in progress."""
+        """Completed passes over the data, which is the index of the one in progress."""
         return self.progress.epoch
 
     @property
@@ -146,12 +142,12 @@ class ActiveRun:
 
     @property
     def total_steps(self) -> int | None:
-        """Updates of the whole run, as far as the config and the data tell; None where they do not."""
+        """Updates of the whole run; None if config and data do not determine it."""
         return self._engine.total_steps
 
     @property
     def data_identity(self) -> dict[str, str | None]:
-        """What a resumed run compares the training data by: "guarantee" and "fingerprint". Empty before it is open."""
+        """The training data's "guarantee" and "fingerprint", which a resumed run compares; empty before it is open."""
         data = self._engine.data
         return {} if data is None else {"guarantee": data.guarantee, "fingerprint": data.fingerprint}
 
@@ -162,9 +158,9 @@ class ActiveRun:
 
     @property
     def parameters_being_stepped(self) -> frozenset[torch.Tensor]:
-        """The parameters of the optimizers that are about to step, which `on_gradients_ready` is about.
+        """The parameters of the optimizers that are about to step, for `on_gradients_ready`.
 
-        With several optimizers others may have gradients too, left by a loss that went through their models.
+        With several optimizers, other parameters may have gradients too, from a loss that went through their models.
         """
         stepping = self._engine.loop.optimizer_step.stepping
         return frozenset(p for optimizer in stepping for group in optimizer.param_groups for p in group["params"])
@@ -174,71 +170,73 @@ class ActiveRun:
         """Whether the current micro-batch is not the last of its update."""
         return not self._engine.loop.optimizer_step.is_last_micro_batch
 
-    # ---- What can be asked of it -----------------------------------------------------------------------------------
+    # ---- Actions ---------------------------------------------------------------------------------------------------
 
     def autocast(self) -> Any:
-        """Returns a context in which a forward pass computes in the precision of the config; steps run in one."""
+        """Return a context for forward passes in the config's precision. Training and validation steps run in one."""
         return autocast(self._engine.config.precision, self.device)
 
     def log(
         self, name: str, value: float | torch.Tensor, weight: LossWeight | None = None, *, reduce: Reduce = "mean"
     ) -> None:
-        """Logs a number of this step under `train/<name>` or `validation/<name>`. On any subset of the ranks.
+        """Log a number of this step as `train/<name>` or `validation/<name>`. Any subset of the ranks may call this.
 
         Args:
-            name: one name is reduced in one way for the whole run.
-            value: a number or a tensor of one element, which may be on the device: nothing waits for it.
-            weight: how much it counts in a mean; by default as much as the current micro-batch, as the returned loss
-                does, and 1 between two updates, where there is none.
-            reduce: "mean" averages by weight over micro-batches, ranks and the interval between two records, as it is
-                done with what the step returns. "sum", "max" and "min" are over the same. "last" is the latest value,
-                of the first rank that has one.
+            name: the metric; always use the same `reduce` for it.
+            value: a number or a tensor with one element. It may be on the device: logging does not synchronize.
+            weight: in a mean; by default that of the current micro-batch, as for the returned loss, and 1 between two
+                updates.
+            reduce: "mean" is the weighted mean over micro-batches, ranks and the interval between two records, as for
+                values that the step returns. "sum", "max" and "min" reduce over the same. "last" is the latest value
+                of the lowest rank that has one.
 
         Raises:
-            StepError: it is no single number, or the name is reduced in another way elsewhere.
+            StepError: the value is not a single number, or the name is logged elsewhere with another `reduce`.
         """
         self._engine.loop.log(name, value, weight, reduce)
 
     def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
-        """Gives images by name, [channels, height, width], to the trackers. Every rank may; the main rank's count.
+        """Log images by name, each [channels, height, width]. Any rank may call this; the main rank's are logged.
 
-        From inside an update they are logged with the step that it completes, as numbers are.
+        Inside an update they are logged with the step that it completes, as numbers are.
         """
         self.callbacks.on_log_images(images)
         recorder = self._engine.loop.recorder
         recorder.trackers.log_images(images, step=recorder.step)
 
     def log_text(self, texts: Mapping[str, str]) -> None:
-        """Gives texts by name to the trackers that take them. Every rank may; the main rank's count."""
+        """Log texts by name, to trackers that support them. Any rank may call this; the main rank's are logged."""
         recorder = self._engine.loop.recorder
         recorder.trackers.log_text(texts, step=recorder.step)
 
     def log_histograms(self, histograms: Mapping[str, Histogram]) -> None:
-        """Gives histograms by name to the trackers that take them. Every rank may; the main rank's count."""
+        """Log histograms by name, to trackers that support them. Any rank may call this; the main rank's are logged."""
         recorder = self._engine.loop.recorder
         recorder.trackers.log_histograms(histograms, step=recorder.step)
 
     def add_metric_source(self, source: MetricSource) -> None:
-        """Adds the numbers that a function returns to every training record: from `on_setup_end` on.
+        """Add the metrics that a function returns to every training record. Call it in `on_setup_end` or later.
+
+        Every rank must add the same sources in the same order, since a source may use collectives.
 
         Args:
-            source: gets the record so far, when it is due. Every rank must add the same, in the same order: a source
-                may use a collective, and what it returns must be equal on every rank.
+            source: called with each record before it is logged; must return the same metrics on every rank.
         """
         self._engine.loop.recorder.metric_sources.append(source)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Returns a context in which the models are as in an evaluation, for example to draw samples from them.
+        """Return a context in which the models are as in an evaluation, for example to sample from them.
 
-        In evaluation mode, without gradients, in the precision of the config, with averages where an evaluation has
-        them, and as before at the end; the time is left out of the throughput. Every rank must enter it.
+        They are in evaluation mode, without gradients, in the config's precision, and have averaged weights if
+        evaluations use these; all is restored at the end. The time does not count in the throughput. Every rank must
+        enter the context.
         """
         return self._engine.loop.evaluating()
 
     def wait_for_snapshot(self) -> None:
-        """Waits until a save in the background has its copy: call it before changing weights between two steps.
+        """Wait until a background save has copied the state: call it before changing weights between two steps.
 
-        Optimizer steps, evaluations and `Ema.applied` do so by themselves. Any rank may call this.
+        Optimizer steps, evaluations and `Ema.applied` call it themselves. Any rank may call this.
         """
         self._engine.loop.wait_for_snapshot()
 
@@ -250,45 +248,47 @@ class ActiveRun:
         self._engine.print(text)
 
     def request_stop(self, reason: str, *, status: StopStatus = "stopped") -> None:
-        """Asks for an orderly end, with a checkpoint. Any rank may, from any thread; all stop at the same update."""
+        """Request an orderly stop with a checkpoint, at the same update on all ranks. Any rank may, from any thread."""
         self._engine.requests.stop(reason, status)
 
     def request_save(self, *, at_once: bool = False) -> None:
-        """Asks for a checkpoint at the next update. Any rank may, from any thread.
+        """Request a checkpoint at the next update. Any rank may call this, from any thread.
 
         Args:
-            at_once: does not wait for the end of an evaluation of the run, which is repeated afterwards.
+            at_once: interrupts an evaluation in progress, which is repeated after the save.
         """
         self._engine.requests.save(at_once=at_once)
 
     def request_evaluation(self) -> None:
-        """Asks for an evaluation at the next update. Any rank may, from any thread."""
+        """Request an evaluation at the next update. Any rank may call this, from any thread."""
         self._engine.requests.evaluate()
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Returns the module that the user wrote, inside any nesting of compile, DDP, FSDP, checkpointing, averages."""
+        """Return the user's module, without the wrappers of compile, DDP, FSDP, checkpointing and weight averages."""
         return dtensor.unwrap(module)
 
     def evaluate(self, data: Any = None, *, checkpoint: str | Path | Checkpoint | None = None) -> dict[str, float]:
-        """Evaluates on the validation data, or on other data (or sets by name). Every rank must call this.
+        """Evaluate and return the metrics. Every rank must call this.
 
-        Every row counts once, at every number of ranks. Nothing is logged; works before, after and without `fit`.
-        Returns nothing if a request to stop cuts it short.
+        Every row counts once, for any number of ranks. Nothing is logged. Works before, after and without `fit`.
 
         Args:
-            data: instead of the validation data.
-            checkpoint: whose weights to evaluate, with the averages in it where a callback such as `Ema` evaluates
-                these. Nothing else is restored, and afterwards the models have the weights that they had.
+            data: data, or several sets by name, to use instead of the validation data.
+            checkpoint: evaluates its weights, or its averaged weights if a callback such as `Ema` evaluates these.
+                Nothing else is restored, and the models keep their own weights.
+
+        Returns:
+            The metrics, equal on every rank; empty if a stop request interrupts the evaluation.
 
         Raises:
             DataError: there is no data.
-            CheckpointError: the checkpoint is not there, or not one of these models.
+            CheckpointError: the checkpoint does not exist, or does not fit these models.
         """
         engine = self._engine
         engine.setup()
         if data is None and not engine.validation:
             raise DataError(
-                "there is no validation data: return (train, validation) from configure_dataloaders, or pass some"
+                "there is no validation data: return (train, validation) from configure_dataloaders, or pass data=..."
             )
         with ExitStack() as opened:
             sets = engine.validation if data is None else engine.open_sets(data)
@@ -301,45 +301,45 @@ class ActiveRun:
             return engine.loop.evaluate(sets) or {}
 
     def save_checkpoint(self) -> Checkpoint:
-        """Saves the whole state. Every rank must call this, between two updates.
+        """Save the whole state and wait until it is written. Every rank must call this, between two updates.
 
         Raises:
             ConfigError: there is no `run_dir`, or it has checkpoints of a run that has not been restored.
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         self._engine.setup()
         self._engine.loop.begin_without_restore()
         return self._engine.loop.save()
 
     def export(self, file: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
-        """Writes the weights as they are now to one safetensors file. Every rank must call this; the main one writes.
+        """Write the current weights to one safetensors file, from the main rank. Every rank must call this.
 
         Args:
             file: a path or fsspec URI.
-            model: the attribute that holds the model; may be left out where there is one model.
-            dtype: of the floating-point tensors in the file; by default as they are.
+            model: the attribute that holds the model; optional with a single model.
+            dtype: of the floating-point tensors in the file; by default that of the weights.
 
         Raises:
-            CheckpointError: on every rank, if it could not be written.
+            CheckpointError: the file could not be written; raised on every rank.
         """
         self._export(model, dtype, str(file), lambda _, weights: write_safetensors(weights, str(file)))
 
     def save_pretrained(
         self, folder: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Writes the weights as they are now to a folder, by the model's own `save_pretrained` where it has one.
+        """Write the current weights to a folder, from the main rank. Every rank must call this.
 
-        A Hugging Face model is then read by `from_pretrained`, however it was sharded. A model without the method
-        becomes `model.safetensors`, with the config in `config.json`. Inside `with ema.applied():`, the averages are
-        written. Every rank must call this; the main one writes.
+        A model with a `save_pretrained` of its own, such as Hugging Face's, is written by it, and `from_pretrained`
+        reads it however it was sharded. Any other model is written as `model.safetensors`, with the config in
+        `config.json`. Inside `with ema.applied():`, the averages are written.
 
         Args:
             folder: a path on the main rank's machine; created if needed.
-            model: the attribute that holds the model; may be left out where there is one model.
-            dtype: of the floating-point tensors in the folder; by default as they are.
+            model: the attribute that holds the model; optional with a single model.
+            dtype: of the floating-point tensors in the folder; by default that of the weights.
 
         Raises:
-            CheckpointError: on every rank, if it could not be written.
+            CheckpointError: the folder could not be written; raised on every rank.
         """
         config = as_plain(self._engine.config)
         self._export(

@@ -1,4 +1,4 @@
-"""How to train: frozen dataclasses that refuse nonsense when they are made. What to train is the Trainer's class."""
+"""The training config: frozen dataclasses that check their fields when they are created."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ MAY_CHANGE = (
     "evaluate_at_start", "evaluate_batches", "sanity_batches", "checkpoint", "parallel", "micro_batch_size",
     "halve_on_out_of_memory", "changed_data",
 )  # fmt: skip
-"""Fields of a `TrainerConfig` that do not change what is learned: a run may go on with others."""
+"""Fields of a `TrainerConfig` that do not change what is learned: a resumed run may have other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model is spread over the ranks.
+    """How a model is distributed over the ranks.
 
     Attributes:
-        strategy: "none" keeps one process; "ddp" replicates; "fsdp" shards parameters, gradients and moments over all
-            ranks (FSDP2); "hsdp" shards inside groups of `shard_size` ranks and replicates over the groups. With one
-            rank every strategy trains the plain model.
-        shard_size: ranks of one "hsdp" group; usually those of one machine.
-        shard_modules: class names of the modules that are gathered, checkpointed and compiled one at a time; empty
-            takes the layers that a model of Hugging Face's names itself (`_no_split_modules`), and in any other the
-            children of every `ModuleList` and `ModuleDict`, which is where the blocks of a deep model live.
-        reshard_after_forward: frees gathered parameters between forward and backward: less memory, one gather more.
-        find_unused_parameters: lets DDP train a model of which some parameters get no gradient; costs a walk of the
-            graph in every step.
-        compile: compiles each of these modules (or the whole model where there are none) with `torch.compile`.
-        activation_checkpointing: "full" keeps only the inputs of these modules and computes the rest again in backward;
+        strategy: "none" is a single process; "ddp" replicates; "fsdp" shards parameters, gradients and optimizer state
+            over all ranks (FSDP2); "hsdp" shards within groups of `shard_size` ranks and replicates across groups. With
+            one rank every strategy trains the plain model.
+        shard_size: ranks per "hsdp" group; usually those of one machine.
+        shard_modules: class names of the modules that are gathered, checkpointed and compiled one at a time. If empty:
+            the layers that a Hugging Face model names (`_no_split_modules`), or the children of every `ModuleList` and
+            `ModuleDict`, which usually hold the blocks of a deep model.
+        reshard_after_forward: frees gathered parameters between forward and backward: less memory, one more all-gather.
+        find_unused_parameters: lets DDP train a model in which some parameters get no gradient; traverses the graph in
+            every step.
+        compile: compiles each of these modules (or the whole model if there are none) with `torch.compile`.
+        activation_checkpointing: "full" keeps only the inputs of these modules and recomputes the rest in backward;
             "selective" also keeps the results of matrix products, convolutions and attention.
-        cpu_offload: keeps parameter shards, their gradients and the optimizer's state in the memory of the CPU, where
-            the optimizer then computes; for "fsdp" and "hsdp". Saves memory of the GPU and costs a good part of the
-            speed.
-        timeout: a rank that has waited so long for the others gives up. Not for a process group that exists already.
-        step_timeout: the same after the first update of an attempt, which may have to compile and to find its peers;
-            long enough for one step, one batch of an evaluation and the end of a checkpoint. None keeps `timeout`.
+        cpu_offload: keeps parameter shards, their gradients and the optimizer state in CPU memory, where the optimizer
+            then runs; for "fsdp" and "hsdp". Saves GPU memory, and is considerably slower.
+        timeout: of collectives: a rank that has waited this long for others fails. Ignored for an existing process
+            group.
+        step_timeout: the same after the first update of an attempt, which may have to compile and connect. Must cover
+            one step, one batch of an evaluation and the end of a checkpoint. None keeps `timeout`.
 
     Example:
         >>> ParallelConfig(strategy="fsdp", activation_checkpointing="full", shard_modules=["Block"]).shard_modules
@@ -74,38 +74,38 @@ class ParallelConfig:
         for name in ("timeout", "step_timeout"):
             value = getattr(self, name)
             if (value is None and name == "timeout") or (value is not None and value.unit != "seconds"):
-                raise ConfigError(f'{name} is a time such as "30m", not {value}')
+                raise ConfigError(f'{name} must be a time such as "30m", got {value}')
         if (self.strategy == "hsdp") != (self.shard_size is not None):
             raise ConfigError(
-                f"shard_size belongs to strategy 'hsdp', which needs it; there is strategy={self.strategy!r} with "
+                f"shard_size must be set for strategy='hsdp', and only for it, got strategy={self.strategy!r} with "
                 f"shard_size={self.shard_size}"
             )
         if self.cpu_offload and self.strategy not in ("fsdp", "hsdp"):
             raise ConfigError(
-                f"cpu_offload belongs to strategies 'fsdp' and 'hsdp', and there is {self.strategy!r}, where every "
-                "rank needs the whole model on its device"
+                f"cpu_offload must be False unless strategy is 'fsdp' or 'hsdp', got strategy={self.strategy!r}, where "
+                "every rank needs the whole model on its device"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved, and how much of it is kept.
+    """When checkpoints are saved, and which are kept.
 
     Attributes:
-        every: time between two checkpoints; None saves only at the end and on request.
-        background: lets training go on while a checkpoint is copied, written and committed: it waits only where the
-            optimizer steps before everything is copied. Takes host memory for one more copy of the state.
-        at_end: whether an ended or interrupted run saves where it stands.
-        keep_last: how many of the newest checkpoints stay; the newest good one always does. "all" deletes none.
-        keep_best: how many of the best ones stay besides, however long ago they were saved.
-        keep_every: steps or epochs; of the others, the first one at or after each multiple of it stays for good.
-        keep_every_time: a time; of the others, the first one in each such stretch of the clock stays for good.
-        monitor: the metric of an evaluation by which the best checkpoints are chosen.
-        mode: "min" where lower is better, "max" where higher is.
-        save_best: whether an evaluation that is the best so far is saved at once.
-        retries: how often a save that could not be written (a full disk, a storage that does not answer) is tried again
-            before it ends the run; each time with a warning. Training goes on meanwhile, if it is in the background.
-        retry_after: the pause before each of these.
+        every: interval between two checkpoints; None saves only at the end and on request.
+        background: trains on while a checkpoint is copied, written and committed; waits only if the optimizer would
+            step before everything is copied. Needs host memory for one more copy of the state.
+        at_end: whether to save when the run ends or is interrupted.
+        keep_last: number of newest checkpoints to keep, or "all"; the newest good one is always kept.
+        keep_best: number of best checkpoints to keep as well, whatever their age.
+        keep_every: steps or epochs; also keeps the first checkpoint at or after each multiple of it.
+        keep_every_time: a time; also keeps the first checkpoint in each such interval of the clock.
+        monitor: the evaluation metric by which the best checkpoints are chosen.
+        mode: "min" if lower is better, "max" if higher is.
+        save_best: whether to save immediately after an evaluation that is the best so far.
+        retries: how often a failed save (full disk, unreachable storage) is repeated, each time with a warning, before
+            it ends the run. Training continues meanwhile if `background` is set.
+        retry_after: the pause before each retry.
 
     Example:
         >>> CheckpointConfig(every="10m", keep_last=5).every
@@ -128,19 +128,19 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _parse_durations(self, "every", "keep_every", "keep_every_time", "retry_after")
         if self.retry_after is None or self.retry_after.unit != "seconds":
-            raise ConfigError(f'retry_after is a time such as "10s", not {self.retry_after}')
+            raise ConfigError(f'retry_after must be a time such as "10s", got {self.retry_after}')
         if self.retries != 0:
             _positive("retries", self.retries, optional=False)
         _one_of("mode", self.mode, Mode)
         if not isinstance(self.monitor, str) or not self.monitor.startswith("validation/"):
             raise ConfigError(
-                f'monitor is the name of a metric in the log, such as "validation/loss", not {self.monitor!r}'
+                f'monitor must be an evaluation metric in the log, such as "validation/loss", got {self.monitor!r}'
             )
-        _ = self.retention  # which says what it cannot be
+        _ = self.retention  # checks its own fields
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints stay."""
+        """Which checkpoints are kept."""
         return Retention(
             keep_last=self.keep_last,
             monitor=self.monitor,
@@ -153,16 +153,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpikeConfig:
-    """When the loss has jumped away, and how often the run then goes back to a checkpoint from before.
+    """Which losses count as spikes, and how often the run rolls back to an earlier checkpoint.
 
-    The loss is judged whenever the log is flushed, as it is logged: the mean over the interval and over all ranks. The
-    fewer samples an interval has, as at the end of an epoch, the further off its mean may lie.
+    The logged loss is checked at every flush of the log: the mean over the interval and all ranks. The fewer samples an
+    interval has, as at the end of an epoch, the larger the deviation that is allowed.
 
     Attributes:
         metric: the name of the loss in the log.
-        factor: how many usual deviations above the median of the last losses are too much.
-        window: so many of the last losses say what is usual.
-        max_rollbacks: how often the run goes back, over all attempts; one spike more ends it.
+        factor: a loss is a spike if it exceeds the median of the recent losses by this many typical deviations.
+        window: number of recent losses to compare with.
+        max_rollbacks: over all attempts; one more spike ends the run with an error.
 
     Example:
         >>> config = TrainerConfig(max_steps=1000, loss_spike=LossSpikeConfig(factor=6.0))
@@ -175,66 +175,67 @@ class LossSpikeConfig:
 
     def __post_init__(self) -> None:
         if not self.factor > 0:
-            raise ConfigError(f"factor is above zero, not {self.factor}")
+            raise ConfigError(f"factor must be > 0, got {self.factor}")
         if not isinstance(self.window, int) or self.window < 5:
-            raise ConfigError(f"window is a whole number from 5, not {self.window!r}")
+            raise ConfigError(f"window must be an integer >= 5, got {self.window!r}")
         _positive("max_rollbacks", self.max_rollbacks, optional=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """What every training can be told. Subclass it, frozen and keyword-only, to add what the model needs.
+    """How to train. Subclass it, frozen and keyword-only, to add fields of your own.
 
     A `Duration` may be written as text: `evaluate_every="500 steps"`.
 
     Attributes:
         max_epochs: passes over the training data, in total over all attempts and resumes.
         max_steps: optimizer updates, in total. The first limit that is reached ends the run.
-        max_samples: samples learned from over all ranks, in total; the update that reaches it is the last.
-        max_tokens: tokens learned from, in total, of a trainer that counts them by `num_tokens`. They are counted when
-            the log is flushed: the run ends with the first record (`log_every`) that has as many.
-        steps_per_epoch: updates that make an epoch of data that has no end of its own, or cut a longer one short; the
-            next epoch begins an iterable again, and goes on with an iterator.
-        seed: of everything random; every rank derives its own stream, the order of the data is common.
-        global_batch_size: samples of one update over all ranks. Stays what it is when the number of ranks changes.
-        micro_batch_size: at most this many samples in one forward pass of one rank; accumulation follows.
-        halve_on_out_of_memory: begins an update again in micro-batches of half the size where a rank has run out of
-            memory, down to one sample, and stays with that. Costs a copy of random states and buffers per update, and
-            on several ranks gradients meet after the backward pass; refused where models are sharded.
-        gradient_accumulation_steps: micro-batches of one update and rank, for loaders that bring their own batches.
+        max_samples: samples to train on over all ranks, in total; the update that reaches it is the last.
+        max_tokens: tokens to train on, in total; needs `num_tokens`. They are counted when the log is flushed: the run
+            ends with the first record (`log_every`) that reaches it.
+        steps_per_epoch: updates per epoch, for endless data or to end epochs early; the next epoch restarts an
+            iterable, and continues an iterator.
+        seed: of all random numbers; each rank derives its own stream, but the order of the data is common.
+        global_batch_size: samples per update over all ranks, whatever their number.
+        micro_batch_size: maximum samples in one forward pass of one rank; gradient accumulation follows from it.
+        halve_on_out_of_memory: when a rank runs out of memory, repeats the update with micro-batches of half the size,
+            down to one sample, and keeps that size. Copies random states and buffers in each update, and on several
+            ranks reduces gradients after the backward pass. Not for sharded models.
+        gradient_accumulation_steps: micro-batches per update and rank, for loaders with batches of their own.
         precision: "bf16" and "fp16" run forward passes under autocast, "fp16" with a loss scaler; the weights stay
             float32. "bf16-true" keeps the weights themselves in bfloat16.
-        float8: multiplies in float8 in the linear layers whose sizes allow it, by torchao; refused where the hardware
-            cannot. Goes with precision "bf16" and `parallel.compile`, without which it is slower.
-        freeze: shell patterns over names of parameters that are not trained, such as "model.encoder.*" or "*.bias"; one
-            that begins with "!" takes parameters back. A module with nothing left to train stays in evaluation mode.
-        max_grad_norm: clips the norm of the whole gradient; it is measured in any case.
-        max_grad_value: clips each number of the gradient to plus or minus this, after the norm.
-        grad_norm_groups: shell patterns over names of parameters, such as "model.blocks.*": the norm of the gradient of
-            each group is logged as "grad_norm/<pattern>".
-        non_finite: what becomes of an update whose gradient is NaN or infinite: "raise" ends the run, "skip" goes on
-            with the next batch, "retry" computes the same batch again, with fresh random numbers.
-        max_non_finite: so many in a row are skipped or tried again; one more ends the run.
-        max_non_finite_total: so many over the whole run.
-        loss_spike: goes back to a checkpoint when the loss has jumped away, and on behind the data that did it; None
-            does not.
-        log_every: updates between two flushes of the training metrics, or "1 epoch": every epoch ends with one.
-        evaluate_every: time between two evaluations, where there is data for it; None evaluates at the end only.
-        evaluate_at_start: also evaluates before the first update of the run, with what is drawn as the first weights.
-        evaluate_batches: at most so many batches of each evaluation set and rank; None evaluates on all rows.
-        sanity_batches: so many batches of each set are tried before the first update of the run, so that a mistake in
-            `validation_step` shows at once. Nothing of it is logged, and no callback hears of it.
-        init_from: a checkpoint whose weights the run begins with, and nothing else of it: the counters are zero and
-            the optimizers fresh. A run that goes on from its own checkpoints has no more use for it.
-        init_keys: shell patterns of the names of the weights that are taken from there, such as "model.encoder.*"; one
-            that begins with "!" leaves weights out, as ("*", "!model.head.*") does. Empty takes all. What is chosen
-            must be there, on both sides, and in the same shape.
-        exact: gives the same bits at every number of ranks: each update adds up the gradients of the same parts of its
-            batch in the same order, with random numbers of each part's own. Costs time; refuses what it cannot keep.
-        changed_data: what to do where a run is to go on with other training data than it had: "raise", or "reset",
-            which reads the new data from its beginning.
-        parallel: how the model is spread over the ranks.
-        checkpoint: when the state is saved.
+        float8: uses float8 matrix products in linear layers of suitable sizes, by torchao; an error on hardware without
+            float8. Use it with precision "bf16" and `parallel.compile`, without which it is slower.
+        freeze: shell patterns over names of parameters not to train, such as "model.encoder.*" or "*.bias"; a pattern
+            that begins with "!" unfreezes. A module with nothing left to train stays in evaluation mode.
+        max_grad_norm: clips the norm of the whole gradient, which is logged in any case.
+        max_grad_value: clips each element of the gradient to plus or minus this, after the norm.
+        grad_norm_groups: shell patterns over names of parameters, such as "model.blocks.*": the gradient norm of each
+            group is logged as "grad_norm/<pattern>".
+        non_finite: what to do with an update whose gradient is NaN or infinite: "raise" ends the run, "skip" continues
+            with the next batch, "retry" computes the same batch again, with new random numbers.
+        max_non_finite: consecutive updates that are skipped or retried; one more ends the run.
+        max_non_finite_total: the same over the whole run.
+        loss_spike: rolls back to a checkpoint after a spike of the loss, and continues behind the data that caused it;
+            None never does.
+        log_every: updates between two flushes of the training metrics, or "1 epoch"; every epoch ends with a flush.
+        evaluate_every: interval between two evaluations, if there is validation data; None evaluates only at the end.
+        evaluate_at_start: also evaluates the initial weights before the first update.
+        evaluate_batches: maximum batches of each validation set and rank; None evaluates on all rows.
+        sanity_batches: batches of each validation set to try before the first update, so that a mistake in
+            `validation_step` shows immediately. Nothing is logged, and no callback is called.
+        init_from: a checkpoint from which a new run takes its initial weights, and nothing else. Ignored when a run
+            resumes from its own checkpoints.
+        init_keys: shell patterns over names of the weights to take from `init_from`, such as "model.encoder.*"; a
+            pattern that begins with "!" excludes, as in ("*", "!model.head.*"). Empty takes all. Selected weights must
+            exist on both sides, with the same shape.
+        exact: gives bitwise equal results for every number of ranks: each update sums the gradients of the same parts
+            of its batch in the same order, and each part has its own random numbers. Slower; unsupported settings are
+            errors.
+        changed_data: what to do if a run is resumed with different training data: "raise", or "reset", which reads the
+            new data from its beginning.
+        parallel: how the model is distributed over the ranks.
+        checkpoint: when checkpoints are saved, and which are kept.
 
     Example:
         >>> from dataclasses import dataclass
@@ -280,7 +281,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.log_every is None:
-            raise ConfigError("log_every counts steps or epochs; it cannot be left out")
+            raise ConfigError('log_every must be in steps or epochs, such as "50 steps", got None')
         _parse_durations(self, "log_every", "evaluate_every")
         _one_of("precision", self.precision, Precision)
         for name in (
@@ -300,45 +301,46 @@ class TrainerConfig:
         _one_of("changed_data", self.changed_data, ChangedData)
         if self.init_keys and self.init_from is None:
             raise ConfigError(
-                f"init_keys={list(self.init_keys)} chooses among the weights of init_from, which is not set"
+                f"init_keys={list(self.init_keys)} selects weights of init_from, which is not set: set it, or leave "
+                "init_keys out"
             )
         _positive("evaluate_batches", self.evaluate_batches)
         if self.sanity_batches != 0:
             _positive("sanity_batches", self.sanity_batches, optional=False)
         _one_of("non_finite", self.non_finite, NonFinite)
         if self.loss_spike is not None and not isinstance(self.loss_spike, LossSpikeConfig):
-            raise ConfigError(f"loss_spike is a LossSpikeConfig, or left out, not {self.loss_spike!r}")
+            raise ConfigError(f"loss_spike must be a LossSpikeConfig or None, got {self.loss_spike!r}")
         for name in ("max_non_finite", "max_non_finite_total"):
             _positive(name, getattr(self, name), optional=False)
         for name in ("max_grad_norm", "max_grad_value"):
             if (limit := getattr(self, name)) is not None and not limit > 0:
-                raise ConfigError(f"{name} is above zero, not {limit}; leave it out to clip nothing")
+                raise ConfigError(f"{name} must be > 0, got {limit}; leave it out for no clipping")
         if self.log_every.unit == "seconds":
             raise ConfigError(
-                f"log_every counts steps or epochs, not {self.log_every}: ranks would flush at other steps"
+                f"log_every must be in steps or epochs, got {self.log_every}: ranks would flush at different steps"
             )
         if self.log_every.unit == "epochs" and self.log_every.amount > 1:
             raise ConfigError(
-                f'log_every is {self.log_every}, and every epoch ends with a record: say "1 epoch", or count steps'
+                f'log_every must be "1 epoch" or in steps, got {self.log_every}: every epoch ends with a record'
             )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is a whole number from 0 to 2**63 - 1, not {self.seed!r}")
+            raise ConfigError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
         for name, section in (("parallel", ParallelConfig), ("checkpoint", CheckpointConfig)):
             if not isinstance(getattr(self, name), section):
-                raise ConfigError(f"{name} is a {section.__name__}, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be a {section.__name__}, got {getattr(self, name)!r}")
         if (
             self.gradient_accumulation_steps > 1
             and self.micro_batch_size is not None
             and self.global_batch_size is not None
         ):
             raise ConfigError(
-                "accumulation follows from global_batch_size and micro_batch_size; leave out "
-                f"gradient_accumulation_steps (there is {self.gradient_accumulation_steps})"
+                "gradient_accumulation_steps must be left out if global_batch_size and micro_batch_size are set, from "
+                f"which it follows, got {self.gradient_accumulation_steps}"
             )
 
 
 def as_plain(config: Any) -> Any:
-    """Returns a config as dicts, lists, numbers and text, as it is written to files."""
+    """Return a config as dicts, lists, numbers and text, as it is written to files."""
     if isinstance(config, Duration):
         return str(config)
     if is_dataclass(config) and not isinstance(config, type):
@@ -354,18 +356,18 @@ def _positive(name: str, value: Any, *, optional: bool = True) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 def _one_of(name: str, value: Any, choices: Any) -> None:
     if value not in get_args(choices):
-        raise ConfigError(f"{name} is one of {', '.join(get_args(choices))}, not {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
 
 
 def _strings(config: Any, name: str, what: str) -> None:
     value = getattr(config, name)
     if isinstance(value, str) or not all(isinstance(each, str) and each for each in value):
-        raise ConfigError(f"{name} is a list of {what}, not {value!r}")
+        raise ConfigError(f"{name} must be a list of {what}, got {value!r}")
     object.__setattr__(config, name, tuple(value))
 
 

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from .errors import ConfigError
 
-# Norms whose weight may have two dimensions; weights of other norms have one, so they never decay.
+# Norms whose weight may have two dimensions; those of other norms have one, so they never decay.
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _FUSED = ("cpu", "cuda")

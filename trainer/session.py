@@ -1,4 +1,4 @@
-"""The second front door: a `for` loop of your own, with every guarantee of `Trainer`, which is built on this."""
+"""The Session: a training run with a `for` loop of your own. `Trainer.fit` is built on it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ Models = nn.Module | Mapping[str, nn.Module]
 
 
 class Session(ActiveRun):
-    """A run whose loop you write yourself.
+    """A training run with a loop of your own, and the same guarantees as `Trainer`.
 
-    Use it as a context manager: entering builds everything, leaving evaluates and saves the last state, and ends the
-    run. In one process, under `torchrun` and in a Ray Train worker it is the same run, and `restore` continues it
-    after any end.
+    Use it as a context manager: entering sets everything up, leaving evaluates and saves the last state. It is the same
+    in one process, under `torchrun` and in a Ray Train worker. `restore` resumes a run, however it ended.
 
         with Session(config, model=GPT(), optimizer=make_optimizer, data=loader, run_dir="runs/mine") as run:
             run.restore()
@@ -43,36 +42,35 @@ class Session(ActiveRun):
                 run.step()
         print(run.result)
 
-    `for batch in run` continues where the run stands, epoch by epoch, until a limit of the config or a request to stop.
-    Every rank gets its part of the same global batch. `step` guards against gradients that are not finite, on all ranks
-    alike, clips, steps the optimizers and schedulers, counts, and does what is due: logs, evaluates, saves in the
-    background, or stops.
+    `for batch in run` yields global batches from the current position, epoch by epoch, until a limit of the config or a
+    stop request; each rank gets its part. `step` checks on all ranks that the gradient is finite, clips it, steps the
+    optimizers and schedulers, updates the counters, and then logs, evaluates, saves in the background or stops if due.
 
     Args:
-        config: how to train. `halve_on_out_of_memory` and `non_finite="retry"` repeat a step, which only a `Trainer`
-            can: they are refused.
+        config: how to train. `halve_on_out_of_memory` and `non_finite="retry"` are errors: they repeat a step, which
+            only a `Trainer` can.
         model: a module, several by name, or a function that returns these. A function is called with the same seed on
-            every rank. The weights are those of the main rank.
+            every rank. The main rank's weights are used.
         optimizer: a function from the model (or, with several, the dict of models) to an optimizer, an (optimizer,
-            scheduler) pair, or a dict of both by name. It is called after the model has been sharded, with the module
-            that you wrote, and `total_steps` is known by then.
+            scheduler) pair, or a dict of both by name. It is called with your module after sharding, when `total_steps`
+            is known.
         data: the training data: a DataLoader, a Headway stream, any iterable of batches, or a function that returns
             one.
         validation: the validation data, or several sets by name.
         validation_step: a function `(run, batch)` that returns the loss of a validation batch or a dict of numbers.
-        loss_weight: a function from a micro-batch to how much its mean loss counts, such as the number of tokens with a
+        loss_weight: a function from a micro-batch to the weight of its mean loss, such as the number of tokens with a
             label; by default the number of samples.
-        num_tokens: a function from a micro-batch to its tokens, for the throughput and `max_tokens`.
-        metrics: metrics of evaluations that are no means, as `Trainer.configure_metrics` returns them.
+        num_tokens: a function from a micro-batch to its number of tokens, for the throughput and `max_tokens`.
+        metrics: evaluation metrics that are not means, as for `Trainer.configure_metrics`.
         scheduler_interval, scheduler_monitor: as the attributes of `Trainer`.
-        run_dir, callbacks, trackers, world, attempt, printer: as `Trainer` takes them. Hooks get the session where
-            those of a trainer get the trainer.
+        run_dir, callbacks, trackers, world, attempt, printer: as for `Trainer`. Hooks get the session in place of the
+            trainer.
 
     Attributes:
-        result: how the run ended, once the block has been left.
+        result: how the run ended; set when the block has been left.
 
     Raises:
-        ConfigError: an argument is missing, or cannot be kept by a loop of your own.
+        ConfigError: an argument is missing, or not supported in a loop of your own.
 
     Example:
         >>> loader = DataLoader(torch.rand(64, 1), batch_size=8)
@@ -111,7 +109,7 @@ class Session(ActiveRun):
         printer: Callable[[str], None] | None = None,
     ) -> None:
         if not isinstance(config, TrainerConfig):
-            raise ConfigError(f"config must be a TrainerConfig (or a subclass), not {config!r:.80}")
+            raise ConfigError(f"config must be a TrainerConfig (or a subclass), got {config!r:.80}")
         if validation is not None and validation_step is None:
             raise ConfigError("validation data needs validation_step, a function (run, batch) that returns the loss")
         if config.halve_on_out_of_memory or config.non_finite == "retry":
@@ -141,7 +139,7 @@ class Session(ActiveRun):
 
     @classmethod
     def of_engine(cls, engine: Engine) -> Session:
-        """Returns the session by which a `Trainer` runs its own engine."""
+        """Return a session over the engine of a `Trainer`."""
         session = cls.__new__(cls)
         session._use(engine)
         return session
@@ -155,7 +153,7 @@ class Session(ActiveRun):
         """The model, wrapped and sharded: call it for a forward pass.
 
         Raises:
-            ConfigError: there are several; take one of `models`.
+            ConfigError: there are several; use `models`.
         """
         models = self._engine.models
         if len(models) != 1:
@@ -188,12 +186,12 @@ class Session(ActiveRun):
         *,
         accept_changes: bool = False,
     ) -> Checkpoint | None:
-        """Continues from a checkpoint. Every rank must call this, before the loop.
+        """Resume from a checkpoint. Every rank must call this, before the loop.
 
         Args:
-            resume: "auto" continues from the newest good checkpoint of `run_dir`, and starts fresh where there is
-                none; "never" starts fresh; a path continues from that checkpoint.
-            restore: the components to take from it, see `Trainer.fit`.
+            resume: "auto" resumes from the newest good checkpoint of `run_dir`, or starts fresh if there is none;
+                "never" starts fresh; a path resumes from that checkpoint.
+            restore: the components to restore, see `Trainer.fit`.
             accept_changes: see `Trainer.fit`.
 
         Returns:
@@ -205,65 +203,71 @@ class Session(ActiveRun):
         return self._engine.loop.restore(resume, restore, accept_changes=accept_changes)
 
     def start(self) -> bool:
-        """Does what comes before the first update; iterating does so by itself. Every rank must call this.
+        """Prepare for the first update; iterating calls this. Every rank must call this.
 
-        Checks the storage, starts the trackers, tries and makes the evaluations that are due before an update, and
-        closes an epoch whose evaluation a stop has cut short.
+        Checks the storage, starts the trackers, runs the sanity check and any evaluation that is due, and closes an
+        epoch whose evaluation was interrupted by a stop.
 
         Returns:
-            Whether there is anything left to train.
+            Whether anything is left to train.
         """
         self._has_started = True
         return self._engine.loop.start()
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """Yields global batches from where the run stands to its end. Update by each."""
+        """Yield global batches from the current position to the end of the run. Make an update from each."""
         if not self._has_started and not self.start():
             return
         while not self.should_stop:
             yield from self.epoch()
 
     def epoch(self) -> Generator[GlobalBatch, None, dict[str, float]]:
-        """Yields the rest of the epoch in progress and ends it; returns its metrics. Every rank must exhaust it."""
+        """Yield the rest of the epoch in progress and close it; returns its metrics. Every rank must exhaust it."""
         return self._engine.loop.epoch()
 
     def accumulate(self, batch: Any) -> Iterator[Any]:
-        """Yields this rank's micro-batches of a global batch, on the device; gradients synchronise at the last one.
+        """Yield this rank's micro-batches of a global batch, on the device; gradients are reduced at the last one.
 
-        Inside the `for`, the forward pass computes in the precision of the config. A batch that is not one of `for
-        batch in run` is taken as one micro-batch of this rank; the position in the training data stays.
+        Inside the `for`, forward passes run in the config's precision. A batch that does not come from `for batch in
+        run` is used as one micro-batch of this rank, and the position in the training data does not change.
         """
         return self._engine.loop.accumulate(batch)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Replaces `loss.backward()` inside `accumulate`: weighs the mean loss of a micro-batch, and logs it.
+        """Run backward and log the loss; call it inside `accumulate`, instead of `loss.backward()`.
+
+        Args:
+            loss: the mean over the micro-batch; it is weighted so that the update has the gradient of the mean over the
+                global batch.
 
         Raises:
-            StepError: the loss is no single number with a gradient.
+            StepError: the loss is not a single number with a gradient.
         """
         self._engine.loop.optimizer_step.backward_and_log(loss)
 
     def step(self, optimizer: Optimizer | None = None) -> Any:
-        """Completes the update: guards, clips, steps and does what is due. Every rank must call this.
+        """Complete the update: check and clip the gradient, step, and log, evaluate or save if due.
+
+        Every rank must call this.
 
         Args:
-            optimizer: steps this one now, inside `accumulate`, as `Trainer.step` does; the update is completed by a
-                `step()` without.
+            optimizer: steps only this one, inside `accumulate`, as `Trainer.step` does. A `step()` without it completes
+                the update.
 
         Returns:
-            The metrics of the interval when `log_every` is due, otherwise an empty dict; with an `optimizer` the norm
+            The metrics of the interval when `log_every` is due, otherwise an empty dict. With an `optimizer`, the norm
             of its gradient, or None while gradients are accumulated.
 
         Raises:
-            StepError: `accumulate` has not been exhausted, or nothing got a gradient.
-            NonFiniteError: the gradient is not finite, and the policy has it raised.
+            StepError: `accumulate` has not been exhausted, or no parameter got a gradient.
+            NonFiniteError: the gradient is not finite, and the config does not allow skipping it.
         """
         if optimizer is not None:
             return self._engine.loop.optimizer_step.step(optimizer)
         return self._engine.loop.complete()
 
     def finish(self) -> FitResult:
-        """Evaluates and saves the last state, and says how the run ended; leaving the block does so by itself."""
+        """Evaluate and save the last state, and return how the run ended; leaving the block calls this."""
         if not self._has_finished:
             if not self._has_started:
                 self.start()
@@ -273,7 +277,7 @@ class Session(ActiveRun):
 
 
 class _Functions:
-    """The arguments of a `Session` as the engine asks for them."""
+    """The arguments of a `Session` as a `Program` for the engine."""
 
     overrides_prepare_batch = False
     scheduler_interval: Interval | Mapping[str, Interval]
@@ -296,7 +300,7 @@ class _Functions:
         self.overrides_loss_weight, self.overrides_num_tokens = loss_weight is not None, num_tokens is not None
 
     def configure_models(self) -> Any:
-        # With values: an initialisation in a constructor is kept as it is.
+        # Not on the meta device: constructors initialise the weights.
         with torch.device("cpu"):
             return self._make_model if isinstance(self._make_model, (nn.Module, Mapping)) else self._make_model()
 

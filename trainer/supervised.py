@@ -19,25 +19,25 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class SupervisedTrainer(Trainer[TrainerConfig]):
-    """Trains a ready-made model on pairs of inputs and targets, or on batches that the model takes its loss from.
+    """Trains a given model on pairs of inputs and targets, or on batches from which the model computes its loss.
 
-    A batch is a pair (inputs, targets); or a dict, which the model gets as keyword arguments. With `loss_fn` a dict
-    must have "labels" or "targets", which `loss_fn` gets with the model's output, and the model does not. Without one
-    the model gets all of it, and must return an object or a dict with a `loss`, as those of Hugging Face do.
+    A batch is a pair (inputs, targets), or a dict that the model gets as keyword arguments. With `loss_fn`, a dict must
+    have "labels" or "targets"; these go to `loss_fn` with the model's output, and not to the model. Without `loss_fn`,
+    the model gets the whole dict and must return an object or a dict with a `loss`, as Hugging Face models do.
 
     Args:
-        model: with its weights; the main rank's are taken on every rank. One that is in evaluation mode as a whole,
-            as Hugging Face's are when they have been loaded, is put in training mode.
-        optimizer: one over the model's parameters, or a function that makes one from those that are not frozen.
-            Sharded training (FSDP2) replaces the parameters, so it needs the function, or a name for
-            `optimizers.named`, such as "SGD". By default `optimizers.adamw` with a learning rate of 0.001.
-        optimizer_settings: of an optimizer by name: `{"lr": 0.1, "momentum": 0.9}`.
+        model: with its weights; those of the main rank are used on every rank. A model in evaluation mode, as Hugging
+            Face's are after loading, is put in training mode.
+        optimizer: an optimizer over the model's parameters; a function from the trainable parameters to one; or a name
+            for `optimizers.named`, such as "SGD". Sharded training (FSDP2) replaces the parameters, so it needs a
+            function or a name. By default `optimizers.adamw` with a learning rate of 0.001.
+        optimizer_settings: for an optimizer by name, such as `{"lr": 0.1, "momentum": 0.9}`.
         loss_fn: takes (outputs, targets) and returns the mean over the batch.
-        scheduler: moves after every update; or a function that makes one from the optimizer.
+        scheduler: stepped after every update; or a function that makes one from the optimizer.
         train: the training data, as `Trainer.configure_dataloaders` describes it.
         validation: the validation data.
         config: how to train.
-        options: what `Trainer` takes besides.
+        options: further arguments of `Trainer`.
 
     Example:
         >>> trainer = SupervisedTrainer(
@@ -66,7 +66,7 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
     ) -> None:
         super().__init__(config, **options)
         if optimizer_settings is not None and not isinstance(optimizer, str):
-            raise ConfigError('optimizer_settings are those of an optimizer by name, such as optimizer="SGD"')
+            raise ConfigError('optimizer_settings needs an optimizer by name, such as optimizer="SGD"')
         self._optimizer_settings = dict(optimizer_settings or {})
         self._given_model = model
         self._given_optimizer = optimizer
@@ -75,16 +75,16 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         self._loss_fn = loss_fn
 
     def configure_models(self) -> None:
-        """Takes the model as it was given."""
+        """Set the given model, in training mode."""
         self.model = self._given_model
         if not self.model.training:
             self.model.train()
 
     def configure_optimizers(self) -> None:
-        """Takes the optimizer, or makes it.
+        """Set the given optimizer and scheduler, or make them.
 
         Raises:
-            ConfigError: sharding has replaced the parameters of an optimizer that was made before.
+            ConfigError: sharding has replaced the parameters of an optimizer that was given ready-made.
         """
         given = self._given_optimizer
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -97,21 +97,21 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         if not held & set(self.model.parameters()):
             raise ConfigError(
-                "the optimizer holds none of the model's parameters; with sharding they are replaced: give a function, "
+                "the optimizer holds none of the model's parameters, which sharding replaces: give a function, "
                 "such as lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
             )
         if (scheduler := self._given_scheduler) is not None:
             self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else scheduler(self.optimizer)
 
     def configure_dataloaders(self) -> Any:
-        """Returns the data as it was given."""
+        """Return the given data."""
         return self._given_data
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Returns the loss of a batch.
+        """Return the loss of a batch.
 
         Raises:
-            StepError: the batch has no targets, or the model gives no loss.
+            StepError: the batch has no targets, or the model returned no loss.
         """
         inputs, targets = _split(batch)
         if self._loss_fn is None and isinstance(batch, Mapping):
@@ -134,7 +134,7 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
 
 
 def _split(batch: Any) -> tuple[Any, Any]:
-    """Returns (inputs, targets), the targets None where there are none."""
+    """Return (inputs, targets); the targets are None if there are none."""
     if isinstance(batch, Mapping):
         targets = batch.get("labels", batch.get("targets"))
         return {key: value for key, value in batch.items() if key not in ("labels", "targets")}, targets

@@ -1,4 +1,4 @@
-"""The Trainer: what users subclass, and the life of a run."""
+"""The Trainer: the class that users subclass, and the course of a run."""
 
 from __future__ import annotations
 
@@ -28,48 +28,49 @@ C = TypeVar("C", bound=TrainerConfig)
 
 
 class Trainer(OwnHooks, ActiveRun, Generic[C]):
-    """Trains what a subclass describes: the same in one process, under `torchrun` and inside a Ray Train worker.
+    """Trains a model; equal in one process, under `torchrun` and in a Ray Train worker.
 
-    A subclass says what the model is and what a step does; every method that it may override is under "What users
-    write" below. The life of a run, with its hooks:
+    A subclass defines the model, the data and a step; the methods to override are under "Methods to override" below.
+    The course of a run, with its hooks:
 
         fit()
-        ├─ setup                                  on_setup_start
-        │  ├─ configure_models, on the meta device  on_models_configured
-        │  ├─ freeze, float8, checkpoint, compile, shard; materialise; init_weights; replicate   (parallel.py)
-        │  ├─ configure_dataloaders, which tells `total_steps`
+        ├─ setup (setup/build.py)                                                     on_setup_start
+        │  ├─ configure_models, on the meta device; freeze, float8                    on_models_configured
+        │  ├─ checkpoint, compile, shard; materialise; init_weights; replicate (distributed/parallelize.py)
+        │  ├─ configure_dataloaders, which determines `total_steps`
         │  └─ configure_optimizers                                                    on_setup_end
-        ├─ restore the newest good checkpoint of the run directory, if there is one   on_restored
-        ├─ try `sanity_batches` of the validation data, of which no hook hears
-        ├─ on_fit_start; evaluate, if `evaluate_at_start`; end the epoch whose evaluation a stop has cut short
-        ├─ loop(): until a limit (max_epochs, max_steps, ...) or a request to stop   on_epoch_start
-        │  ├─ for each global batch                                (update.py)        on_step_start
+        ├─ restore the newest good checkpoint (loop/run_state.py)                     on_restored
+        ├─ sanity check with `sanity_batches`, without hooks
+        ├─ evaluate, if `evaluate_at_start`; close an epoch that a stop interrupted   on_fit_start
+        ├─ loop(): until a limit (max_epochs, max_steps, ...) or a stop request       on_epoch_start
+        │  ├─ for each global batch (step/optimizer_step.py)                          on_step_start
         │  │  ├─ for each micro-batch of this rank: prepare_batch                     on_batch_start
-        │  │  │     training_step, backward; gradients meet at the last one           on_batch_end
-        │  │  │     or again, in smaller ones (halving.py)                             on_out_of_memory
-        │  │  ├─ measure the norm, guard                                              on_gradients_ready
+        │  │  │     training_step, backward; gradients are reduced at the last one    on_batch_end
+        │  │  │     out of memory: repeat with smaller ones (step/auto_microbatch.py) on_out_of_memory
+        │  │  ├─ gradient norm, check for NaN (step/nonfinite.py)                     on_gradients_ready
         │  │  ├─ clip, step, schedule                                                 on_step_end
-        │  │  └─ what is due or was asked for:
+        │  │  └─ if due or requested (loop/loop.py):
         │  │        log                                                               on_log
         │  │        evaluate    on_evaluation_start, on_evaluation_batch_start/end, on_evaluation_end
-        │  │        save, in the background                                           on_checkpoint_start
-        │  │              told when it is committed                                    on_checkpoint_saved
-        │  │              or could not be, which ends the run                          on_checkpoint_failed
+        │  │        save in the background                                            on_checkpoint_start
+        │  │           committed                                                      on_checkpoint_saved
+        │  │           failed, which ends the run                                     on_checkpoint_failed
         │  │        stop                                                              on_stop_requested
         │  └─ log, evaluate, save at the end of the epoch                             on_epoch_end
-        ├─ evaluate and save, if the last step has not been
-        └─ whatever happened                                                          on_fit_end(error)
+        ├─ evaluate and save the last state, unless done
+        └─ clean up, on success and failure                                           on_fit_end(error)
 
-    What a run offers while it trains (`models`, `progress`, `log`, `evaluate`, `request_stop`, ...) is in `ActiveRun`.
+    Attributes and methods of a run in progress (`models`, `progress`, `log`, `evaluate`, `request_stop`, ...) are in
+    `ActiveRun`.
 
     Args:
         config: how to train.
-        run_dir: the run's directory, a path or fsspec URI: `checkpoints/` and `metrics.jsonl` go there, and `fit`
-            resumes from what is there. None writes nothing and always starts fresh.
-        callbacks: called after those of `configure_callbacks`; functions `(trainer, epoch, metrics)` are welcome.
-        trackers: instead of those of `configure_trackers`; one that writes `metrics.jsonl` is always there besides.
-        world: the ranks to train on. By default `setup` joins what `torchrun` describes, or this process trains alone;
-            a process group that is joined in this way ends with `fit`, one of a given world is its owner's to end.
+        run_dir: the run's directory, a path or fsspec URI, for `checkpoints/` and `metrics.jsonl`; `fit` resumes from
+            it. None writes nothing and always starts fresh.
+        callbacks: called after those of `configure_callbacks`; functions `(trainer, epoch, metrics)` are allowed.
+        trackers: replace those of `configure_trackers`. A tracker that writes `metrics.jsonl` is always added.
+        world: the ranks to train on. By default `setup` joins those that `torchrun` describes, or uses this process
+            alone; `fit` closes that process group at its end. It never closes the process group of a given world.
         attempt: number of this attempt at the run, for its records.
         printer: displays messages of the main rank, such as those of `print`; by default on stdout. See "Logging" in
             the documentation for files and levels.
@@ -79,7 +80,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         overrides_loss_weight, overrides_num_tokens, overrides_prepare_batch: whether the subclass overrides the method.
 
     Raises:
-        ConfigError: the config is no `TrainerConfig`.
+        ConfigError: the config is not a `TrainerConfig`.
 
     Example:
         >>> class Line(Trainer[TrainerConfig]):
@@ -96,13 +97,13 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
     """
 
     scheduler_interval: Interval | Mapping[str, Interval] = "step"
-    """Whether schedulers move after every update ("step"), "epoch" or "evaluation"; or a dict of these by their names.
+    """When schedulers step: after every update ("step"), "epoch" or "evaluation"; or a dict of these by scheduler name.
 
-    A `ReduceLROnPlateau` always moves after evaluations, by the value of `scheduler_monitor`.
+    A `ReduceLROnPlateau` always steps after evaluations, with the value of `scheduler_monitor`.
     """
 
     scheduler_monitor: str | Mapping[str, str] = "validation/loss"
-    """The metric that a `ReduceLROnPlateau` gets after every evaluation; or a dict of these by their names."""
+    """The metric for `ReduceLROnPlateau`; or a dict of these by scheduler name."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,7 +121,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         printer: Callable[[str], None] | None = None,
     ) -> None:
         if not isinstance(config, TrainerConfig):
-            raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), not {config!r:.80}")
+            raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), got {config!r:.80}")
         self.config: C = config
         self.overrides_loss_weight: bool = type(self).loss_weight is not Trainer.loss_weight
         self.overrides_num_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
@@ -137,41 +138,41 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
             printer=printer,
         )
 
-    # ---- What users write ------------------------------------------------------------------------------------------
+    # ---- Methods to override ---------------------------------------------------------------------------------------
 
     def configure_models(self) -> Any:
-        """Sets one or several modules as attributes, or returns one, or a dict of them by name.
+        """Set one or several modules as attributes, or return one, or a dict of them by name.
 
-        Runs on the meta device: shapes, but no memory and no values.
+        Runs on the meta device: tensors have shapes, but no memory and no values.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define configure_models(self) and set self.model in it, or return it"
         )
 
     def init_weights(self) -> None:
-        """Gives every parameter and buffer its value, on the real device, after sharding.
+        """Initialise every parameter and buffer, on the real device, after sharding.
 
-        By default calls `reset_parameters` of every module that has one. Random numbers come out the same for every
-        number of ranks and every strategy. Not called for models that came with their weights.
+        By default calls `reset_parameters` of every module that has one. Random numbers are the same for every number
+        of ranks and every strategy. Not called for models that have their weights already.
         """
         for model in self._engine.context.models_without_weights.values():
             weight_init.reset_parameters(model)
 
     def configure_optimizers(self) -> Any:
-        """Sets optimizers, and schedulers if there are any, as attributes, over the finished models' parameters.
+        """Set optimizers and schedulers as attributes, over the parameters of the sharded models.
 
-        Or returns them: an optimizer, an (optimizer, scheduler) pair, or a dict of either by name. The data is open by
-        now: `self.total_steps` is the length of the whole run, where config and data tell it.
+        Or return them: an optimizer, an (optimizer, scheduler) pair, or a dict of either by name. `self.total_steps` is
+        known here, if config and data determine it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define configure_optimizers(self) and set self.optimizer in it, or return it"
         )
 
     def configure_dataloaders(self) -> Any:
-        """Returns the training data, or (training data, validation data); or sets `train_dataloader`, `val_dataloader`.
+        """Return the training data, or (training data, validation data); or set `train_dataloader`, `val_dataloader`.
 
         Each is a torch DataLoader, a Headway stream, any iterable of batches, or a function that returns one. Several
-        sets of validation data come as a dict by name, `{"held_out": ..., "news": ...}`; their metrics are
+        sets of validation data are a dict by name, `{"held_out": ..., "news": ...}`; their metrics are
         `validation/held_out/loss` and so on.
         """
         raise NotImplementedError(
@@ -179,98 +180,99 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         )
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Returns what the steps and the batch hooks get instead of a batch: normalised, augmented, renamed.
+        """Return the batch for the steps and batch hooks, for example normalised or augmented.
 
-        Asked before each forward pass, in training and in evaluations (`self.training` tells which), on the device.
-        A retry asks again, with the batch as it came: return a new one. `loss_weight` and `num_tokens` get the batch as
-        it came, too.
+        Called on the device before each forward pass, in training and in evaluations (see `self.training`). A retry
+        calls it again with the original batch, so return a new one. `loss_weight` and `num_tokens` get the original.
         """
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Returns the mean loss of a micro-batch, or a dict with "loss" and other numbers to log; dicts may be nested.
+        """Return the mean loss of a micro-batch, or a dict with "loss" and other numbers to log; dicts may be nested.
 
         Args:
-            batch: what the data gives, its tensors on `self.device`.
-            batch_idx: micro-batches of this rank before this one, over the whole run.
+            batch: a micro-batch of the data, its tensors on `self.device`.
+            batch_idx: number of earlier micro-batches of this rank, over the whole run.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define training_step(self, batch, batch_idx) and return the loss"
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Returns numbers to average over the validation data, by default those of `training_step`. No gradients."""
+        """Return numbers to average over the validation data, by default those of `training_step`. No gradients."""
         return self.training_step(batch, batch_idx)
 
     def configure_metrics(self) -> Mapping[str, Any]:
-        """Returns metrics of evaluations that are no means of a batch's: exact over all batches and ranks.
+        """Return evaluation metrics that are not means over batches; they are exact over all batches and ranks.
 
-        Each is a torchmetrics object, another object with `update`, `compute` and `reset`, or a function of all that
-        `update` got: `{"f1": BinaryF1Score(), "auc": lambda scores_N, labels_N: ...}`. Call
+        Each is a torchmetrics object, another object with `update`, `compute` and `reset`, or a function of all
+        arguments of `update`, concatenated: `{"f1": BinaryF1Score(), "auc": lambda scores_N, labels_N: ...}`. Call
         `self.metrics["f1"].update(...)` in `validation_step`; the result is logged as `validation/f1`.
         """
         return {}
 
     def loss_weight(self, batch: Any) -> LossWeight:
-        """Returns how much the mean loss of a micro-batch counts: override it where that is not the number of samples.
+        """Return the weight of a micro-batch's mean loss; by default its number of samples.
 
         A language model returns the number of tokens that have a label, as a number or a tensor on the device.
         """
-        raise AssertionError("asked only when overridden")
+        raise AssertionError("called only if overridden")
 
     def num_tokens(self, batch: Any) -> int | torch.Tensor:
-        """Returns the tokens of a micro-batch that are no padding: for `tokens` and `tokens_per_s` in the log.
+        """Return the number of tokens in a micro-batch without padding, for `tokens` and `tokens_per_s` in the log.
+
+        Return a sum over a mask as a tensor: `int()` would wait for the device.
 
         Args:
-            batch: as the data gives it: that of a stream lies on the device, that of a loader where the loader leaves
-                it. Return the tensor that counts a mask, and not its `int()`, which waits for the device.
+            batch: a micro-batch of the data: on the device for a stream, wherever the loader leaves it for a loader.
         """
         return 0
 
     def flops_per_sample(self) -> float | None:
-        """Returns the floating-point operations of forward and backward for a sample; see `callbacks.Throughput`."""
+        """Return the floating-point operations of forward and backward per sample; see `callbacks.Throughput`."""
         return None
 
     def flops_per_token(self) -> float | None:
-        """Returns the same for a token; where neither is known, it is estimated from the number of parameters."""
+        """Return the same per token; if neither is defined, it is estimated from the number of parameters."""
         return None
 
     def loop(self) -> None:
-        """Trains until `should_stop`, epoch by epoch. Override it to train in another order.
+        """Train until `should_stop`, epoch by epoch. Override it for another order.
 
-        `fit` calls it when everything is set up and restored, unless there is nothing left to do, and evaluates and
-        saves afterwards. Call `train_epoch` and `train_step` in it, which log, evaluate, save and stop when that is due
-        or asked for; on every rank the same.
+        `fit` calls it after setup and restore, if anything is left to train, and evaluates and saves afterwards. In it,
+        call `train_epoch` or `train_step`, which log, evaluate, save and stop if due or requested. Every rank must make
+        the same calls.
         """
         while not self.should_stop:
             self.train_epoch()
 
     def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
-        """Returns the callbacks of every run of this class."""
+        """Return callbacks for every run of this class."""
         return ()
 
     def configure_trackers(self) -> Sequence[Tracker]:
-        """Returns trackers besides the one that is always there: one JSON line per record in the run directory."""
+        """Return trackers, in addition to the one that writes `metrics.jsonl` in the run directory."""
         return ()
 
-    # ---- What users call -------------------------------------------------------------------------------------------
+    # ---- Methods to call -------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Replaces `loss.backward()` in a `training_step` that wants to call it itself; weighs the loss.
+        """Run backward inside `training_step`, instead of `loss.backward()`; weights the loss.
 
-        In an evaluation it does nothing, as `step`, so that a training step serves as a validation step.
+        In evaluations `backward` and `step` do nothing, so that a training step can be a validation step.
         """
         if self.training:
             self._engine.loop.optimizer_step.backward(loss)
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """Replaces `optimizer.step()` in a `training_step` that wants to call it itself.
+        """Step an optimizer inside `training_step`, instead of `optimizer.step()`.
 
-        Returns the norm of the gradient before clipping, or None while gradients are accumulated and nothing was done.
+        Returns:
+            The norm of the gradient before clipping; None, without a step, while gradients are accumulated.
         """
         return self._engine.loop.optimizer_step.step(optimizer) if self.training else None
 
-    # ---- The loop --------------------------------------------------------------------------------------------------
+    # ---- Running ---------------------------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -279,22 +281,22 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         restore: Collection[str] = COMPONENTS,
         accept_changes: bool = False,
     ) -> FitResult:
-        """Trains, or goes on, until a limit is reached or a stop is asked for. Every rank must call this.
+        """Start or resume training, until a limit is reached or a stop is requested. Every rank must call this.
 
         Args:
-            resume: "auto" goes on from the newest good checkpoint of `run_dir` and begins anew where there is none; a
-                trainer that has trained already goes on from where it stands, unless an error broke its loop off: that
-                one needs a checkpoint to go back to. "never" begins anew; a path goes on from that checkpoint.
-            restore: what to take of it, some of "models", "optimizers", "schedulers", "progress" (counters and
-                history), "data" (the position in it), "callbacks" and "rng"; the rest stays fresh. Without "data" the
-                epoch in progress begins again, on whatever data there is now.
-            accept_changes: goes on although the config, the samples of an update or the order of the rows are not those
-                of the run that saved the checkpoint. For other data there is `config.changed_data`.
+            resume: "auto" resumes from the newest good checkpoint of `run_dir`, or starts fresh if there is none. A
+                trainer that has trained already continues from its current state, unless its loop ended with an error:
+                then it needs a checkpoint. "never" starts fresh; a path resumes from that checkpoint.
+            restore: the components to restore, some of "models", "optimizers", "schedulers", "progress" (counters and
+                history), "data" (the position in it), "callbacks" and "rng"; others start fresh. Without "data" the
+                epoch in progress restarts, on the current data.
+            accept_changes: resumes even if the config, the samples per update or the order of the rows differ from
+                those in the checkpoint. For other data set `config.changed_data`.
 
         Raises:
-            ConfigError, DataError: what was asked for makes no sense; raised before the first step.
+            ConfigError, DataError: a setting or the data is invalid; raised before the first step.
             ResumeError: the run is not the one that saved the checkpoint; raised before the first step.
-            StepError, NonFiniteError: a step gave nothing to learn from.
+            StepError, NonFiniteError: a step returned no loss, or gave a gradient that is not finite.
             CheckpointError: no checkpoint is good, or none can be written.
         """
         with Session.of_engine(self._engine) as run:
@@ -304,53 +306,53 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
             return run.finish()
 
     def train_epoch(self) -> dict[str, float]:
-        """Trains to the end of the epoch in progress and returns its metrics. Every rank must call this.
+        """Train to the end of the epoch in progress and return its metrics. Every rank must call this.
 
         Raises:
-            ConfigError: `run_dir` has checkpoints of a run that `fit` has not gone on from.
+            ConfigError: `run_dir` has checkpoints of a run that `fit` has not resumed.
         """
         self.setup()
         self._engine.loop.begin_without_restore()
         return self._engine.loop.train_epoch()
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Makes one update from one batch of this rank and returns its metrics. Every rank must call this.
+        """Make one update from a batch of this rank and return its metrics. Every rank must call this.
 
-        Inside `loop` it also does what is due, and returns metrics when `log_every` is due, otherwise nothing. The
-        batch is not one of the epoch's: the position in the training data stays.
+        Inside `loop` it also logs, evaluates and saves if due, and returns metrics only when `log_every` is due. The
+        batch is your own: the position in the training data does not change.
 
         Raises:
-            ConfigError: as `train_epoch`.
+            ConfigError: as for `train_epoch`.
         """
         self.setup()
         self._engine.loop.begin_without_restore()
         return self._engine.loop.train_step(batch)
 
     def check(self, *, elsewhere: bool = False) -> None:
-        """Refuses what is wrong with the config or the data; builds no model and reads no row. Any process may call it.
+        """Check the config and the data, without building a model or reading a row. Any process may call this.
 
         Args:
-            elsewhere: leaves the data and the device to the machines that will train.
+            elsewhere: skips checks of the data and the device, for a machine that will not train.
 
         Raises:
-            ConfigError, DataError: what is wrong.
+            ConfigError, DataError: the config or the data is invalid.
         """
         self._engine.check(elsewhere=elsewhere)
 
     def estimate(self) -> Estimate:
-        """Finds out what this training would take. Takes no memory, reads no row and needs no other rank.
+        """Estimate the size and memory of this training, without allocating memory, reading rows or other ranks.
 
-        Models and optimizers are made on the meta device, and the data is opened. The trainer cannot be used for
-        anything else afterwards.
+        Makes models and optimizers on the meta device, and opens the data. The trainer cannot be used for anything else
+        afterwards.
 
         Raises:
-            ConfigError, DataError: what `fit` would refuse.
+            ConfigError, DataError: as `fit` would raise.
         """
         return self._engine.estimate()
 
     def setup(self) -> None:
-        """Joins the process group, and builds models, optimizers and data, once. Every rank must call this.
+        """Join the process group, and build models, optimizers and data, once. Every rank must call this.
 
-        `fit`, `evaluate` and the others call it.
+        `fit`, `evaluate` and other methods call it.
         """
         self._engine.setup()

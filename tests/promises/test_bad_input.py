@@ -92,7 +92,7 @@ def test_a_trainer_that_lacks_a_method_is_told_which(method: str) -> None:
 @pytest.mark.parametrize(
     ("config", "wanted", "message"),
     [
-        (TinyConfig(), ConfigError, "does not say when to stop: set max_epochs, max_steps, max_samples or max_tokens"),
+        (TinyConfig(), ConfigError, "the config has no limit: set max_epochs, max_steps, max_samples or max_tokens"),
         (
             TinyConfig(max_epochs=1, global_batch_size=200),
             DataError,

@@ -154,7 +154,7 @@ def test_it_evaluates_and_resumes(tmp_path: Any) -> None:
         ({"loss_fn": None, "train": [ROWS.x]}, StepError, "no loss_fn, and Sequential returned a Tensor"),
         ({"optimizer": _sgd(_model().parameters())}, ConfigError, "holds none of the model's parameters"),
         ({"config": {"max_epochs": 1}}, ConfigError, "SupervisedTrainer needs a TrainerConfig"),
-        ({"optimizer_settings": {"lr": 0.1}}, ConfigError, "optimizer_settings are those of an optimizer by name"),
+        ({"optimizer_settings": {"lr": 0.1}}, ConfigError, "optimizer_settings needs an optimizer by name"),
         ({"model": nn.ReLU()}, ConfigError, "made no module with parameters"),
     ],
 )
@@ -180,7 +180,7 @@ def _on_ranks(world: World) -> dict[str, Any]:
         config = _config(parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
         found[strategy] = _losses(model=model, train=_pairs(), loss_fn=F.cross_entropy, config=config, world=world)
     model = _model()
-    with pytest.raises(ConfigError, match=r"with sharding they are replaced: give a function"):
+    with pytest.raises(ConfigError, match=r"which sharding replaces: give a function"):
         _losses(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

@@ -1,4 +1,4 @@
-"""What the parts of a run share: its config, ranks, models, counters and callbacks. `Session.setup` makes it, once."""
+"""The context that all parts of a run share: config, ranks, models, counters and callbacks. `Engine` makes it."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from .timing import Activity, SetupTimes
 
 @dataclass(slots=True)
 class Mode:
-    """Whether the models train or are evaluated right now."""
+    """Whether the models are in training or being evaluated."""
 
     training: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What every part of the loop may read. The fields never change; the objects in them do, as the run proceeds.
+    """Shared state of a run. The fields are constant; the objects in them change as the run proceeds.
 
     Attributes:
-        name: the class of the trainer, for messages.
+        name: class name of the trainer, for messages.
         config: how to train.
         world: the ranks.
-        run_dir: path or URI of the run's directory, without which nothing is written.
+        run_dir: path or URI of the run's directory; None if nothing is written.
         attempt: number of this attempt at the run, from 1.
         print: prints once, from the main rank.
-        callbacks: bound to the trainer or session whose hooks they get.
+        callbacks: bound to the trainer or session.
         progress: counters.
         history: means over whole epochs, and the latest metrics.
-        activity: what this rank is doing right now; other threads read it.
+        activity: this rank's current phase; other threads read it.
         setup_times: seconds of each phase before the first update.
         mode: training or evaluating.
         models, optimizers: by the names of the attributes that hold them; filled during setup.
         models_without_weights: the models that were made on the meta device, for `init_weights`.
-        lr_stepping: steps the schedulers, and has them by name.
+        lr_stepping: the schedulers by name, and when they step.
     """
 
     name: str
@@ -66,5 +66,5 @@ class RunContext:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
         return self.world.device

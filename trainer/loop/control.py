@@ -1,4 +1,4 @@
-"""What somebody asks of a run while it trains, on any rank, agreed by all ranks at the same update."""
+"""Requests to a running loop (stop, save, evaluate) from any rank, on which all ranks agree at the same update."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _STATUSES: tuple[StopStatus, ...] = ("stopped", "time_limit", "interrupted")
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks are to do now.
+    """The requests that all ranks handle at this update.
 
     Attributes:
-        evaluate, save: somebody asked for it.
-        at_once: the checkpoint is wanted before an evaluation is over.
-        stop: how the run is to be called that ends here, or None to go on.
-        saved: the save in the background has ended on every rank.
+        evaluate, save: whether an evaluation or a checkpoint is requested.
+        at_once: whether the checkpoint may interrupt an evaluation.
+        stop: final status if the run stops now, else None.
+        saved: whether the background save has ended on every rank.
     """
 
     evaluate: bool = False
@@ -40,21 +40,21 @@ _NOTHING = Agreed()
 
 
 class Requests:
-    """Collects requests from hooks, signal handlers and other threads, and lets all ranks agree on them.
+    """Collects requests from hooks, signal handlers and other threads, on which all ranks agree.
 
-    Alone, a request holds at the update that it was made in. On several ranks `agree` never makes the loop wait for
-    another rank: it begins a tiny reduction after one update and reads it after the next, when it has long arrived.
-    It does so every `WITHIN_S`, or every `_MOST_UPDATES` where updates are short: ranks that share cores pay for a
-    collective with a good part of a short update. So a request takes effect about that long after it was made, on
-    every rank at the same update; after an evaluation and at the end of an epoch, where all ranks meet anyway,
-    `agree_now` has it take effect there.
+    With one rank, a request takes effect at the current update. With several, `agree` never waits for another rank: it
+    starts a small all-reduce after one update and reads it after the next, when it has long completed. It does so every
+    `WITHIN_S` seconds, but at least every `_MOST_UPDATES` updates: if ranks share cores, a collective costs a large
+    part of a short update. A request takes effect about that much later, at the same update on every rank. After an
+    evaluation and at the end of an epoch, where all ranks synchronize anyway, `agree_now` makes it take effect
+    immediately.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._requested = [0, 0, 0]
         self._in_flight: tuple[torch.Tensor, Any] | None = None
-        # Counts updates: a reduction begins where 1 is left, and is read where none is.
+        # Updates until the next reduction is read; it starts one update before.
         self._interval, self._left = 1, 2
         self._updates = 0
         self._began_s = time.perf_counter()
@@ -63,27 +63,28 @@ class Requests:
         self.stop_reason = ""
 
     def watch(self, saving: BackgroundSave | None) -> None:
-        """Tells by `Agreed.saved` when this has ended on every rank. Every rank must call this at the same update."""
+        """Report the end of this save on every rank by `Agreed.saved`. Every rank must call this at the same update."""
         self._saving = saving
 
     def evaluate(self) -> None:
-        """Asks for an evaluation. Any rank may, from any thread."""
+        """Request an evaluation. Any rank may call this, from any thread."""
         self._requested[0] = 1
 
     def save(self, *, at_once: bool = False) -> None:
-        """Asks for a checkpoint, where that is so by cutting an evaluation short. Any rank may, from any thread."""
+        """Request a checkpoint, with `at_once` also during an evaluation. Any rank may call this, from any thread."""
         self._requested[1] = max(self._requested[1], 2 if at_once else 1)
 
     def stop(self, reason: str, status: StopStatus) -> None:
-        """Asks for an orderly end. Any rank may, from any thread or signal handler; the first reason stays."""
+        """Request an orderly stop; the first reason counts. Any rank may, from any thread or signal handler."""
         self.stop_reason = self.stop_reason or reason or "a request without a reason"
         self._requested[2] = max(self._requested[2], 1 + _STATUSES.index(status))
 
     def agree(self, *, often: bool = False) -> Agreed:
-        """Returns what all ranks are to do at this update. Every rank must call this, once per update.
+        """Return the requests to handle at this update. Every rank must call this, once per update.
 
         Args:
-            often: reduces from one call to the next, whatever the interval: what follows may be slower than an update.
+            often: agrees from one call to the next, whatever the interval, because calls may be further apart than
+                updates.
         """
         if self._world.size == 1:
             saved = self._saving is not None and self._saving.is_done
@@ -100,7 +101,7 @@ class Requests:
         return agreed
 
     def agree_now(self) -> Agreed:
-        """Returns what was asked for up to this moment, on any rank. Waits for all ranks, which must call this."""
+        """Return the requests of any rank up to now. Waits for all ranks. Every rank must call this."""
         if self._world.size == 1:
             return self.agree()
         earlier = self._read()
@@ -115,20 +116,20 @@ class Requests:
         )
 
     def close(self) -> None:
-        """Waits for what is still under way, so that no collective is left over. Every rank must call this."""
+        """Wait for a pending reduction, so that no collective is left over. Every rank must call this."""
         self._read()
         self._left = 2
 
     def clear(self) -> None:
-        """Drops what was asked for: the run that it was meant for has ended."""
+        """Drop all requests, at the end of a run."""
         self._requested = [0, 0, 0]
         self.stop_reason = ""
-        # Of a run that an error ended: nobody may read an answer to what that run was asked, or meet out of step.
+        # After an error a reduction may be pending: its result belongs to the old run, and ranks may be out of step.
         self._in_flight = None
         self._interval, self._left = 1, 2
 
     def _drain(self) -> list[int]:
-        # A stop stays asked for, so that no race with a signal handler can lose it.
+        # The stop request is kept, so that no race with a signal handler can lose it.
         taken, self._requested = self._requested, [0, 0, self._requested[2]]
         return taken
 
@@ -136,8 +137,8 @@ class Requests:
         now_s = time.perf_counter()
         update_us = min(int((now_s - self._began_s) / max(self._updates, 1) * 1e6), _LONGEST_US)
         self._began_s, self._updates = now_s, 0
-        # The longest update of any rank travels along: from it all ranks derive the same interval.
-        # A save that is begun while the reduction is under way must not be taken for one that has ended.
+        # All ranks derive the same interval from the longest update of any rank.
+        # A save that starts during the reduction must not be reported as ended.
         self._covers_save = self._saving is not None
         is_busy = self._saving is not None and not self._saving.is_done
         values = torch.tensor([*self._drain(), int(is_busy), update_us], dtype=torch.int32)

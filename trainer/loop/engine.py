@@ -1,4 +1,4 @@
-"""A run from setup to end: joins the ranks, builds models, optimizers and data, and owns the loop over them."""
+"""A run from setup to end: joins the ranks, builds models, optimizers and data, and owns the loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .timing import Activity, SetupTimes
 
 
 class Engine:
-    """What `Trainer` and `Session` have in common: everything but the user's code.
+    """The common part of `Trainer` and `Session`: all but the user's code.
 
     Args:
         program: the user's code: how models, optimizers and data are made, and the steps.
@@ -48,7 +48,7 @@ class Engine:
 
     Attributes:
         numerics: ordinary or exact arithmetic.
-        requests: what is asked of the run from outside the loop.
+        requests: stop, save and evaluate requests to the loop.
         data: the training data, once open.
         validation: the sets of validation data, once open.
         context: shared by all parts, once `setup` has begun.
@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def world(self) -> World:
-        """The ranks. Joins the process group that `torchrun` describes where `setup` has not done so yet."""
+        """The ranks. Joins the process group that `torchrun` describes if `setup` has not done so yet."""
         if self._world is None:
             parallel = self.config.parallel
             self._world = World.from_environment(timeout_s=parallel.timeout.amount, with_cpus=parallel.cpu_offload)
@@ -102,14 +102,14 @@ class Engine:
 
     @property
     def requests(self) -> Requests:
-        """What is asked of the run while it trains."""
+        """Stop, save and evaluate requests to the loop."""
         if self._requests is None:
             self._requests = Requests(self.world)
         return self._requests
 
     @property
     def context(self) -> RunContext:
-        """What all parts share."""
+        """The context that all parts share."""
         assert self._context is not None, "setup() makes it"
         return self._context
 
@@ -118,18 +118,15 @@ class Engine:
         """The loop.
 
         Raises:
-            ConfigError: it is not there before the end of `setup`.
+            ConfigError: it does not exist before the end of `setup`.
         """
         if self._loop is None:
-            raise ConfigError(
-                "this trainer is not set up yet: what belongs to its training is there from on_setup_end on, or after "
-                "setup()"
-            )
+            raise ConfigError("this trainer is not set up yet: call setup() first, or use on_setup_end and later hooks")
         return self._loop
 
     @property
     def total_steps(self) -> int | None:
-        """Updates of the whole run; None where that is unknown, and before the data is open."""
+        """Updates of the whole run; None if unknown."""
         return self._length.total_steps if self._length is not None else self.config.max_steps
 
     @property
@@ -143,7 +140,7 @@ class Engine:
             messages.log(text, self._printer or print, on_console=self._printer is None)
 
     def begin(self) -> None:
-        """Starts to run: takes over signals and sets everything up; undone by `end`. Every rank must call this."""
+        """Start the run: install signal handlers and set everything up; `end` undoes it. Every rank must call this."""
         began_s = time.perf_counter()
         self.activity.enter("setting up")
         self._running = ExitStack()
@@ -159,7 +156,7 @@ class Engine:
             raise
 
     def end(self, error: BaseException | None, status: Status) -> None:
-        """Cleans up after a run, on success and failure. Must not communicate: other ranks may be gone."""
+        """Clean up after a run, on success and failure. Must not communicate: other ranks may be gone."""
         if error is not None and is_out_of_memory(error):
             add_memory_advice(
                 error, self.config, self.world, step=self.progress.step, may_halve=self.numerics.may_halve
@@ -182,12 +179,12 @@ class Engine:
         except BaseException as failure:
             if error is None:
                 raise
-            error.add_note(f"besides, the clean-up failed with {type(failure).__name__}: {failure}")
+            error.add_note(f"the clean-up also failed with {type(failure).__name__}: {failure}")
 
     def setup(self) -> None:
-        """Builds models, optimizers and data, once. Every rank must call this."""
+        """Build models, optimizers and data, once. Every rank must call this."""
         if self.world.has_ended and not self.is_set_up:
-            # An attempt to set up has failed, and ended the process group.
+            # An earlier setup failed, and closed the process group.
             self.world.rejoin()
         elif self.world.has_ended:
             self.loop.rejoin_process_group(lambda: build.rejoin_process_group(self.program, self.context))
@@ -196,14 +193,14 @@ class Engine:
         program, config, numerics = self.program, self.config, self.numerics
         ctx = self._make_context()
         self.callbacks.on_setup_start()
-        # One seed for all ranks while weights are drawn, each its own afterwards.
+        # The same seed on all ranks while weights are drawn; different ones afterwards.
         seed_everything(config.seed, rank="common")
         with self.setup_times.phase("configure"):
             build.make_models(program, ctx, numerics)
             if config.float8:
                 convert_to_float8(self.models)
         build.parallelize_models(program, ctx, numerics)
-        # Before the optimizers: a schedule over the whole run needs to know how many steps that is.
+        # Before the optimizers: schedules may need the number of steps of the whole run.
         with self.setup_times.phase("open_data"):
             self.open_data(ctx)
             build.check_same_data(self.world, self.streams)
@@ -221,7 +218,7 @@ class Engine:
         )
         trackers = self._given_trackers if self._given_trackers is not None else program.configure_trackers()
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
-            # Commands that follow the run from outside read this file.
+            # Commands that follow the run read this file.
             trackers = [JsonlTracker(), *trackers]
         self._loop.recorder.set_trackers(trackers if self.world.is_main else ())
         seed_everything(config.seed, rank=numerics.seed_rank(self.world))
@@ -230,10 +227,10 @@ class Engine:
         self.callbacks.on_setup_end()
 
     def check(self, *, elsewhere: bool = False) -> None:
-        """Refuses what is wrong with the config or the data; builds no model and reads no row. Any process may call it.
+        """Check the config and the data, without building a model or reading a row. Any process may call this.
 
         Args:
-            elsewhere: leaves the data and the device to the machines that will train.
+            elsewhere: skips checks of the data and the device, for a machine that will not train.
         """
         self.check_config(elsewhere=elsewhere)
         if elsewhere:
@@ -244,7 +241,7 @@ class Engine:
             self._close_streams()
 
     def estimate(self) -> Estimate:
-        """Finds out what this training would take, from shapes on the meta device and the data's metadata."""
+        """Estimate the size and memory of this run from shapes on the meta device and the data's metadata."""
         self.check_config()
         ctx = self._make_context()
         try:
@@ -256,7 +253,7 @@ class Engine:
             except HeadwayError:
                 raise
             except Exception as error:
-                # Fused optimizers, and those of other packages, want parameters that have values.
+                # Fused and third-party optimizers may need parameters with values.
                 unknown = f"on the meta device configure_optimizers() raises {type(error).__name__}: {error}"
             assert self.data is not None
             return estimate_of(ctx, self.data, self.validation, total_steps=self.total_steps, unknown=unknown)
@@ -264,20 +261,18 @@ class Engine:
             self._close_streams()
 
     def check_config(self, *, elsewhere: bool = False) -> None:
-        """Refuses what is wrong with the config.
+        """Check the config.
 
         Raises:
-            ConfigError: with the field.
+            ConfigError: a field is invalid.
         """
         config = self.config
         limits = (config.max_epochs, config.max_steps, config.max_samples, config.max_tokens)
         if all(limit is None for limit in limits):
-            raise ConfigError(
-                "the config does not say when to stop: set max_epochs, max_steps, max_samples or max_tokens"
-            )
+            raise ConfigError("the config has no limit: set max_epochs, max_steps, max_samples or max_tokens")
         if config.max_tokens is not None and not self.program.overrides_num_tokens:
             raise ConfigError(
-                f"max_tokens={config.max_tokens} needs a trainer that counts them: {type(self.owner).__name__} does "
+                f"max_tokens={config.max_tokens} needs a trainer that counts tokens: {type(self.owner).__name__} does "
                 "not define num_tokens(self, batch)"
             )
         parallelize.check_strategy(config.parallel, self.world)
@@ -286,13 +281,13 @@ class Engine:
         self.numerics.check_config(config)
 
     def open_data(self, ctx: RunContext) -> None:
-        """Opens training and validation data on this rank."""
+        """Open training and validation data on this rank."""
         self.data, self.validation = build.open_data(self.program, ctx, self.numerics)
         self._length = RunLength(self.config, self.progress, self.data)
         check_data(self.config, self.data, self.validation)
 
     def open_sets(self, data: Any) -> dict[str, BatchStream]:
-        """Opens other validation data than the run's, for an evaluation."""
+        """Open other validation data than the run's, for an evaluation."""
         return build.open_sets(self.context, self.numerics, data, in_use=self.streams)
 
     def _make_context(self) -> RunContext:
@@ -322,12 +317,12 @@ class Engine:
             stream.close()
 
     def _print_guarantee(self) -> None:
-        """Says before the first step which part of its place in the data a resumed run cannot find again."""
+        """Print before the first step if a resumed run could not continue exactly inside an epoch."""
         assert self.data is not None
         if self.run_dir is None or self.data.guarantee == "exact":
             return
         effect = {
             "epoch": "a resumed run restarts the epoch in progress, and may see its samples twice",
-            "none": "a resumed run continues with whatever the data yields then",
+            "none": "a resumed run continues with the batches that the data yields then",
         }
         self.print(f"the training data guarantees {self.data.guarantee!r}, not 'exact': {effect[self.data.guarantee]}")

@@ -1,4 +1,4 @@
-"""One evaluation: every row counts once, over all ranks, and the models are left as they were."""
+"""One evaluation over all ranks, in which every row counts once; afterwards the models are in their previous mode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .timing import Activity
 
 
 class Evaluation:
-    """Evaluates on one or several sets of data. Every rank must make one, and call it once.
+    """Evaluates on one or several sets of data. Every rank must create one, and call it once.
 
     Args:
         ctx: of the run, set up.
@@ -34,13 +34,13 @@ class Evaluation:
         numerics: ordinary or exact arithmetic.
         metrics: those of `configure_metrics`.
         sets: the open streams by name; a single unnamed set has the key "", and its metrics are `validation/x`.
-        requests: a request to stop cuts it short.
-        max_batches: of every set; None takes all.
-        may_repeat: whether a request to save immediately cuts it short as well, because the caller will repeat it.
-        is_sanity_check: only finds out whether an evaluation works: no callback is called.
+        requests: a stop request interrupts the evaluation.
+        max_batches: of every set; None uses all.
+        may_repeat: whether a request to save immediately interrupts it as well, because the caller will repeat it.
+        is_sanity_check: calls no callbacks.
 
     Attributes:
-        weight: how much the current micro-batch counts in means; 1 between micro-batches.
+        weight: of the current micro-batch in means; 1 between micro-batches.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class Evaluation:
         self.weight: LossWeight = 1.0
 
     def __call__(self) -> dict[str, float] | None:
-        """Runs `validation_step` over all sets and returns the metrics, equal on every rank.
+        """Run `validation_step` over all sets and return the metrics, equal on every rank.
 
-        Returns None if a request cuts it short, rather than the metrics of a part of the data; an empty dict, with a
-        warning, if there is no data.
+        Returns:
+            The metrics; None if a request interrupted the evaluation; an empty dict, with a warning, if there is no
+            data.
 
         Raises:
-            DataError: an iterator is exhausted, or a rank has no batch where others have one.
+            DataError: an iterator is exhausted, or a rank has no batches and another has some.
             StepError: a step returned neither a tensor nor a dict.
             ConfigError: a step and `configure_metrics` use the same name.
         """
@@ -96,8 +97,8 @@ class Evaluation:
             means = self._means.read(ctx.world)
         if twice := means.keys() & computed.keys():
             raise ConfigError(
-                f"{', '.join(sorted(twice))}: both validation_step and configure_metrics give a metric of this name; "
-                "rename one of them"
+                f"{', '.join(sorted(twice))}: both validation_step and configure_metrics define this metric; rename "
+                "one of them"
             )
         result = dict(sorted({**means, **computed}.items()))
         self._is_over = True
@@ -106,17 +107,17 @@ class Evaluation:
         return result
 
     def log(self, name: str, value: float | torch.Tensor, weight: LossWeight, reduce: Reduce) -> None:
-        """Adds a number that a step logs by itself."""
+        """Add a number that a step logs."""
         if self._is_over:
             raise StepError(
-                f"log({name!r}) in on_evaluation_end comes too late: the means of this evaluation have been read. Log "
-                "it in validation_step, or in on_evaluation_batch_end"
+                f"log({name!r}) in on_evaluation_end is too late: the means of this evaluation are complete. Log it in "
+                "validation_step, or in on_evaluation_batch_end"
             )
         if self._metrics.counts:
             self._means.log(self._prefix + name, value, weight, reduce)
 
     def _run(self, stream: BatchStream) -> int | None:
-        """Runs over one set, and returns its number of batches; None if a request cut it short."""
+        """Run over one set, and return its number of batches; None if a request interrupted it."""
         ctx, steps, numerics, callbacks = self._ctx, self._steps, self._numerics, self._callbacks
         num_batches = first = 0
         with closing(_aligned_batches(stream, ctx.world, ctx.activity)) as batches:
@@ -130,7 +131,7 @@ class Evaluation:
                         continue
                     key = self._prefix, ctx.progress.step, batch_idx
                     micro_batch = numerics.evaluation_batch(ctx.config, micro_batch, *key)
-                    # A row that only keeps the ranks in step counts nowhere.
+                    # Padding, which only keeps the ranks in step, does not count.
                     self._metrics.counts = num_samples > 0
                     ctx.activity.begin_batch("evaluation")
                     weighs = steps.overrides_loss_weight and num_samples
@@ -158,11 +159,11 @@ class Evaluation:
         what = f"the validation data{f' {name!r}' if name else ''}"
         if stream.guarantee == "none":
             raise DataError(
-                f"{what} has no batches, or was an iterator that has run out; give a function that returns one, or "
-                "return (train, None) to train without"
+                f"{what} has no batches, or is an exhausted iterator; give a function that returns one, or return "
+                "(train, None) to train without"
             )
         if self._ctx.world.is_main:
-            warnings.warn(f"{what} has no batches: it is left out, and gives no metric", stacklevel=2)
+            warnings.warn(f"{what} has no batches: it is skipped, and has no metrics", stacklevel=2)
 
 
 def _as_dict(name: str, outputs: Any) -> Mapping[str, Any]:
@@ -178,10 +179,10 @@ def _as_dict(name: str, outputs: Any) -> Mapping[str, Any]:
 
 
 def _aligned_batches(stream: BatchStream, world: World, activity: Activity) -> Generator[GlobalBatch, None, None]:
-    """Yields equally many batches on every rank: a rank that has run out repeats its last, which then counts nothing.
+    """Yield equally many batches on every rank: a rank without more batches repeats its last, as padding.
 
     Raises:
-        DataError: a rank has no batch to repeat.
+        DataError: a rank has no batches at all.
     """
     must_agree = world.size > 1 and stream.guarantee != "exact"
     iterator = stream.epoch(0)
@@ -193,7 +194,7 @@ def _aligned_batches(stream: BatchStream, world: World, activity: Activity) -> G
             activity.enter("evaluation")
             if must_agree and world.any(batch is not None):
                 if last is None and world.any(batch is None):
-                    raise DataError("the validation data of some rank has no batches, and that of another has")
+                    raise DataError("the validation data has no batches on one rank, but some on another")
                 if batch is None and last is not None:
                     batch = LoadedBatch(last.micro_batches, [0] * len(last.micro_batches), None)
             if batch is None:
@@ -207,9 +208,9 @@ def _aligned_batches(stream: BatchStream, world: World, activity: Activity) -> G
 
 @contextmanager
 def evaluating(ctx: RunContext) -> Iterator[None]:
-    """Puts the models in evaluation mode, without gradients, and every module back as it was, whatever happens.
+    """Put the models in evaluation mode, without gradients, and restore the mode of every module at the end.
 
-    The contexts of the callbacks are entered last and left first.
+    The contexts of the callbacks are entered last and exited first.
     """
     modes = [(module, module.training) for model in ctx.models.values() for module in model.modules()]
     for model in ctx.models.values():

@@ -1,8 +1,8 @@
-"""The metrics of an evaluation that are no means: objects with update, compute and reset, and functions of all rows.
+"""Evaluation metrics that are not means: objects with update, compute and reset, and functions of all rows.
 
-Exact over ranks, in one of two ways. A torchmetrics object whose states add up, join or compare keeps its states, which
-meet when it is computed. Of everything else the arguments of `update` are kept, meet the other ranks' when it is
-computed, and are put together in the order in which one rank would have seen them.
+They are exact over ranks, in one of two ways. A torchmetrics object whose states are reduced by sum, cat, max or min
+keeps its states, which are reduced over the ranks in `compute`. For all others the arguments of `update` are kept,
+gathered from all ranks in `compute`, and ordered as a single rank would have seen them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class EvaluationMetrics(Mapping[str, "EvaluationMetric"]):
-    """What `Trainer.metrics` is: the metrics of `configure_metrics` by name. The evaluation resets and computes them.
+    """The metrics of `configure_metrics` by name, as in `Trainer.metrics`. Evaluations reset and compute them.
 
     Args:
         metrics: torchmetrics objects, others with `update`, `compute` and `reset`, or functions, by name.
-        world: the ranks over which they are computed, and the device that they live on.
+        world: the ranks over which they are computed, and their device.
 
     Attributes:
-        counts: whether what `update` gets counts: not in training, nor for rows that only keep ranks in step.
+        counts: whether `update` has an effect: not in training, nor for padding.
 
     Raises:
-        ConfigError: one is neither.
+        ConfigError: a metric is neither such an object nor a function.
     """
 
     def __init__(self, metrics: Mapping[str, Any], world: World) -> None:
@@ -56,7 +56,7 @@ class EvaluationMetrics(Mapping[str, "EvaluationMetric"]):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Lets updates count while an evaluation runs."""
+        """Enable `update` during an evaluation."""
         self.counts = True
         try:
             yield
@@ -64,15 +64,15 @@ class EvaluationMetrics(Mapping[str, "EvaluationMetric"]):
             self.counts = False
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Clear all updates."""
         for metric in self._by_name.values():
             metric.reset()
 
     def compute(self) -> dict[str, float]:
-        """Returns the metrics that got an update on any rank, equal on every rank. Every rank must call this.
+        """Return the metrics that got an update on any rank, equal on every rank. Every rank must call this.
 
         Raises:
-            StepError: one computes something else than a number, or a dict of numbers.
+            StepError: a metric computes neither a number nor a dict of numbers.
         """
         if not self._by_name:
             return {}
@@ -81,29 +81,29 @@ class EvaluationMetrics(Mapping[str, "EvaluationMetric"]):
         for metric, count in zip(self._by_name.values(), counts, strict=True):
             if count:
                 found |= _numbers(metric.name, metric.compute())
-        # A function that draws random numbers would differ between ranks, and callbacks decide by what they see.
+        # A function with random numbers differs between ranks, and callbacks decide by these values.
         return self._world.broadcast(found)
 
 
 class EvaluationMetric:
-    """One metric: call `update` in `validation_step`, with whatever the metric takes.
+    """One metric: call `update` in `validation_step`, with the arguments of the metric.
 
-    Outside of evaluations `update` does nothing, so that a training step serves as a validation step.
+    Outside of evaluations `update` does nothing, so that a training step can be a validation step.
 
     Args:
         name: in the log, after `validation/`.
-        metric: an object with `update`, `compute` and `reset`; or a function, which is called with what `update` got,
-            each argument joined over all batches and ranks (tensors and arrays along their first dimension).
-        world: the ranks that compute it together.
-        owner: knows whether an update counts.
+        metric: an object with `update`, `compute` and `reset`; or a function, which is called with the arguments of
+            `update`, each concatenated over all batches and ranks (tensors and arrays along their first dimension).
+        world: the ranks over which it is computed.
+        owner: whose `counts` enables updates.
     """
 
     def __init__(self, name: str, metric: Any, world: World, owner: EvaluationMetrics) -> None:
         lacks = [each for each in ("update", "compute", "reset") if not callable(getattr(metric, each, None))]
         if isinstance(metric, type) or (lacks and not callable(metric)):
             raise ConfigError(
-                f"metric {name!r} is {metric!r:.60}; needed is an object with update, compute and reset, as those of "
-                "torchmetrics, or a function of all that update gets"
+                f"metric {name!r} must be an object with update, compute and reset, such as those of torchmetrics, or "
+                f"a function of all arguments of update, got {metric!r:.60}"
             )
         self.name = name
         self._world, self._owner = world, owner
@@ -112,14 +112,14 @@ class EvaluationMetric:
         self._parts = [] if lacks else _parts(self._object)
         self._merges_states = world.size > 1 and bool(self._parts) and all(map(_merges_exactly, self._parts))
         for part in self._parts:
-            # torchmetrics' own way hangs where a rank had no rows.
+            # torchmetrics' own synchronization hangs if a rank had no rows.
             part.dist_sync_fn, part.distributed_available_fn = self._gather_states, lambda: self._merges_states
         self._keeps_calls = bool(lacks) or (world.size > 1 and not self._merges_states)
         self._calls: list[Call] = []
         self.num_updates = 0
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Takes in a batch of this rank."""
+        """Add a batch of this rank."""
         if not self._owner.counts:
             return
         self.num_updates += 1
@@ -129,18 +129,17 @@ class EvaluationMetric:
             self._object.update(*args, **kwargs)
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Clear all updates."""
         self._calls, self.num_updates = [], 0
         if self._object is not None:
             self._object.reset()
 
     def compute(self) -> Any:
-        """Returns its value over all ranks. Every rank must call this, if any rank has an update."""
+        """Return the value over all ranks. Every rank must call this, if any rank has an update."""
         if not self._keeps_calls:
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "The ``compute`` method"
-                )  # was called without updates: others had some
+                # "... was called before update": other ranks had updates.
+                warnings.filterwarnings("ignore", "The ``compute`` method")
                 return self._object.compute()
         calls = self._all_calls()
         if self._function is not None:
@@ -152,7 +151,7 @@ class EvaluationMetric:
 
     def _gather_states(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         states = [each.to(self._world.device) for each in self._world.all_gather_object(state.cpu())]
-        # A list that is still empty on some rank comes as a tensor without rows, and perhaps of another shape.
+        # A list state without updates is gathered as an empty tensor, perhaps of another shape.
         return [each for each in states if each.numel()] or states[:1]
 
     def _all_calls(self) -> list[Call]:
@@ -165,18 +164,18 @@ class EvaluationMetric:
 
 
 def _parts(metric: Any) -> list[Any]:
-    """The torchmetrics objects in a metric: itself, or those of a collection; none where it is none of theirs."""
+    """Return the torchmetrics objects in a metric: itself, or those of a collection, or none."""
     if hasattr(metric, "sync") and hasattr(metric, "_reductions"):
         return [metric]
     if not hasattr(metric, "_enable_compute_groups"):
         return []
-    # The metrics of a collection share their states until one of them is looked at: not while states are joined.
+    # Metrics of a collection share states until one is read, which must not happen while states are gathered.
     metric._enable_compute_groups = False
     return [part for each in metric.values() for part in _parts(each)]
 
 
 def _merges_exactly(part: Any) -> bool:
-    """Whether the states of ranks join into what one rank would have. A mean of means does not; nor do wrappers."""
+    """Return whether reducing the ranks' states is exact. It is not for a mean of means, nor for wrappers."""
     names = {getattr(reduction, "__name__", None) for reduction in part._reductions.values()}
     return bool(names) and names <= _MERGED_EXACTLY and len(list(part.modules())) == 1
 
@@ -209,6 +208,6 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     except (TypeError, ValueError, RuntimeError):
         shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
         raise StepError(
-            f"metric {name!r} computed a {type(value).__name__}{shape}; needed is a number, or a dict of numbers by "
-            "name: average it, or return a dict"
+            f"metric {name!r} must compute a number or a dict of numbers, got a {type(value).__name__}{shape}: "
+            "average it, or return a dict"
         ) from None

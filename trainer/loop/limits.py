@@ -1,4 +1,4 @@
-"""When a run or an epoch ends by the config. Plain arithmetic, equal on every rank."""
+"""The limits in the config at which a run or an epoch ends; equal on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .progress import Progress
 
 
 def reached_limit(config: TrainerConfig, progress: Progress) -> str | None:
-    """Returns which limit of the run is reached, as "max_steps=100 reached"; None if none is."""
+    """Return which limit of the run is reached, such as "max_steps=100 reached"; None if none is."""
     limits = (
         ("max_steps", config.max_steps, progress.step),
         ("max_samples", config.max_samples, progress.samples),
@@ -21,7 +21,7 @@ def reached_limit(config: TrainerConfig, progress: Progress) -> str | None:
 
 
 def reached_limit_in_epoch(config: TrainerConfig, progress: Progress) -> bool:
-    """Whether a limit is reached that may end a run inside an epoch."""
+    """Return whether a limit is reached that may end a run inside an epoch."""
     return (
         (config.max_steps is not None and progress.step >= config.max_steps)
         or (config.max_samples is not None and progress.samples >= config.max_samples)
@@ -30,5 +30,5 @@ def reached_limit_in_epoch(config: TrainerConfig, progress: Progress) -> bool:
 
 
 def reached_steps_per_epoch(config: TrainerConfig, progress: Progress) -> bool:
-    """Whether `steps_per_epoch` ends the epoch here."""
+    """Return whether `steps_per_epoch` ends the epoch here."""
     return config.steps_per_epoch is not None and progress.step_in_epoch >= config.steps_per_epoch

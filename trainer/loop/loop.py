@@ -1,4 +1,4 @@
-"""The loop: epochs, updates, and what is due between two of them. No optimizer, no device, no process group."""
+"""The training loop: epochs, updates, and the evaluations, saves and stops between them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _SAVE_TIMEOUT_S = 10.0
 
 
 class Loop:
-    """Runs what `Trainer` draws in its docstring. Every rank must call every method.
+    """Runs the loop drawn in the docstring of `Trainer`. Every rank must call every method.
 
-    A run is `restore`, then `start`, then `epoch` until `end_reason` is not None, then `finish`. Between two batches of
-    `epoch` the caller makes an update: by `update`, which calls `training_step`, or by `accumulate` and `complete`.
+    A run is `restore`, `start`, `epoch` until `end_reason` is not None, and `finish`. Between two batches of `epoch`
+    the caller makes an update: by `update`, which calls `training_step`, or by `accumulate` and `complete`.
 
     Args:
         ctx: of the run, with its models, optimizers and schedulers.
         steps: the user's steps.
         numerics: ordinary or exact arithmetic.
-        requests: what is asked of the run while it trains.
+        requests: stop, save and evaluate requests.
         data: the training data, open.
         validation: the sets of validation data, open, by name; a single unnamed set has the key "".
         metrics: those of `configure_metrics`.
@@ -57,10 +57,10 @@ class Loop:
 
     Attributes:
         optimizer_step: makes updates.
-        recorder: makes the records of the log.
-        save_took_s: from the start of the last checkpoint to its commit; None before there was one.
+        recorder: writes the records of the log.
+        save_took_s: from the start of the last checkpoint to its commit; None before the first.
         needs_restore: True after an exception mid-update: model state is undefined until a checkpoint is restored.
-        began_s: when the run began, by `time.perf_counter`: setting up counts as time of the run.
+        began_s: start of the run, including setup, by `time.perf_counter`.
     """
 
     def __init__(
@@ -111,28 +111,26 @@ class Loop:
         self._has_warned = False
         self._saving: BackgroundSave | None = None
         if config.loss_spike is not None and ctx.run_dir is None:
-            raise ConfigError(
-                "loss_spike rolls back to a checkpoint: give the trainer a run_dir, where checkpoints are"
-            )
+            raise ConfigError("loss_spike needs checkpoints to roll back to: give the trainer a run_dir")
 
     def announce_step(self) -> None:
-        """Prints what is special about the way to step, and adds its numbers to the log."""
+        """Print the description of the optimizer step, if it has one, and add its metrics to the log."""
         if (text := self.optimizer_step.describe()) is not None:
             self._ctx.print(text)
         if (source := self.optimizer_step.metric_source()) is not None:
             self.recorder.metric_sources.append(source)
 
-    # ---- The life of a run -----------------------------------------------------------------------------------------
+    # ---- Start and end ---------------------------------------------------------------------------------------------
 
     def restore(self, resume: str, components: Collection[str], *, accept_changes: bool) -> Checkpoint | None:
-        """Restores what `Trainer.fit` describes, and returns the checkpoint that it came from, if there is one."""
+        """Restore as `Trainer.fit` describes, and return the checkpoint, if there is one."""
         if resume == "never" and self._progress.step:
             raise ConfigError(
                 f'resume="never" starts fresh, and this trainer has made {self._progress.step} updates: create another '
                 "trainer, or continue with this one"
             )
         if self._saving is not None:
-            # Of a run that has failed: it must end before this one cleans up and saves.
+            # A save of the failed run must end before this run cleans up and saves.
             self._saving.wait(None)
             self._saving = self._state.last_saved_step = None
         # Equal on every rank, or some would continue while others restore.
@@ -156,7 +154,7 @@ class Loop:
         return self._resumed_from
 
     def start(self) -> bool:
-        """Does what comes before the first update, and returns whether there is anything left to train."""
+        """Prepare for the first update, and return whether anything is left to train."""
         self._state.begin_without_restore()
         has_work = reached_limit(self._config, self._progress) is None or self._progress.is_closing
         if has_work:
@@ -182,29 +180,29 @@ class Loop:
         return self._is_running
 
     def finish(self) -> FitResult:
-        """Evaluates and saves the last state, and returns how the run ended."""
+        """Evaluate and save the last state, and return how the run ended."""
         reason = self.end_reason()
         if self._is_running:
             self._is_running = False
-            # Before these weights are used further, saved or not.
+            # Before these weights are evaluated, saved or exported.
             self.optimizer_step.check_pending_norms()
             self.needs_restore = False
             reason = self.end_reason() or "loop() has returned"
             self._evaluate_and_save_last()
-            # What a loop of the user's own has left, saved before as in `epoch`.
+            # A custom loop may leave unlogged metrics; saved before they are logged, as in `epoch`.
             self._flush()
         else:
             self._evaluate_and_save_last()
         self._requests.close()
-        # Asked again: a stop may have cut the last evaluation short.
+        # Again, since a stop may have interrupted the last evaluation.
         reason = self.end_reason() or reason
         assert reason is not None
         return self._state.result(self._stopped or "completed", reason, self._resumed_from)
 
     def clean_up(self) -> None:
-        """Clears the handled stop request. No collectives: after a failure other ranks may be gone.
+        """Clear the handled stop request. No collectives: after a failure other ranks may be gone.
 
-        A save that is under way gets a limited time to end; the next `restore` waits for one that takes longer.
+        Waits a limited time for a background save; the next `restore` waits for one that takes longer.
         """
         self._stopped, self._is_running, self._resumes, self._resumed_from = None, False, False, None
         self._epoch_batch = self._accumulated = None
@@ -214,19 +212,19 @@ class Loop:
             self._requests.watch(None)
 
     def rejoin_process_group(self, rebuild: Callable[[], None]) -> None:
-        """Continues in another process group, after `rebuild` has wrapped the models for it."""
+        """Continue in another process group; `rebuild` wraps the models for it."""
         rebuild()
         self._state.rejoin()
-        # Its first update may have to find its peers again.
+        # The first update has to connect to the other ranks again.
         self._step_timeout = self._config.parallel.step_timeout
 
     # ---- Updates ---------------------------------------------------------------------------------------------------
 
     def epoch(self) -> Generator[GlobalBatch, None, dict[str, float]]:
-        """Yields batches from where the epoch stands to its end, or to a limit or stop inside it; returns its metrics.
+        """Yield batches to the end of the epoch, or to a limit or stop inside it; returns its metrics.
 
         Raises:
-            StepError: the caller has made no update of a batch before asking for the next.
+            StepError: the caller asked for the next batch without an update from this one.
             DataError: the epoch has no batches.
         """
         progress, config, epoch = self._progress, self._config, self._progress.epoch
@@ -241,20 +239,20 @@ class Loop:
                 yield batch
                 if self._awaits_update:
                     raise StepError(
-                        "a batch was not made an update of: call run.step() after `for micro_batch in "
-                        "run.accumulate(batch)`, once for every batch"
+                        "a batch was not used for an update: call run.step() after `for micro_batch in "
+                        "run.accumulate(batch)`, once per batch"
                     )
                 past_limit = reached_limit_in_epoch(config, progress) and not was_past_limit
                 if self._stopped or past_limit or reached_steps_per_epoch(config, progress):
                     break
             else:
                 if progress.step_in_epoch == 0:
-                    raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty, or has run out")
+                    raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty or exhausted")
                 return self._end_epoch()
-        # A stop leaves even a whole epoch open: the resumed run closes it, with the evaluation that belongs to it.
+        # A stop leaves even a complete epoch open: the resumed run evaluates and closes it.
         if not self._stopped and self._state.is_epoch_complete():
             return self._end_epoch()
-        # Saved before the flush: a resumed run's next record covers the whole interval, as if there had been no break.
+        # Saved before the flush, so that a resumed run's next record covers the whole interval.
         self._evaluate_and_save_last()
         self._flush()
         metrics = self._history.so_far()
@@ -262,7 +260,7 @@ class Loop:
         return metrics
 
     def train_epoch(self) -> dict[str, float]:
-        """Trains to the end of the epoch in progress by `training_step`, and returns its metrics."""
+        """Train to the end of the epoch in progress by `training_step`, and return its metrics."""
         batches = self.epoch()
         with closing(batches):
             while True:
@@ -273,20 +271,20 @@ class Loop:
                 self.update(batch)
 
     def update(self, batch: GlobalBatch) -> dict[str, float]:
-        """Makes one update of a batch of `epoch` by `training_step`, does what is due and returns what it logs."""
+        """Make an update from a batch of `epoch` by `training_step`, run due actions, and return the logged record."""
         return self._run_due_actions(applied=self._run_step(batch, lambda: self.optimizer_step(batch)))
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Makes one update of a batch of this rank that is not one of the epoch's, and returns its metrics.
+        """Make an update from a batch of this rank that is not part of the epoch, and return its metrics.
 
-        While the run is running it does what is due as well, and returns metrics only when they are due.
+        During a run, also run due actions, and return metrics only when a record is due.
         """
         loaded = self._as_own_batch(batch)
         applied = self._run_step(loaded, lambda: self.optimizer_step(loaded), of_epoch=False)
         return self._run_due_actions(applied=applied) if self._is_running else self._flush()
 
     def accumulate(self, batch: Any) -> Generator[Any, None, None]:
-        """Yields the micro-batches of a batch of `epoch`, or of another one, for `backward` and `complete`."""
+        """Yield the micro-batches of a batch, of `epoch` or not, for `backward` and `complete`."""
         of_epoch = self._awaits_update and batch is self._epoch_batch
         loaded: GlobalBatch = batch if of_epoch else self._as_own_batch(batch)
         self.recorder.in_update = True
@@ -294,9 +292,9 @@ class Loop:
         self._accumulated = loaded, of_epoch
 
     def complete(self) -> dict[str, float]:
-        """Makes the update of what was accumulated, does what is due and returns what it logs."""
+        """Make the update from the accumulated gradients, run due actions, and return the logged record."""
         accumulated, self._accumulated = self._accumulated, None
-        # Without a batch it raises, and says what to do.
+        # Without a batch, `complete` below raises.
         batch, of_epoch = accumulated or (LoadedBatch([], [], 0), False)
         return self._run_due_actions(applied=self._run_step(batch, self.optimizer_step.complete, of_epoch=of_epoch))
 
@@ -306,21 +304,21 @@ class Loop:
         return LoadedBatch([batch], [rows], self._world.sum_ints(rows)[0])
 
     def load_initial_weights(self) -> None:
-        """Takes the weights that the config begins with, for what is called without `run`."""
+        """Load the weights of `init_from`, for methods that are called without `fit`."""
         self._state.load_initial_weights()
 
     def begin_without_restore(self) -> None:
-        """Does the same for what trains or saves, and refuses where it would do so over another run."""
+        """Do the same for methods that train or save; raises if they would overwrite another run."""
         self._state.begin_without_restore()
 
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
-        """Evaluates the weights of a checkpoint; the models and all else stay as they are."""
+        """Evaluate the weights of a checkpoint, and restore the models' weights."""
         self.wait_for_snapshot()
         with self._state.weights_of(checkpoint):
             return self.evaluate(sets)
 
     def evaluate(self, sets: Mapping[str, BatchStream], *, may_repeat: bool = False) -> dict[str, float] | None:
-        """Evaluates on these sets; None if a request cuts it short, one to save only where that may be repeated."""
+        """Evaluate on these sets; return None if a stop request, or with `may_repeat` a save request, interrupts it."""
         self.optimizer_step.check_pending_norms()
         return self._run_evaluation(
             self._make_evaluation(sets, max_batches=self._config.evaluate_batches, may_repeat=may_repeat)
@@ -328,7 +326,7 @@ class Loop:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Has the models as they are in an evaluation, and the time left out."""
+        """Put the models in evaluation mode; the time does not count in the throughput."""
         self.wait_for_snapshot()
         with (
             self._in_phase("around an evaluation"),
@@ -339,10 +337,10 @@ class Loop:
             yield
 
     def log(self, name: str, value: float | torch.Tensor, weight: LossWeight | None, reduce: Reduce) -> None:
-        """Takes in a number that a step logs by itself."""
+        """Add a number that a step or a hook logs."""
         if weight is None:
-            in_hand = self.optimizer_step.weight if self._evaluation is None else self._evaluation.weight
-            weight = in_hand if reduce == "mean" else 1.0
+            current = self.optimizer_step.weight if self._evaluation is None else self._evaluation.weight
+            weight = current if reduce == "mean" else 1.0
         if self._evaluation is not None:
             self._evaluation.log(name, value, weight, reduce)
         elif self.optimizer_step.should_log:
@@ -350,7 +348,7 @@ class Loop:
             metrics.log(f"{'train' if self._ctx.mode.training else 'validation'}/{name}", value, weight, reduce)
 
     def save(self) -> Checkpoint:
-        """Saves the whole state, between two updates, and waits until that is done."""
+        """Save the whole state, between two updates, and wait until it is written."""
         self._finish_background_save()
         self.optimizer_step.check_pending_norms()
         self._save_began_s = time.perf_counter()
@@ -363,7 +361,7 @@ class Loop:
         return checkpoint
 
     def _start_background_save(self) -> None:
-        """Saves the whole state while training goes on."""
+        """Start saving the whole state in the background."""
         self._finish_background_save()
         self.optimizer_step.check_pending_norms()
         self._save_began_s = time.perf_counter()
@@ -375,7 +373,7 @@ class Loop:
         self._checkpoints.done(self._progress.elapsed_s)
 
     def _finish_background_save(self) -> None:
-        """Waits for the save that is under way, if there is one, and tells of it. Every rank calls it at one update."""
+        """Wait for a background save, and call the hooks. Every rank must call this at the same update."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
@@ -387,18 +385,18 @@ class Loop:
 
     @contextmanager
     def _reporting_save_failure(self) -> Iterator[None]:
-        """Lets the hooks hear of a save that has failed; what one of them raises does not hide why."""
+        """Call the hooks if a save fails; their errors become notes of its error."""
         try:
             yield
         except CheckpointError as error:
             try:
                 self._callbacks.on_checkpoint_failed(error)
             except Exception as failure:
-                error.add_note(f"besides, {type(failure).__name__}: {failure}")
+                error.add_note(f"on_checkpoint_failed also raised {type(failure).__name__}: {failure}")
             raise
 
     def wait_for_snapshot(self) -> None:
-        """Waits for what a save in the background has yet to copy: averages may take the place of the weights."""
+        """Wait until a background save has copied the state, for example before averages replace the weights."""
         if self._saving is not None:
             self._saving.wait_for_snapshot()
 
@@ -418,13 +416,13 @@ class Loop:
 
     @contextmanager
     def _in_phase(self, phase: Phase) -> Iterator[None]:
-        # An error leaves the phase as it is: that is where it came from.
+        # Not after an error, so that the phase tells where it was raised.
         self._activity.enter(phase)
         yield
         self._activity.enter("between updates")
 
     def _warn_if_data_is_endless(self) -> None:
-        """Says before the first epoch what may never come, where nobody can tell whether the data has an end."""
+        """Warn before the first epoch if actions are due at its end, and the data may have none."""
         config, data, progress = self._config, self._data, self._progress
         if config.steps_per_epoch or data.guarantee == "exact" or data.steps_in_epoch(0) or progress.epoch:
             return
@@ -434,28 +432,28 @@ class Loop:
         }
         waits = " and ".join(f'{name}="{each}"' for name, each in every.items() if each and each.unit == "epochs")
         if waits and self._world.is_main:
-            again = ", by which each epoch begins the data again" if data.guarantee == "epoch" else ""
+            again = ", with which each epoch restarts the data" if data.guarantee == "epoch" else ""
             warnings.warn(
-                f"what is due at the end of an epoch ({waits}) may never come: nobody can tell whether this training "
-                f"data has an end. Say it in steps or minutes, or set steps_per_epoch{again}",
+                f"{waits} may never be due: the length of the training data is unknown, and it may be endless. Give a "
+                f"number of steps or a time, or set steps_per_epoch{again}",
                 stacklevel=2,
             )
 
     def _sanity_check(self) -> None:
-        """Finds out before the first step whether an evaluation works. Draws no random number of the run's."""
+        """Run a short evaluation before the first step, to find mistakes early. Random states do not change."""
         generators = RngState()
         before = generators.state_dict()
         evaluation = self._make_evaluation(
             self._validation, max_batches=self._config.sanity_batches, is_sanity_check=True
         )
-        # A stop that cuts it short stays asked for, and is heeded when the hooks have heard that the run has begun.
+        # A stop request that interrupts it stays pending, and is handled after on_fit_start.
         if metrics := self._run_evaluation(evaluation):
-            # Hours before the first evaluation may be due.
+            # Warns now rather than hours later, after the first evaluation.
             self._state.has_monitor(metrics)
         generators.load_state_dict(before)
 
     def _run_step(self, batch: GlobalBatch, step: Callable[[], str | None], *, of_epoch: bool = True) -> bool:
-        """Makes one update, and counts it; returns whether it was applied. If not, only the data has moved."""
+        """Make one update and count it; return whether it was applied. If not, only the data position advances."""
         progress = self._progress
         self.recorder.in_update = True
         try:
@@ -474,7 +472,7 @@ class Loop:
             progress.step_in_epoch += 1
             progress.offset += samples
         if rejection is not None:
-            # What was saved at this step stands before the batch that was skipped.
+            # A checkpoint of this step is from before the skipped batch.
             self._state.last_saved_step = None
             self._callbacks.on_step_skipped(rejection)
             return False
@@ -485,9 +483,9 @@ class Loop:
         return True
 
     def _run_due_actions(self, *, applied: bool) -> dict[str, float]:
-        """Logs, then stops, or evaluates and saves: whatever is due or agreed on after an update. Returns what it logs.
+        """Log, then stop, or evaluate and save, as due or requested after an update; return the logged record.
 
-        What comes every so many updates has been done already where the last one was not applied.
+        If the update was not applied, actions due by the number of updates have been done already.
         """
         progress, agreed = self._progress, self._requests.agree()
         if agreed.saved:
@@ -505,7 +503,7 @@ class Loop:
         if agreed.save or (applied and self._checkpoints.due(progress, ended="steps")):
             self._save_unless_saved()
         if self._has_clocks and self._world.is_main:
-            # Clocks differ between ranks: the main one's decides, and the others hear of it like of any request.
+            # Clocks differ between ranks: the main rank's decides, and requests the action on all ranks.
             elapsed_s = self.recorder.elapsed_s()
             if self._evaluations.due_by_clock(elapsed_s):
                 self._evaluations.done(elapsed_s)
@@ -516,27 +514,27 @@ class Loop:
         return record
 
     def _flush(self) -> dict[str, float]:
-        """Logs the interval since the last time, and warns once of a loss that poisons nothing but the log."""
+        """Log the interval since the last flush, and warn once if the loss is not finite but the gradient is."""
         record = self.recorder.flush()
         if math.isfinite(loss := record.get("train/loss", 0.0)):
             return record
-        # The gradient may not be finite either, and nobody have looked yet.
+        # The gradient may be non-finite too; its norm has not been checked yet.
         self.optimizer_step.check_pending_norms()
         if not self._has_warned and self._world.is_main:
             self._has_warned = True
             warnings.warn(
-                f"train/loss is {loss} at step {self._progress.step}, and the gradient is finite: training goes on, "
-                "and the means over the epoch leave it out. Does the step return the loss that it learns from?",
+                f"train/loss is {loss} at step {self._progress.step}, but the gradient is finite: training continues, "
+                "and means over the epoch leave this value out. Does the step return the loss that it differentiates?",
                 stacklevel=2,
             )
         return record
 
     def _maybe_roll_back(self, record: Mapping[str, float]) -> bool:
-        """Judges the loss of an interval; if it has jumped away, goes back to a checkpoint from before, and says so.
+        """Roll back to an earlier checkpoint if the loss of an interval is a spike; return whether it did.
 
         Raises:
             ConfigError: there is no such loss.
-            LossSpikeError: the run has gone back often enough.
+            LossSpikeError: the run has rolled back `max_rollbacks` times already.
         """
         config, spikes, progress = self._config.loss_spike, self._spikes, self._progress
         if config is None or not record:
@@ -547,28 +545,28 @@ class Loop:
         limit = spikes.limit(samples=samples)
         if not spikes.is_spike(loss, samples=samples, step=progress.step):
             return False
-        what = f"{config.metric} is {loss:.6g} at step {progress.step}, where up to {limit:.6g} is usual"
+        what = f"{config.metric} is {loss:.6g} at step {progress.step}, above the limit of {limit:.6g} for a spike"
         if spikes.rollbacks >= config.max_rollbacks:
             raise LossSpikeError(
-                f"{what}, and the run has gone back {spikes.rollbacks} times already (max_rollbacks): lower the "
-                "learning rate, clip the gradient, or look at the data"
+                f"{what}, and the run has rolled back {spikes.rollbacks} times already (max_rollbacks): lower the "
+                "learning rate, clip the gradient, or check the data"
             )
         self._finish_background_save()
         self.optimizer_step.check_pending_norms()
         with self.recorder.paused():
             checkpoint = self._state.roll_back(up_to=spikes.good_step)
         if checkpoint is None:
-            self._ctx.print(f"{what}; there is no checkpoint from before to go back to, so training goes on")
+            self._ctx.print(f"{what}; there is no earlier checkpoint to roll back to, so training continues")
             return False
         spikes.rolled_back(progress.step)
         self.recorder.trackers.rewind(progress.step)
         self._history.rewind(progress.step)
         self.recorder.log_event({"rollbacks": float(spikes.rollbacks)})
         self._ctx.print(
-            f"{what}; went back to the weights of step {progress.step} ({checkpoint.path}), and on behind the data "
-            f"that did it ({spikes.rollbacks} of at most {config.max_rollbacks} times)"
+            f"{what}; rolled back to the weights of step {progress.step} ({checkpoint.path}), continuing behind the "
+            f"data that caused it (rollback {spikes.rollbacks} of at most {config.max_rollbacks})"
         )
-        # A killed run must go on from here, and not from a checkpoint of the weights that were given up.
+        # A killed run must resume from here, and not from a checkpoint of the discarded weights.
         self.save()
         return True
 
@@ -581,7 +579,7 @@ class Loop:
         self._uneven_samples = 0
         progress.epoch += 1
         progress.step_in_epoch = progress.offset = 0
-        # What is saved from here on goes on with the closing.
+        # A checkpoint from here on resumes with closing the epoch.
         progress.is_closing = True
         for scheduler in self._ctx.lr_stepping.at("epoch"):
             scheduler.step()
@@ -589,7 +587,7 @@ class Loop:
         return self._close_epoch()
 
     def _close_epoch(self) -> dict[str, float]:
-        """Evaluates if that is due, and closes the epoch; one whose evaluation a stop cuts short, the resume closes."""
+        """Evaluate if due, and close the epoch; if a stop interrupts the evaluation, the resumed run closes it."""
         progress, history = self._progress, self._history
         if self._evaluations.due(progress, ended="epochs") and not self._evaluate():
             return history.so_far()
@@ -597,7 +595,7 @@ class Loop:
         metrics = history.end_epoch(epoch=progress.epoch, step=progress.step)
         self.recorder.log_epoch(metrics)
         self._callbacks.on_epoch_end(metrics)
-        # What was saved of this update before does not know that the epoch has ended.
+        # An earlier checkpoint of this update does not have the end of the epoch.
         self._state.last_saved_step = None
         self._save_if_best()
         if self._checkpoints.due(progress, ended="epochs"):
@@ -608,7 +606,7 @@ class Loop:
         return metrics
 
     def _handle_requests(self) -> None:
-        """Does at once what was asked for during an evaluation or at the end of an epoch, unless the run ends here."""
+        """Handle requests immediately, after an evaluation or at the end of an epoch."""
         agreed = self._requests.agree_now()
         if agreed.saved:
             self._finish_background_save()
@@ -621,17 +619,17 @@ class Loop:
             self._stop(agreed.stop)
 
     def _evaluate(self) -> bool:
-        """Evaluates during a run: the metrics are logged, and steer the schedulers that follow one.
+        """Evaluate during a run, log the metrics, and step the schedulers that follow evaluations.
 
         Returns:
-            Whether the weights as they are have been evaluated, so far as there is data; not if a stop cuts it short.
+            Whether the current weights have been evaluated, or there is no data; False if a stop interrupted it.
         """
         if not self._validation or self._progress.evaluated_step == self._progress.step:
             return True
         generators = RngState()
         before = generators.state_dict()
         while (metrics := self.evaluate(self._validation, may_repeat=True)) is None:
-            # Whoever evaluates again, this run or the resumed one, draws what was drawn here.
+            # The repeated evaluation, here or in the resumed run, draws the same random numbers.
             generators.load_state_dict(before)
             agreed = self._requests.agree_now()
             if agreed.stop:
@@ -641,7 +639,7 @@ class Loop:
         self._progress.evaluated_step = self._progress.step
         self._progress.evaluations += 1
         self._evaluations.done(self.recorder.elapsed_s())
-        # What was saved of this update before does not know of it.
+        # An earlier checkpoint of this update does not have this evaluation.
         self._state.last_saved_step = None
         if metrics:
             self.recorder.log_evaluation(metrics)
@@ -652,14 +650,14 @@ class Loop:
     def _save_unless_saved(self) -> None:
         if self._ctx.run_dir is None or self._state.last_saved_step == self._progress.step:
             return
-        # What ends the run is saved at once: there is nothing left to do meanwhile.
+        # At the end of the run there is nothing to do during a background save.
         if self._config.checkpoint.background and self.end_reason() is None:
             self._start_background_save()
         else:
             self.save()
 
     def _save_if_best(self) -> None:
-        """Saves the state of the evaluation that has just been, if it is the best and that is asked for."""
+        """Save the state of the last evaluation, if it is the best so far and `save_best` is set."""
         best, self._must_save_best = self._must_save_best, False
         if best:
             self._save_unless_saved()
@@ -671,7 +669,7 @@ class Loop:
         self._callbacks.on_stop_requested(self._requests.stop_reason)
 
     def _evaluate_and_save_last(self) -> None:
-        """Evaluates and saves the last state, unless that has been done; one that was told to stop only saves."""
+        """Evaluate and save the last state, unless done already; after a stop request only save it."""
         if self._stopped is None:
             self._evaluate()
         self._save_if_best()
@@ -680,13 +678,13 @@ class Loop:
         self._finish_background_save()
 
     def end_reason(self) -> str | None:
-        """Returns why the run is to end here, or None if it is to go on; equal on every rank."""
+        """Return why the run must end now, or None if it continues; equal on every rank."""
         return self._requests.stop_reason if self._stopped else reached_limit(self._config, self._progress)
 
     def _global_batches(self, epoch: int) -> Generator[GlobalBatch, None, None]:
-        """Yields the rest of an epoch, equally much on every rank, and measures how long the loop waits for it."""
+        """Yield the rest of an epoch, equally many batches on every rank, and measure the time spent waiting."""
         if self._progress.step_in_epoch and self._state.is_epoch_complete():
-            # What was saved was saved at the last update of the epoch, which is closed now.
+            # Resumed at the last update of the epoch, which only needs closing.
             return
         must_agree = self._world.size > 1 and self._data.guarantee != "exact"
         iterator = self._data.epoch(epoch, offset=self._progress.offset)
@@ -695,15 +693,15 @@ class Loop:
                 self._activity.enter("reading data")
                 began_s = self._activity.since_s
                 batch = next(iterator, None)
-                # Here it may wait for the data of other ranks, so it must be ahead of who reads them.
+                # Switch phase before the collective below, so waiting for a slower rank is not counted as data wait.
                 self._activity.enter("forward")
                 self.recorder.waited_s += self._activity.since_s - began_s
                 if must_agree:
                     own = batch.num_samples if batch is not None else ()
                     count, squares, samples = self._world.sum_ints(len(own), len(own) ** 2, sum(own))
-                    # Equal only if every rank has as many micro-batches; the epoch ends where the shortest one does.
+                    # Equal only if all ranks have equally many micro-batches; the epoch ends with the shortest one.
                     if batch is None or count**2 != self._world.size * squares:
-                        # What other ranks have not read yet nobody can count.
+                        # Batches that other ranks have not read yet cannot be counted.
                         self._uneven_samples = samples
                         return
                     batch = LoadedBatch(batch.micro_batches, batch.num_samples, samples)

@@ -1,4 +1,4 @@
-"""Decides whether a loss has jumped away from what is usual. Plain arithmetic: the loop does what follows from it."""
+"""Detection of loss spikes; the loop rolls back after one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _LEAST_DEVIATION = 0.01
 
 
 class SpikeDetector:
-    """Knows the last losses that were usual. Every rank has one and hears the same losses, so all decide alike.
+    """Compares each loss with recent ones. All ranks see the same losses, so they decide alike.
 
-    A loss is a spike if it is not finite, or lies above the median of these by more than `factor` times their usual
-    deviation: the median of their distances to the median, or a hundredth of the median where they hardly differ.
-    Nothing finite is a spike before there are five. Losses that fall are never one.
+    A loss is a spike if it is not finite, or exceeds the median of the recent losses by more than `factor` typical
+    deviations: their median absolute deviation, but at least 1% of the median. With fewer than five recent losses, no
+    finite loss is a spike.
 
-    Each is a mean over some samples, whose deviation goes with one over the root of their number: a short interval, as
-    at the end of an epoch, may lie further off.
+    Each loss is a mean over samples, whose deviation is proportional to 1/sqrt(samples): for a short interval, as at
+    the end of an epoch, the limit is higher.
 
     Attributes:
-        rollbacks: how often the run went back, over all its attempts.
-        good_step: the update whose loss was the last usual one.
+        rollbacks: number of rollbacks, over all attempts of the run.
+        good_step: the update of the last loss that was not a spike.
     """
 
     def __init__(self, config: LossSpikeConfig) -> None:
@@ -36,7 +36,7 @@ class SpikeDetector:
         self.good_step = 0
 
     def limit(self, *, samples: int) -> float:
-        """Returns the loss above which the next one, over so many samples, would be a spike."""
+        """Return the limit above which a loss over `samples` samples is a spike."""
         if len(self._usual) < _ENOUGH:
             return math.inf
         middle = median(loss for loss, _ in self._usual)
@@ -44,7 +44,7 @@ class SpikeDetector:
         return middle + self._config.factor * max(deviation, _LEAST_DEVIATION * abs(middle))
 
     def is_spike(self, loss: float, *, samples: int, step: int) -> bool:
-        """Whether the loss over the last samples up to update `step` is one; if not, it becomes one of the usual."""
+        """Return whether the loss of the interval up to update `step` is a spike; if not, add it to the recent ones."""
         if not math.isfinite(loss) or loss > self.limit(samples=samples):
             return True
         self._usual.append((loss, samples))
@@ -52,12 +52,12 @@ class SpikeDetector:
         return False
 
     def rolled_back(self, step: int) -> None:
-        """Takes note that the run stands at an earlier update again."""
+        """Count a rollback to update `step`."""
         self.rollbacks += 1
         self.good_step = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the usual losses, and the counts."""
+        """Return the recent losses and the counters."""
         return {
             "usual": [loss for loss, _ in self._usual],
             "samples": [samples for _, samples in self._usual],
@@ -66,7 +66,7 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Restores the usual losses and the counts."""
+        """Restore the recent losses and the counters."""
         usual = zip(state["usual"], state["samples"], strict=True)
         self._usual = deque(usual, maxlen=self._config.window)
         self.rollbacks, self.good_step = state["rollbacks"], state["good_step"]

@@ -1,4 +1,4 @@
-"""How far a run has come, and when things are due. Plain arithmetic: no torch, no clock of its own."""
+"""Progress counters of a run, durations, and schedules of periodic actions; no torch, no clock."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Duration:
     """An amount with its unit: `Duration(500, "steps")`, or `Duration.parse("2h30m")`.
 
     Args:
-        amount: above zero; a whole number for steps and epochs.
+        amount: > 0; an integer for steps and epochs.
         unit: "steps" are optimizer updates, "epochs" passes over the data, "seconds" wall time.
 
     Raises:
-        ConfigError: the amount or the unit is not one of these.
+        ConfigError: the amount or the unit is invalid.
 
     Example:
         >>> str(Duration.parse("2h30m")), str(Duration(500, "steps"))
@@ -43,20 +43,20 @@ class Duration:
 
     def __post_init__(self) -> None:
         if self.unit not in get_args(Unit):
-            raise ConfigError(f"a duration is in {', '.join(get_args(Unit))}, not in {self.unit!r}")
+            raise ConfigError(f"the unit of a duration must be one of {', '.join(get_args(Unit))}, got {self.unit!r}")
         if not self.amount > 0 or self.amount == float("inf"):
-            raise ConfigError(f"a duration is above zero, not {self.amount} {self.unit}; leave it out to mean never")
+            raise ConfigError(f"a duration must be > 0, got {self.amount} {self.unit}; leave it out to mean never")
         if self.unit != "seconds":
             if self.amount != int(self.amount):
-                raise ConfigError(f"{self.unit} come whole, not as {self.amount}")
+                raise ConfigError(f"a duration in {self.unit} must be an integer, got {self.amount}")
             object.__setattr__(self, "amount", int(self.amount))
 
     @classmethod
     def parse(cls, text: Duration | str | int) -> Duration:
-        """Reads "500 steps", "2 epochs", "90m", "2h30m", "1d"; a bare number is steps.
+        """Parse "500 steps", "2 epochs", "90m", "2h30m" or "1d"; a bare number is steps.
 
         Raises:
-            ConfigError: the text is none of these, with examples of what would be.
+            ConfigError: the text is not a duration.
         """
         if isinstance(text, Duration):
             return text
@@ -80,29 +80,28 @@ class Duration:
         return cls(sum(amount * factor for amount, _, factor in known), units.pop())
 
     def __str__(self) -> str:
-        """The shortest text that `parse` reads back as this duration."""
+        """Return the shortest text that `parse` reads back as this duration."""
         if self.unit != "seconds":
             return f"{self.amount} {self.unit}"
-        # Through Decimal: neither an exponent, which `parse` does not read, nor a digit too few.
+        # Decimal writes all digits and no exponent, which `parse` does not accept.
         return f"{Decimal(repr(self.amount)):f}".removesuffix(".0") + "s"
 
 
 @dataclass(slots=True)
 class Progress:
-    """What is complete, counted over all attempts of a run; the same on every rank.
+    """Counters over all attempts of a run; equal on every rank.
 
     Attributes:
         step: optimizer updates.
-        epoch: completed passes over the data, so also the index of the one in progress.
-        step_in_epoch: updates of the epoch in progress, with those that were skipped.
+        epoch: completed passes over the data, which is the index of the one in progress.
+        step_in_epoch: updates of the epoch in progress, including skipped ones.
         offset: samples of the epoch in progress that all ranks together have consumed.
-        is_closing: whether the last update was that of an epoch which counts as completed, but is yet to be evaluated,
-            recorded and told of.
+        is_closing: whether `epoch` counts an epoch that has yet to be evaluated, recorded and reported to callbacks.
         micro_batches: forward and backward passes of this rank.
-        samples: samples learned from, over all ranks and epochs.
-        tokens: tokens of these, where `Trainer.num_tokens` counts them; those since the last record are not in yet.
+        samples: samples trained on, over all ranks and epochs.
+        tokens: tokens trained on up to the last record, if `Trainer.num_tokens` counts them.
         evaluations: completed evaluations.
-        evaluated_step: the update after which the last one was made; -1 before the first.
+        evaluated_step: the update after which the last evaluation was made; -1 before the first.
         elapsed_s: seconds inside `fit`, over all attempts.
     """
 
@@ -119,22 +118,22 @@ class Progress:
     elapsed_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters by name."""
+        """Return the counters by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the counters that `state` has; one that it lacks keeps its value."""
+        """Restore the counters in `state`; others keep their values."""
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])
 
 
 class Schedule:
-    """Says when something that happens every so often is due.
+    """Tells when a periodic action is due.
 
-    `due` is asked after every update (`ended="steps"`) and at the end of every epoch (`ended="epochs"`), each time
-    with the same progress on every rank. A schedule by wall time would differ between ranks: the main rank's clock
-    decides, and the loop carries its word to the others as a request.
+    The loop calls `due` after every update (`ended="steps"`) and at the end of every epoch (`ended="epochs"`), with
+    equal progress on every rank. Clocks differ between ranks: the main rank calls `due_by_clock`, and requests the
+    action on all ranks.
     """
 
     def __init__(self, every: Duration | None) -> None:
@@ -144,15 +143,15 @@ class Schedule:
         self._amount = int(every.amount) if every and every.unit != "seconds" else 1
 
     def due(self, progress: Progress, *, ended: Literal["steps", "epochs"]) -> bool:
-        """Whether it is time, now that a step or an epoch has ended; never by wall time."""
+        """Return whether the action is due after a step or an epoch; False for schedules by wall time."""
         if self._unit != ended:
             return False
         return (progress.step if ended == "steps" else progress.epoch) % self._amount == 0
 
     def due_by_clock(self, elapsed_s: float) -> bool:
-        """Whether the seconds have passed since it was last done; ask on one rank only."""
+        """Return whether the seconds since the last action have passed. Call this on one rank only."""
         return self.every is not None and self.every.unit == "seconds" and elapsed_s - self._last_s >= self.every.amount
 
     def done(self, elapsed_s: float) -> None:
-        """Starts the clock again: after it was done, and where a resumed run goes on."""
+        """Restart the clock, after the action and when a run resumes."""
         self._last_s = elapsed_s

@@ -1,4 +1,4 @@
-"""How many updates an epoch and a whole run have, as far as the config and the data tell. Plain arithmetic."""
+"""The number of updates of an epoch and of a whole run, if config and data determine it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class RunLength:
     """The length of a run.
 
     Args:
-        config: its limits.
+        config: the limits.
         progress: the epoch in progress.
         data: the training data, open.
 
     Attributes:
-        steps_on_ranks: updates of an epoch on each rank, where they may differ: an epoch ends for all ranks where the
-            shortest one does. Empty where the data is the same everywhere.
+        steps_on_ranks: updates of an epoch on each rank, if these may differ: an epoch ends on all ranks with the
+            shortest one. Empty if the data is the same on all ranks.
     """
 
     def __init__(self, config: TrainerConfig, progress: Progress, data: BatchStream) -> None:
@@ -29,14 +29,14 @@ class RunLength:
 
     @property
     def steps_in_epoch(self) -> int | None:
-        """Updates that the data has in an epoch; None where it cannot tell."""
+        """Updates of an epoch of the data; None if unknown."""
         each = self.steps_on_ranks or [self._data.steps_in_epoch(self._progress.epoch)]
         known = [steps for steps in each if steps is not None]
         return min(known) if len(known) == len(each) else None
 
     @property
     def total_steps(self) -> int | None:
-        """Updates of the whole run; None where neither config nor data tell."""
+        """Updates of the whole run; None if config and data do not determine it."""
         config, in_data = self._config, self.steps_in_epoch
         in_epoch = min((each for each in (config.steps_per_epoch, in_data) if each is not None), default=None)
         by_epochs = config.max_epochs * in_epoch if config.max_epochs and in_epoch else None
@@ -44,7 +44,7 @@ class RunLength:
         return min((each for each in (config.max_steps, by_epochs, by_samples) if each is not None), default=None)
 
     def _steps_of_samples(self, steps_in_epoch: int | None) -> int | None:
-        """Returns how many updates `max_samples` are: each has the size of the global batch, but an epoch's last."""
+        """Return the updates for `max_samples`: each has the size of the global batch, except the last of an epoch."""
         limit, data, size = self._config.max_samples, self._data, self._config.global_batch_size
         if limit is None:
             return None

@@ -1,4 +1,4 @@
-"""The state of a run as one dict of parts, used alike to save it and to restore it."""
+"""The state of a run as named parts: saves, restores, rolls back, and loads initial weights."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from .run_length import RunLength
 from .steps import Steps
 
 COMPONENTS = ("models", "optimizers", "schedulers", "progress", "data", "callbacks", "rng")
-"""What of a checkpoint can be restored or left: "progress" is counters, history and records; "data" its position."""
+"""Components of a checkpoint to restore: "progress" is counters, history and records; "data" the position in it."""
 
 
 class RunState:
-    """Saves and restores all that influences the next step.
+    """Saves and restores all state that influences the next step.
 
     Args:
         ctx: of the run, with its models, optimizers and schedulers.
-        steps: the user's steps, whose code a resumed run should have as well.
+        steps: the user's steps; a resumed run compares their code.
         numerics: ordinary or exact arithmetic.
-        recorder: the state of its trackers is saved.
-        metrics: what has been added since the last flush is saved.
-        update: its loss scale and counts are saved.
-        spikes: the losses that it takes for usual are saved.
+        recorder: saved with the state of its trackers.
+        metrics: saved with all values since the last flush.
+        update: saved with its loss scale and counters.
+        spikes: saved with its recent losses.
         data: its fingerprint is saved; the position in it is in `ctx.progress`.
         length: of the run.
 
     Attributes:
-        last_saved_step: the update after which the newest checkpoint of this run was saved, if there is one.
-        is_half_restored: whether a restore has begun to load, and then failed.
+        last_saved_step: the update of the newest checkpoint of this run, if there is one.
+        is_half_restored: whether a restore has started to load, and then failed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunState:
         if ctx.run_dir is not None:
             self._store = CheckpointStore(
                 f"{ctx.run_dir.rstrip('/')}/checkpoints",
-                # Its thread's collectives must not get between those of the training.
+                # Collectives of the saving thread must not mix with those of the training.
                 world=self._saving_world(),
                 keep_last=config.keep_last,
                 monitor=config.monitor,
@@ -107,11 +107,11 @@ class RunState:
         self.is_half_restored = False
 
     def save(self) -> Checkpoint:
-        """Writes a checkpoint. Every rank must call this.
+        """Write a checkpoint. Every rank must call this.
 
         Raises:
             ConfigError: the trainer has no run directory.
-            CheckpointError: it could not be written; what was there before is untouched.
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
         models = NamedModels(self._ctx.models)
         checkpoint = self._require_store().save(
@@ -124,7 +124,7 @@ class RunState:
         return checkpoint
 
     def rejoin(self) -> None:
-        """Lets the ranks' saving threads meet in another process group. Every rank must call this."""
+        """Create another process group for the saving threads. Every rank must call this."""
         if self._store is not None:
             self._store.world = self._saving_world()
 
@@ -132,7 +132,7 @@ class RunState:
         return self._ctx.world.with_own_group(timeout_s=self._ctx.config.parallel.timeout.amount)
 
     def begin_save(self) -> BackgroundSave:
-        """Begins to write a checkpoint in the background. Every rank must call this, and ask for the result later.
+        """Start writing a checkpoint in the background. Every rank must call this, and later `result` of the save.
 
         Raises:
             ConfigError: the trainer has no run directory.
@@ -149,11 +149,11 @@ class RunState:
 
     def _require_store(self) -> CheckpointStore:
         if self._store is None:
-            raise ConfigError("there is nowhere to save to: give the trainer a run_dir")
+            raise ConfigError("a checkpoint needs a folder: give the trainer a run_dir")
         return self._store
 
     def _description(self) -> dict[str, Any]:
-        """What a checkpoint of this moment says of itself."""
+        """Return the metadata of a checkpoint of the current state."""
         ctx, certificate = self._ctx, self._certificate.capture()
         meta = {
             "trainer": f"{self._program.__module__}:{self._program.__qualname__}",
@@ -164,7 +164,7 @@ class RunState:
         }
 
         def complete(digests: Digests) -> dict[str, Any]:
-            # A config cannot change meanwhile.
+            # Called later by the saving thread; the config is frozen.
             return {"config": as_plain(ctx.config), **meta, "certificate": certificate(digests)}
 
         return {
@@ -175,16 +175,16 @@ class RunState:
         }
 
     def record_evaluation(self, metrics: Mapping[str, float]) -> bool:
-        """Takes note of an evaluation, and returns whether it is the best of the run so far.
+        """Record an evaluation, and return whether it is the best of the run so far.
 
-        A metric that is not there makes no evaluation the best; it costs a warning, where somebody asked for it.
+        Without the monitored metric no evaluation is the best; warns if the config names that metric.
         """
         if self.has_monitor(metrics):
             return self._best.update(metrics[self._ctx.config.checkpoint.monitor], step=self._ctx.progress.step)
         return False
 
     def has_monitor(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation, or a sanity check of one, gives the metric; warns once of one that was asked for."""
+        """Return whether metrics of an evaluation include the monitored one; warn once if the config names it."""
         config = self._ctx.config.checkpoint
         if config.monitor in metrics:
             return True
@@ -192,8 +192,8 @@ class RunState:
         if asked and not self._has_warned_of_monitor and self._ctx.world.is_main:
             when = f"evaluation after step {self._ctx.progress.step}"
             warnings.warn(
-                f"checkpoint.monitor is {config.monitor!r}, but the {when} gave "
-                f"{', '.join(metrics) or 'nothing'}: checkpoints are saved all the same, and none of them is the best",
+                f"checkpoint.monitor is {config.monitor!r}, but the {when} has only "
+                f"{', '.join(metrics) or 'no metrics'}: checkpoints are saved, but none is marked as the best",
                 CheckpointWarning,
                 stacklevel=2,
             )
@@ -201,10 +201,10 @@ class RunState:
         return False
 
     def check_storage(self) -> None:
-        """Finds out before the first step whether a checkpoint can be written. Every rank must call this.
+        """Check before the first step that checkpoints can be written. Every rank must call this.
 
         Raises:
-            CheckpointError: it cannot, and why.
+            CheckpointError: they cannot.
         """
         if self._store is not None:
             self._store.check_writable()
@@ -212,21 +212,21 @@ class RunState:
     def restore(
         self, resume: str, components: Collection[str] = COMPONENTS, *, accept_changes: bool = False
     ) -> Checkpoint | None:
-        """Loads what `Trainer.fit(resume=..., restore=...)` asks for, and returns it. Every rank must call this.
+        """Restore as `Trainer.fit(resume=..., restore=...)` describes, and return the checkpoint.
 
-        Where there is nothing to go on from, the run begins with the weights that `init_from` names, if it does.
+        Without a checkpoint to resume from, load the weights of `init_from`, if set. Every rank must call this.
 
         Raises:
-            CheckpointError: there are checkpoints and none of them is good, or the one asked for is not.
-            ConfigError: it makes no sense.
-            DataError: the data is not what it was when the checkpoint was saved.
-            ResumeError: something else is not.
+            CheckpointError: no checkpoint is good, or the given one is not.
+            ConfigError: the arguments or the config are invalid.
+            DataError: the data has changed since the checkpoint was saved.
+            ResumeError: something else has changed.
         """
         store, config = self._store, self._ctx.config
         check_components(components)
         if store is None or resume == "never":
             if resume not in ("auto", "never"):
-                raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir to go on in")
+                raise ConfigError(f"resume={resume!r} needs a trainer with a run_dir")
             if store is not None:
                 store.start_over()
             self._has_begun = True
@@ -234,7 +234,7 @@ class RunState:
             return None
         if config.init_from is not None and resume != "auto":
             raise ConfigError(
-                f"init_from={config.init_from!r} takes weights only, and resume={resume!r} takes all: choose one"
+                f"init_from={config.init_from!r} loads only weights, and resume={resume!r} the whole state: choose one"
             )
         store.remove_leftovers()
         checkpoint = store.newest_good() if resume == "auto" else store.read(resume)
@@ -242,13 +242,13 @@ class RunState:
             self._has_begun = True
             self.load_initial_weights()
             return None
-        # A run that began with other weights goes on with its own; it must be the run that began with them.
+        # init_from is ignored on resume, but must be that of the run.
         began_from = checkpoint.meta.get("config", {}).get("init_from")
         if config.init_from not in (None, began_from):
             raise ConfigError(
-                f"init_from={config.init_from!r} begins a new run, and this one has a checkpoint already, "
-                f"{checkpoint.path}, of a run that began "
-                f"{f'from {began_from}' if began_from else 'without'}: leave it out to go on, or begin another run"
+                f"init_from={config.init_from!r} is for a new run, and this run has a checkpoint already, "
+                f"{checkpoint.path}; it started {f'from {began_from}' if began_from else 'without init_from'}: leave "
+                "init_from out to resume, or start another run"
             )
         is_other_data = self._check_data(checkpoint, components)
         self._certificate.check_before_load(checkpoint, components, accept_changes=accept_changes)
@@ -272,16 +272,16 @@ class RunState:
         return checkpoint
 
     def roll_back(self, *, up_to: int) -> Checkpoint | None:
-        """Takes what learns back to the newest good checkpoint of at most so many updates. Every rank must call this.
+        """Roll the learning state back to the newest good checkpoint of at most `up_to` updates.
 
-        Models, optimizers, schedulers, callbacks and random numbers are as they were then, and so is the count of
-        updates; the position in the data, and what the run remembers of itself, stay as they are.
+        Restores models, optimizers, schedulers, callbacks, random states and the number of updates; the position in the
+        data, history and records do not change. Every rank must call this.
 
         Returns:
-            The checkpoint; None if there is none, and nothing has changed.
+            The checkpoint; None, without any change, if there is none.
 
         Raises:
-            CheckpointError: none of those that are there is good.
+            CheckpointError: no such checkpoint is good.
         """
         assert self._store is not None
         checkpoint, ctx, then = self._store.newest_good(up_to=up_to), self._ctx, Progress()
@@ -291,9 +291,9 @@ class RunState:
         parts = {name: part for name, part in self._parts().items() if name.split("/")[0] in learns}
         self._store.load({**parts, "progress": then}, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
         ctx.progress.step, ctx.progress.evaluated_step = then.step, then.evaluated_step
-        # An evaluation of the weights that were given up says nothing of these.
+        # The latest metrics may be those of the discarded weights.
         ctx.history.latest.update(checkpoint.metrics)
-        # Epochs do not come back: the data goes on.
+        # The data does not go back, so epochs are still counted, and their schedulers stepped.
         for scheduler in ctx.lr_stepping.at("epoch"):
             for _ in range(then.epoch, ctx.progress.epoch):
                 scheduler.step()
@@ -302,27 +302,26 @@ class RunState:
         return checkpoint
 
     def begin_without_restore(self) -> None:
-        """Begins a run of what is called without `restore`. Every rank must call this.
+        """Start a run for methods that are called without `restore`. Every rank must call this.
 
         Raises:
-            CheckpointError: nobody can tell what lies in the run directory, or `init_from` is no checkpoint.
-            ConfigError: there are checkpoints of another run, which this one would delete for its own.
+            CheckpointError: the run directory cannot be read, or `init_from` is not a checkpoint.
+            ConfigError: there are checkpoints of another run, which retention would delete.
         """
         if not self._has_begun:
             if self._store is not None and not self._store.is_empty():
                 raise ConfigError(
-                    f"there are checkpoints of a run in {self._ctx.run_dir}, and they have not "
-                    "been restored: call fit(), or restore() of a Session, which continues from the newest, or use "
-                    "another run_dir"
+                    f"run_dir={self._ctx.run_dir} has checkpoints of a run that has not been restored: call fit(), or "
+                    "restore() of a Session, to resume it, or use another run_dir"
                 )
             self._has_begun = True
         self.load_initial_weights()
 
     def load_initial_weights(self) -> None:
-        """Takes the weights that `init_from` names, once, before the first update. Every rank must call this.
+        """Load the weights of `init_from`, once, before the first update. Every rank must call this.
 
         Raises:
-            CheckpointError: they are not there, or not those of these models.
+            CheckpointError: the checkpoint does not exist, or does not fit these models.
         """
         ctx = self._ctx
         config = ctx.config
@@ -331,16 +330,16 @@ class RunState:
         weights = InitialWeights(ctx.models, config.init_keys)
         checkpoint = self._load_parts_from(config.init_from, {"models": weights})
         self._loaded_initial_weights = True
-        ctx.print(f"began with the weights of {checkpoint.path}: {weights.report()}")
+        ctx.print(f"initialized from {checkpoint.path}: {weights.report()}")
 
     @contextmanager
     def weights_of(self, checkpoint: str) -> Iterator[None]:
-        """Lends the models the weights of a checkpoint, and averages of them to the callbacks that evaluate these.
+        """Load a checkpoint's weights, and averages for callbacks that evaluate these; undone at the end.
 
-        Nothing else is restored, and at the end all is as it was. Every rank must call this.
+        Every rank must call this.
 
         Raises:
-            CheckpointError: it is not there, or not of these models.
+            CheckpointError: the checkpoint does not exist, or does not fit these models.
         """
         borrowed = BorrowedWeights(self._ctx.models, self._ctx.callbacks)
         with borrowed.restored_afterwards():
@@ -349,7 +348,7 @@ class RunState:
                 yield
 
     def _seed_new_ranks(self, checkpoint: Checkpoint) -> None:
-        """Seeds the ranks that join a run; in exact mode they draw what all others draw. Every rank must call this."""
+        """Seed ranks that are not in the checkpoint; in exact mode all share one state. Every rank must call this."""
         world = self._ctx.world
         if not self._numerics.share_rng(world) and world.rank >= checkpoint.world_size:
             seed_everything(self._ctx.config.seed, rank=world.rank, step=checkpoint.step)
@@ -361,42 +360,42 @@ class RunState:
         return checkpoint
 
     def _check_data(self, checkpoint: Checkpoint, components: Collection[str]) -> bool:
-        """Returns whether the data has changed, where the config says that it may."""
+        """Return whether the data has changed; raise unless the config or the components allow that."""
         before, now = checkpoint.meta.get("data", {}).get("fingerprint"), self._data.fingerprint
         if before == now or "data" not in components:
             return bool(before != now)
         if self._ctx.config.changed_data == "reset":
-            self._ctx.print(f"the training data was {before} and is {now}: it is read from its beginning")
+            self._ctx.print(f"the training data has changed from {before} to {now}: reading it from its beginning")
             return True
         why = self._data.explain_change(str(before)) if isinstance(self._data, SupportsDiff) else None
         if why is not None:
             raise DataError(
-                f"the training data is not read in the order of when {checkpoint.path} was saved: {why}, begin "
-                'another run, or go on with changed_data="reset", which reads the data from its beginning'
+                f"the order of the training data has changed since {checkpoint.path} was saved: {why}, start another "
+                'run, or resume with changed_data="reset", which reads the data from its beginning'
             )
         raise DataError(
             f"the training data has changed since {checkpoint.path} was saved: its fingerprint was {before} and is "
-            f'{now}. Bring the old data back, begin another run, or go on with changed_data="reset", which reads '
-            "the data from its beginning"
+            f'{now}. Restore the old data, start another run, or resume with changed_data="reset", which reads the '
+            "data from its beginning"
         )
 
     def is_epoch_complete(self) -> bool:
-        """Whether the epoch in progress has all its updates, as far as the data has a length. Every rank must ask."""
+        """Return whether the epoch in progress has all its updates, if known. Every rank must call this."""
         progress, config = self._ctx.progress, self._ctx.config
         steps = progress.step_in_epoch
         is_cut_here = config.steps_per_epoch is not None and steps >= config.steps_per_epoch
         has_ended = is_exhausted(self._data, epoch=progress.epoch, steps=steps, offset=progress.offset)
-        # Iterables of unequal lengths end for all ranks where the shortest one does.
+        # With iterables of unequal lengths, an epoch ends on all ranks with the shortest one.
         return self._ctx.world.any(is_cut_here or has_ended)
 
     def _restore_data_position(self, *, begin_epoch_again: bool) -> bool:
-        """Begins the epoch in progress again, where the data cannot go on or is not to; returns whether it goes on."""
+        """Restart the epoch if the data cannot resume inside it; return whether the position was kept."""
         progress = self._ctx.progress
         begun = progress.step_in_epoch > 0 and not begin_epoch_again
         if begun and self._data.guarantee != "exact" and not self.is_epoch_complete():
             warnings.warn(
                 f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} "
-                f"begins again, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
+                f"restarts, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
                 stacklevel=3,
             )
             begin_epoch_again = True
@@ -405,17 +404,17 @@ class RunState:
         return not begin_epoch_again
 
     def _report_changed_length(self, checkpoint: Checkpoint) -> None:
-        """Says what becomes of the learning rate where the limit of the run has been moved."""
+        """Print how learning rate schedules change if the length of the run has changed."""
         before, now = checkpoint.meta.get("total_steps"), self._length.total_steps
         if before != now and self._ctx.lr_stepping.schedulers:
             self._ctx.print(
-                f"the run was {before or 'an unknown number of'} steps long and is {now or 'an unknown number'} now: a "
-                "schedule that is a function of the step (headway.trainer.schedules, LambdaLR) is that of the new "
-                "length from here on; torch's other schedulers keep the settings that they were saved with"
+                f"the length of the run has changed from {before or 'an unknown number of'} steps to "
+                f"{now or 'an unknown number'}: schedules that are functions of the step (headway.trainer.schedules, "
+                "LambdaLR) follow the new length from here on; torch's other schedulers keep their saved settings"
             )
 
     def result(self, status: Status, reason: str, resumed_from: Checkpoint | None) -> FitResult:
-        """Says how the run ended, as of now."""
+        """Return how the run ended."""
         ctx = self._ctx
         kept = self._store.of_this_run() if self._store is not None else []
         best = self._store.best() if self._store is not None else None
@@ -437,7 +436,7 @@ class RunState:
         )
 
     def _current_metrics(self) -> dict[str, float]:
-        """What was measured last, without the results of an evaluation of earlier weights: they are not these."""
+        """Return the latest metrics, without those of an evaluation of earlier weights."""
         progress, latest = self._ctx.progress, self._ctx.history.latest
         if progress.evaluations and progress.evaluated_step == progress.step:
             return latest
@@ -464,7 +463,7 @@ class RunState:
 
 
 def _component(part: str) -> str:
-    """What a part of a checkpoint belongs to; what the arithmetic of an update keeps goes with the optimizers."""
+    """Return the component of a part of a checkpoint; state of the update belongs to the optimizers."""
     kind = part.split("/")[0]
     if kind in ("history", "best", "spikes", "recorder", "metrics"):
         return "progress"
@@ -472,21 +471,21 @@ def _component(part: str) -> str:
 
 
 def check_components(components: Collection[str]) -> None:
-    """Refuses what is no part of a checkpoint, or makes no sense alone.
+    """Check the components to restore.
 
     Raises:
-        ConfigError: and why.
+        ConfigError: one does not exist, or needs another.
     """
     if isinstance(components, str) or (unknown := set(components) - set(COMPONENTS)):
         what = components if isinstance(components, str) else ", ".join(sorted(unknown))
-        raise ConfigError(f"restore takes some of {', '.join(COMPONENTS)}, not {what!r}")
+        raise ConfigError(f"restore must be a collection of {', '.join(COMPONENTS)}, got {what!r}")
     if "data" in components and "progress" not in components:
-        raise ConfigError('a position in the data is a part of the progress: restore "progress" as well, or not "data"')
+        raise ConfigError('restore needs "progress" with "data", whose position is a part of it; or leave "data" out')
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Returns the versions of what decides how a training goes."""
+    """Return the versions of packages that influence training."""
     try:
         headway = metadata.version("headway")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as requests for an orderly end, where Python lets a program have them: in the main thread."""
+"""SIGINT and SIGTERM as stop requests; only in the main thread, where Python allows signal handlers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SECOND_SIGINT_S = 1.0
 
 @contextmanager
 def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Turns signals into a request, and lets a second Ctrl-C act as it would have without us.
+    """Turn SIGINT and SIGTERM into a stop request; a second Ctrl-C acts as without this handler.
 
-    Only one that comes a second later is a second one: `torchrun` passes on the SIGINT that its ranks have got from the
-    terminal already, and sends SIGTERM after it. Repeated SIGTERM changes nothing: who wants more has SIGKILL.
+    It must come at least one second after the first: `torchrun` forwards the SIGINT that its ranks have already got
+    from the terminal, and then sends SIGTERM. Repeated SIGTERM has no effect; use SIGKILL.
 
-    Outside the main thread (a Ray Train worker) nothing is installed; the request has to come another way.
+    Outside the main thread (a Ray Train worker) no handler is installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What the loop asks of the user's code."""
+"""The protocol of the user's steps, which the loop calls."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Protocol
 import torch
 
 LossWeight = float | torch.Tensor
-"""How much the mean loss of a micro-batch counts: samples, or tokens with a label; on the device if a tensor."""
+"""Weight of a micro-batch's mean loss: its samples, or tokens with a label; on the device if a tensor."""
 
 
 class Steps(Protocol):
-    """The steps of a training. `Trainer` has them; so can a test, or any object.
+    """The steps of a training run. `Trainer` implements them, and any other object may.
 
     Attributes:
-        overrides_loss_weight, overrides_num_tokens, overrides_prepare_batch: whether the method is to be called. Where
-            it is not, a micro-batch weighs its number of samples, tokens are not counted, and batches stay as they are.
+        overrides_loss_weight, overrides_num_tokens, overrides_prepare_batch: whether to call the method. If not, a
+            micro-batch has its number of samples as weight, tokens are not counted, and batches are used unchanged.
     """
 
     overrides_loss_weight: bool
@@ -23,16 +23,16 @@ class Steps(Protocol):
     overrides_prepare_batch: bool
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Returns the loss of a micro-batch, or a dict with "loss"; or calls `backward` itself."""
+        """Return the loss of a micro-batch, or a dict with "loss"; or call `backward` directly."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Returns the loss of a validation batch, or a dict of numbers."""
+        """Return the loss of a validation batch, or a dict of numbers."""
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Returns the batch that the steps get instead."""
+        """Return the batch for the steps."""
 
     def loss_weight(self, batch: Any) -> LossWeight:
-        """Returns how much the mean loss of a micro-batch counts."""
+        """Return the weight of a micro-batch's mean loss."""
 
     def num_tokens(self, batch: Any) -> int | torch.Tensor:
-        """Returns the tokens of a micro-batch that are no padding."""
+        """Return the number of tokens in a micro-batch without padding."""

@@ -1,4 +1,4 @@
-"""What a rank is doing, since when, and how long that usually takes: written by the loop, read by who watches it."""
+"""The current phase of a rank, since when, and how long phases usually take; read by the hang watchdog and records."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ Phase = Literal[
     "optimizer",
     "ended",
 ]
-"""In the order in which a rank goes through them from one update to the next; logging is "between updates"."""
+"""Phases, in the order in which a rank passes them from one update to the next; logging is "between updates"."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 FIRST_UPDATE = "first update"
-"""What `Activity.spent_s` calls the steps of the first update of a process, in which torch compiles and allocates."""
+"""Key in `Activity.spent_s` of the first update of a process, in which torch compiles and allocates."""
 
 UPDATE_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-"""The phases in which an update is made."""
+"""The phases of an update."""
 
 _NOT_USUAL = 2
-"""The first stays of an attempt in a phase compile, allocate and open files."""
+"""Number of first stays in a phase that do not count, since they compile, allocate and open files."""
 
 
 class Activity:
-    """Where one rank is. Only the training thread writes; any thread may read.
+    """The phase of one rank. Only the training thread writes; any thread may read.
 
     Attributes:
-        phase: what it does.
-        since_s: when it began to, by `time.monotonic`.
-        updates: made in this process, skipped ones too.
-        batches: micro-batches begun of the update in hand, or of the evaluations after it.
+        phase: the current phase.
+        since_s: its start, by `time.monotonic`.
+        updates: made in this process, including skipped ones.
+        batches: micro-batches started in the current update, or in the evaluations after it.
 
     Example:
         >>> activity = Activity()
@@ -60,7 +60,7 @@ class Activity:
         self._spent_s: dict[str, float] = dict.fromkeys((*PHASES, FIRST_UPDATE), 0.0)
 
     def enter(self, phase: Phase) -> None:
-        """Goes over to a phase, or begins the same one again. Costs less than a microsecond."""
+        """Enter a phase, or restart the current one. Takes less than a microsecond."""
         now_s = time.monotonic()
         stay_s = now_s - self.since_s
         self._spent_s[self.phase] += stay_s
@@ -70,12 +70,12 @@ class Activity:
         self.phase = phase
 
     def begin_batch(self, phase: Phase) -> None:
-        """Enters a phase with the next micro-batch."""
+        """Enter a phase with the next micro-batch."""
         self.batches += 1
         self.enter(phase)
 
     def end_update(self) -> None:
-        """Counts an update, and leaves it."""
+        """Count an update, and enter "between updates"."""
         self.updates += 1
         self.batches = 0
         self.enter("between updates")
@@ -83,8 +83,8 @@ class Activity:
             _book_as_first_update(self._spent_s)
 
     def spent_s(self) -> dict[str, float]:
-        """Seconds since the beginning, by phase, which add up to all of them; the first update's are apart."""
-        # In this order: whatever the training thread does in between, no second is lost or counted twice.
+        """Return the seconds since the start by phase, with the first update under `FIRST_UPDATE`; they add up."""
+        # This order loses and repeats no time, even if the training thread enters a phase in between.
         phase, spent_s = self.phase, dict(self._spent_s)
         spent_s[phase] = 0.0
         spent_s[phase] = max(0.0, time.monotonic() - self._began_s - sum(spent_s.values()))
@@ -93,18 +93,18 @@ class Activity:
         return spent_s
 
     def usual_s(self, phase: Phase) -> float | None:
-        """How long a stay in a phase has taken at most, leaving out the first two; None before there was another."""
+        """Return the longest stay in a phase so far, without the first two; None if there was no other."""
         return self._longest_s[phase] if self._stays[phase] > _NOT_USUAL else None
 
     def _record_stay(self, stay_s: float) -> None:
-        """Counts a stay that may be the longest of its phase, as every one of the first is."""
+        """Count a stay that may be the longest of its phase; any of the first stays may."""
         self._stays[self.phase] += 1
         if self._stays[self.phase] > _NOT_USUAL:
             self._longest_s[self.phase] = stay_s
 
 
 def _book_as_first_update(spent_s: dict[str, float]) -> None:
-    """Makes all updates so far the first one."""
+    """Move the seconds of all updates so far to the first update."""
     for phase in UPDATE_PHASES:
         spent_s[FIRST_UPDATE] += spent_s[phase]
         spent_s[phase] = 0.0
@@ -114,8 +114,8 @@ class SetupTimes(dict[str, float]):
     """Seconds by phase, in the order in which they end.
 
     `configure` builds the models on the meta device; `parallelise` checks that the ranks agree, shards and replicates;
-    `initialise` draws the weights; `open_data`, `optimizers` and `restore` are what they say. `first_batch` is the wait
-    for the first batch of the attempt, and `first_update` the update of it, in which torch compiles.
+    `initialise` draws the weights; then `open_data`, `optimizers` and `restore`. `first_batch` is the wait for the
+    first batch of the attempt, and `first_update` its update, in which torch compiles.
 
     Example:
         >>> from headway.trainer.loop.timing import SetupTimes
@@ -128,7 +128,7 @@ class SetupTimes(dict[str, float]):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds to a phase what happens inside."""
+        """Add the time inside the context to a phase."""
         began_s = time.perf_counter()
         try:
             yield

@@ -43,7 +43,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["fit", "tests.tiny:TinyTrainer", "scaling.workers=4096"], "this machine has"),
         (["fit", "tests.tiny:TinyTrainer", "config.max_steps=1", "storage=/dev/null/runs"], "cannot be written"),
         (["fit", "tests.tiny:TinyTrainer", "--resume", "/no/such"], "resume=/no/such is not a checkpoint"),
-        (["fit", "tests.tiny:TinyTrainer", "--restore", "models, weights"], "restore takes some of models, optimizers"),
+        (
+            ["fit", "tests.tiny:TinyTrainer", "--restore", "models, weights"],
+            "restore must be a collection of models, optimizers",
+        ),
         (["runs", "--storage", "/no/such", "show", "x"], "there is no run 'x' in /no/such"),
     ],
 )
@@ -287,7 +290,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
     for more, message in (
         (["config.width=3"], "was started with another config"),
         (["--resume", "/no/such"], "is not a checkpoint"),
-        (["--restore", "weights"], "restore takes some of"),
+        (["--restore", "weights"], "restore must be a collection of"),
         (["name=many"], "is a sweep"),
     ):
         if "name=many" in more:

@@ -390,7 +390,7 @@ def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_o
     assert given == ["trial-001", "trial-002", "trial-003"]
     failed, *others = Sweep(killed.sweep_dir).trials()
     assert (failed.status, failed.has_ended) == ("failed", True)
-    assert "cpu_offload belongs to strategies" in (failed.error or "")
+    assert "cpu_offload must be False unless" in (failed.error or "")
     assert [trial.status for trial in others] == ["running"] * 3
     # What is tried before anything starts is one that can be; where there is none, nothing starts.
     assert _first_valid_trial(base, grid).config.parallel.strategy == "ddp"

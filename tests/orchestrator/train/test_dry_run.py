@@ -149,7 +149,7 @@ def test_a_model_with_its_weights_is_planned_and_left_alone(tmp_path: Path) -> N
     [
         ({"workers": 4096}, "this machine has|the cluster has"),
         ({"freeze": ("model.frist.*",)}, "'model.frist.*' matches no parameter"),
-        ({"max_epochs": None}, "does not say when to stop"),
+        ({"max_epochs": None}, "the config has no limit"),
         ({"parallel": ParallelConfig(shard_modules=("Block",))}, "names Block, which"),
         ({"num_rows": 5}, "5 rows"),
         ({"trainer": Unvalidated, "evaluate_at_start": True}, "evaluate_at_start needs an evaluation"),

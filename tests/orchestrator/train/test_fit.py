@@ -267,7 +267,7 @@ def test_a_wrong_config_is_refused_before_a_cluster_is_asked_for_anything(
     monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")
     found = experiment(tmp_path, str(tmp_path / "no-data"))
     wrong = replace(found, config=replace(found.config, max_steps=None))
-    with pytest.raises(ConfigError, match="the config does not say when to stop"):
+    with pytest.raises(ConfigError, match="the config has no limit"):
         fit(wrong)
     assert not Path(wrong.run_dir).exists()
     check_training(found, elsewhere=True)

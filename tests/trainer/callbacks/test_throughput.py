@@ -66,7 +66,9 @@ def test_the_tokens_of_a_run_are_counted_over_a_resume_and_limit_it(tmp_path: Pa
     result = Padded(config, run_dir=tmp_path, world=ALONE, callbacks=[losses]).fit()
     assert losses.of("tokens") == {3: 72, 6: 144}
     assert (result.steps, result.tokens, result.reason) == (6, 144, "max_tokens=96 reached")
-    with pytest.raises(ConfigError, match=r"needs a trainer that counts them: TinyTrainer does not define num_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"needs a trainer that counts tokens: TinyTrainer does not define num_tokens"
+    ):
         TinyTrainer(config, world=ALONE).fit()
 
 

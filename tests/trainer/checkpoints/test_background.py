@@ -303,7 +303,7 @@ def test_a_failure_surfaces_and_what_was_saved_before_stays(tmp_path: Path, monk
         TinyTrainer(CONFIG, run_dir=tmp_path, world=ALONE, callbacks=[saved]).fit()
     assert saved.steps == [3]
     assert saved.failed == [raised.value]
-    assert raised.value.__notes__ == ["besides, OSError: the hook has failed too"]
+    assert raised.value.__notes__ == ["on_checkpoint_failed also raised OSError: the hook has failed too"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 

@@ -208,7 +208,9 @@ def test_never_a_finite_value_is_no_best(tmp_path: Path) -> None:
 def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved(tmp_path: Path) -> None:
     config = _config(steps=4, checkpoint={"monitor": "validation/f1", "every": "1 steps", "save_best": True})
     trainer = Scripted(config, values=[1.0] * 4, run_dir=tmp_path)
-    with pytest.warns(CheckpointWarning, match=r"monitor is 'validation/f1', but .* gave validation/loss: ") as caught:
+    with pytest.warns(
+        CheckpointWarning, match=r"monitor is 'validation/f1', but .* has only validation/loss: "
+    ) as caught:
         result = trainer.fit()
     assert len([each for each in caught if "validation/f1" in str(each.message)]) == 1
     assert _on_disk(tmp_path) == [3, 4]
@@ -295,7 +297,7 @@ def test_save_best_without_validation_data_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"mode": "lowest"}, "mode is one of min, max"), ({"monitor": "val_loss"}, 'such as "validation/loss"')],
+    [({"mode": "lowest"}, "mode must be one of min, max"), ({"monitor": "val_loss"}, 'such as "validation/loss"')],
 )
 def test_monitor_and_mode_are_checked(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

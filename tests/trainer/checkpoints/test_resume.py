@@ -78,7 +78,7 @@ def test_a_run_may_begin_with_the_weights_of_another(tmp_path: Path) -> None:
     second = trainer.fit()
     assert _same(begins.weights, weights(trained))
     assert (begins.moments, second.steps, second.resumed_from) == (0, 3, None)
-    assert said == [f"began with the weights of {first.last_checkpoint}: all weights"]
+    assert said == [f"initialized from {first.last_checkpoint}: all weights"]
     assert trainer.seen[0][0] == 0
 
     # It resumes from its own checkpoints, and no longer needs the other run's.
@@ -89,10 +89,10 @@ def test_a_run_may_begin_with_the_weights_of_another(tmp_path: Path) -> None:
 def test_a_run_that_exists_cannot_begin_with_other_weights(tmp_path: Path) -> None:
     first, _ = _fit(tmp_path / "first")
     _fit(tmp_path / "second", StopAt(3))
-    with pytest.raises(ConfigError, match="begins a new run, and this one has a checkpoint already.*began without"):
+    with pytest.raises(ConfigError, match="is for a new run, and this run has a checkpoint already.*started without"):
         _fit(tmp_path / "second", init_from=first.last_checkpoint)
     trainer = TinyTrainer(_config(init_from=first.last_checkpoint), run_dir=tmp_path / "third", world=ALONE)
-    with pytest.raises(ConfigError, match="takes weights only, and resume=.* takes all: choose one"):
+    with pytest.raises(ConfigError, match="loads only weights, and resume=.* the whole state: choose one"):
         trainer.fit(resume=first.last_checkpoint)
 
 
@@ -129,7 +129,7 @@ def test_weights_that_differ_are_listed_and_may_be_left_out(tmp_path: Path) -> N
     assert "all but model.last.bias, model.last.weight; not used of it: model.last.bias" in said[0]
     with pytest.raises(CheckpointError, match=r"init_keys=\['encoder.*'\] chooses none"):
         TinyTrainer(_config(init_from=first.last_checkpoint, init_keys=("encoder.*",)), world=ALONE).fit()
-    with pytest.raises(ConfigError, match="init_keys=.* chooses among the weights of init_from, which is not set"):
+    with pytest.raises(ConfigError, match="init_keys=.* selects weights of init_from, which is not set"):
         _config(init_keys=("*",))
     with pytest.raises(CheckpointError, match="no-such"):
         TinyTrainer(_config(init_from=str(tmp_path / "no-such")), world=ALONE).fit()
@@ -322,7 +322,9 @@ def test_a_longer_run_says_what_becomes_of_its_learning_rate(tmp_path: Path) -> 
         said: list[str] = []
         trainer = trainer_class(_config(max_epochs=4), run_dir=run_dir, world=ALONE, printer=said.append)
         assert trainer.fit().steps == 16
-        assert "the run was 8 steps long and is 16 now: a schedule that is a function of the step" in said[0]
+        assert (
+            "the length of the run has changed from 8 steps to 16: schedules that are functions of the step" in said[0]
+        )
         if trainer_class is Linear:
             assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0)
         else:
@@ -389,7 +391,10 @@ def test_a_piece_alone_does_not_begin_over_a_run_that_is_there(tmp_path: Path, p
     trainer = TinyTrainer(_config(), run_dir=tmp_path, world=ALONE)
     arguments = [torch.utils.data.default_collate([Rows(4)[0]])] if piece == "train_step" else []
     for _ in range(2):
-        with pytest.raises(ConfigError, match="there are checkpoints of a run in .*: call fit.*, or use another run_"):
+        with pytest.raises(
+            ConfigError,
+            match="run_dir=.* has checkpoints of a run that has not been restored: call fit.*, or use another run_",
+        ):
             getattr(trainer, piece)(*arguments)
     assert (sorted(tmp_path.rglob("*")), trainer.global_step) == (before, 0)
     # Read-only calls are allowed; after a resume everything is.

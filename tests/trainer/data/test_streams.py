@@ -588,8 +588,8 @@ def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of(tmp_path: 
     with pytest.warns(UserWarning, match="nobody can tell whether this training data has an end") as warned:
         fit(data(), "epochs")
     (told,) = [str(each.message) for each in warned]
-    assert '(evaluate_every="1 epochs" and checkpoint.every="1 epochs") may never come' in told
-    assert told.endswith("or set steps_per_epoch, by which each epoch begins the data again")
+    assert 'evaluate_every="1 epochs" and checkpoint.every="1 epochs" may never be due' in told
+    assert told.endswith("or set steps_per_epoch, with which each epoch restarts the data")
     # Warnings are errors: there is none if the config sets an end, or the data has one.
     fit(data(), "cut", steps_per_epoch=2)
     fit(data(), "steps", evaluate_every="2 steps", checkpoint=CheckpointConfig(every="2 steps"))  # type: ignore[arg-type]
@@ -598,7 +598,7 @@ def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of(tmp_path: 
 
 def test_an_iterator_that_runs_out_is_an_error() -> None:
     trainer = Brings(iter(_batches(3)), _config(max_steps=7))
-    with pytest.raises(DataError, match="epoch 2 has no batches: the training data is empty, or has run out"):
+    with pytest.raises(DataError, match="epoch 2 has no batches: the training data is empty or exhausted"):
         trainer.fit()
 
 

@@ -373,9 +373,9 @@ def test_metric_objects_count_nothing_in_training() -> None:
     ("metrics", "error", "message"),
     [
         ({"loss": lambda ids: 1.0}, ConfigError, "validation/loss: both validation_step and configure_metrics"),
-        ({"f1": 3}, ConfigError, "metric 'f1' is 3; needed is an object with update, compute and reset"),
-        ({"f1": Reference}, ConfigError, "metric 'f1' is <class"),
-        ({"all": lambda ids: ids}, StepError, r"metric 'all' computed a Tensor of shape \[2\]"),
+        ({"f1": 3}, ConfigError, "metric 'f1' must be an object with update, compute and reset.* got 3"),
+        ({"f1": Reference}, ConfigError, "metric 'f1' must be .* got <class"),
+        ({"all": lambda ids: ids}, StepError, r"metric 'all' must compute a number .* got a Tensor of shape \[2\]"),
     ],
 )
 def test_metric_objects_that_make_no_sense_are_refused(metrics: Any, error: type[Exception], message: str) -> None:
@@ -467,7 +467,7 @@ def test_an_evaluation_at_the_start_is_one_like_any_other(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["evaluate_batches", "sanity_batches"])
 def test_numbers_of_batches_are_whole(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is a whole number from 1, not -1"):
+    with pytest.raises(ConfigError, match=f"{name} must be an integer >= 1, got -1"):
         _config(**{name: -1})
 
 
@@ -479,7 +479,7 @@ def test_data_that_is_empty_gives_no_metric_and_a_warning(empty: Any) -> None:
     """It never becomes a loss of zero."""
     trainer = Plateau(_config(), data={"empty": empty, "full": [_collate([1])]})
     trainer.scheduler_monitor = "validation/full/loss"
-    with pytest.warns(UserWarning, match="the validation data 'empty' has no batches: it is left out"):
+    with pytest.warns(UserWarning, match="the validation data 'empty' has no batches: it is skipped"):
         result = trainer.fit()
     assert {name for name in result.metrics if name.startswith("validation/")} == {
         "validation/full/loss",
@@ -526,7 +526,7 @@ def _evaluate_on_ranks(world: World) -> dict[str, Any]:
         # Each rank brings its own: five batches and two, of one and of three rows.
         own = [_collate([row]) for row in range(5)] if world.rank % 2 == 0 else [_collate([5, 6, 7]), _collate([8, 9])]
         found[f"{strategy}/uneven"] = trainer.evaluate(own)
-        with pytest.raises(DataError, match="validation data of some rank has no batches"):
+        with pytest.raises(DataError, match="validation data has no batches on one rank"):
             trainer.evaluate(lambda: iter(own if world.rank else []))  # noqa: B023
         found[f"{strategy}/after"] = trainer.evaluate()
     return found

@@ -289,7 +289,7 @@ def test_clean_up_never_hides_an_error() -> None:
         Reads(_config(global_batch_size=None), world=ALONE, callbacks=[spy]).fit()
     error = raised.value
     assert closed == ["stream", "stream"]
-    assert error.__notes__ == ["besides, the clean-up failed with OSError: cannot close either"]
+    assert error.__notes__ == ["the clean-up also failed with OSError: cannot close either"]
 
 
 def test_a_fit_may_be_called_again() -> None:
@@ -680,7 +680,7 @@ def test_a_number_that_comes_after_its_evaluation_is_refused() -> None:
         def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
             trainer.log("gap", 1.0)
 
-    with pytest.raises(StepError, match=r"log\('gap'\) in on_evaluation_end comes too late"):
+    with pytest.raises(StepError, match=r"log\('gap'\) in on_evaluation_end is too late"):
         TinyTrainer(_config(), world=ALONE, callbacks=[Late()]).fit()
 
 

@@ -80,9 +80,9 @@ def test_the_short_interval_at_the_end_of_an_epoch_is_no_spike() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"factor": 0}, "factor is above zero"),
-        ({"window": 4}, "window is a whole number from 5"),
-        ({"max_rollbacks": 0}, "max_rollbacks is a whole number from 1"),
+        ({"factor": 0}, "factor must be > 0"),
+        ({"window": 4}, "window must be an integer >= 5"),
+        ({"max_rollbacks": 0}, "max_rollbacks must be an integer >= 1"),
     ],
 )
 def test_nonsense_is_refused(values: dict[str, Any], message: str) -> None:
@@ -202,8 +202,8 @@ def test_a_spike_takes_the_run_back_and_on_behind_the_guilty_data(tmp_path: Path
     result = _spike(ALONE, str(tmp_path))
     _assert_went_back(result)
     (told,) = [line for line in result["printed"] if "usual" in line]
-    assert "at step 18, where up to" in told
-    assert "went back to the weights of step 15" in told
+    assert "at step 18, above the limit of" in told
+    assert "rolled back to the weights of step 15" in told
     assert "(1 of at most 3 times)" in told
 
 
@@ -282,7 +282,7 @@ def test_a_run_goes_back_so_many_times_and_no_more(tmp_path: Path) -> None:
         ruinous = tuple(range(16, 200))
 
     config = _config(loss_spike=LossSpikeConfig(factor=20.0, max_rollbacks=2))
-    with pytest.raises(LossSpikeError, match="the run has gone back 2 times already") as raised:
+    with pytest.raises(LossSpikeError, match="the run has rolled back 2 times already") as raised:
         JumpsOften(config, run_dir=tmp_path, world=ALONE).fit()
     assert "train/loss is" in str(raised.value)
 

@@ -60,7 +60,12 @@ def test_duration_refuses_the_rest_and_says_what_would_do(text: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0 steps", "above zero"), (-3, "above zero"), ("0s", "above zero"), ("1.5 epochs", "come whole, not as 1.5")],
+    [
+        ("0 steps", "must be > 0"),
+        (-3, "must be > 0"),
+        ("0s", "must be > 0"),
+        ("1.5 epochs", "must be an integer, got 1.5"),
+    ],
 )
 def test_duration_refuses_amounts_that_make_no_sense(text: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

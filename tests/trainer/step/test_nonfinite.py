@@ -463,7 +463,7 @@ def test_a_loss_that_is_not_finite_with_a_gradient_that_is_gets_a_warning() -> N
             self.backward(outputs["loss"])
             return {"loss": outputs["loss"] * NAN}
 
-    with pytest.warns(UserWarning, match="train/loss is nan at step 1, and the gradient is finite") as warned:
+    with pytest.warns(UserWarning, match="train/loss is nan at step 1, but the gradient is finite") as warned:
         result = OnlyTheLoss(_config(), world=ALONE).fit()
     assert len(warned) == 1
     assert result.steps == 6

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from headway.trainer.checkpoints.retention import Mode
@@ -21,6 +20,7 @@ from ..config.experiment import Experiment
 from ..sweeps.record import Trial
 from ..sweeps.result import SweepResult, labels
 from ..sweeps.search import Search
+from .tables import format_table
 
 _MOST_ROWS = 12
 
@@ -129,23 +129,20 @@ class SweepConsole:
         best = None if self._best is None else self._best.metric
         return best is None or (value < best if self._mode == "min" else value > best)
 
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("TRIAL", "STEP", self._metric, "VALUES"):
-            table.add_column(heading, justify="left" if heading in ("TRIAL", "VALUES") else "right", no_wrap=True)
+    def _table(self) -> Text:
         with self._lock:
             rows = list(self._rows.values())
             best, done = self._best, self._done
+        table = [("TRIAL", "STEP", self._metric, "VALUES")]
         for row in rows[:_MOST_ROWS]:
             value = "" if row.value is None else f"{row.value:.4g}"
-            table.add_row(row.trial.name, f"{row.step:,}", value, shown(row.trial.values))
+            table.append((row.trial.name, f"{row.step:,}", value, shown(row.trial.values)))
         if len(rows) > _MOST_ROWS:
-            table.add_row(f"and {len(rows) - _MOST_ROWS} more", "", "", "")
+            table.append((f"and {len(rows) - _MOST_ROWS} more", "", "", ""))
         if best is not None:
-            table.add_row(f"best: {best.name}", f"{best.steps:,}", f"{best.metric:.4g}", shown(best.values))
-        table.caption = f"{done} of {self._total} done"
-        table.caption_justify = "left"
-        return table
+            table.append((f"best: {best.name}", f"{best.steps:,}", f"{best.metric:.4g}", shown(best.values)))
+        text = f"{format_table(table, right=('STEP', self._metric))}\n{done} of {self._total} done"
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def shown(values: Mapping[str, Any]) -> str:

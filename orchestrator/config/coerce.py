@@ -15,15 +15,18 @@ import yaml
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 
-_CORE = {
-    "null": re.compile(r"(?:null|Null|NULL|~|)"),
-    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)"),
-    "int": re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*"),
-    "float": re.compile(
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_CORE: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    "null": (re.compile(r"(?:null|Null|NULL|~|)"), lambda _: None),
+    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)"), lambda text: text.lower() == "true"),
+    "int": (re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*"), int),
+    "float": (
+        re.compile(
+            r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+        ),
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
-
+"""The scalars of YAML 1.2's core schema: their patterns and conversions."""
 
 _RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 _BREAK = re.compile("[\x85\u2028\u2029]")
@@ -36,17 +39,9 @@ class PlainScalar(str):
 
     def value(self) -> Any:
         """Return the value by the rules of YAML 1.2, ignoring the field."""
-        for kind, pattern in _CORE.items():
+        for pattern, convert in _CORE.values():
             if pattern.fullmatch(self):
-                match kind:
-                    case "null":
-                        return None
-                    case "bool":
-                        return self.lower() == "true"
-                    case "int":
-                        return int(self)
-                    case "float":
-                        return float(self.lower().replace(".inf", "inf").replace(".nan", "nan"))
+                return convert(self)
         return str(self)
 
 
@@ -59,7 +54,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     # Strings that would be read back as another type must be quoted.
     yaml_implicit_resolvers = {
-        None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{each.pattern})$")) for kind, each in _CORE.items()]
+        None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{each.pattern})$")) for kind, (each, _) in _CORE.items()]
     }
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -39,16 +39,13 @@ def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[s
         ConfigError: names the path, the value, and the nearest valid name.
     """
     found = load_target(target) if isinstance(target, str) else target
-    tree: dict[str, Any] = {}
-    for override in overrides:
-        _add_override(tree, override)
+    values = parse_overrides(overrides)
     if isinstance(found, Experiment):
-        return cast(Experiment, _with_changes(found, tree, ""))
+        return cast(Experiment, override(found, values))
+    tree = _tree(values)
     if "trainer" in tree:
         raise ConfigError("trainer cannot be overridden: use another target")
-    settings = {"name": PlainScalar(_kebab(found.__name__)), **tree}
-    config = _create(config_type(found), settings.pop("config", {}), "config")
-    return cast(Experiment, _create(Experiment, {"trainer": found, "config": config, **settings}, ""))
+    return _experiment_of(found, {"name": PlainScalar(_kebab(found.__name__)), **tree})
 
 
 def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
@@ -62,10 +59,7 @@ def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:
     Raises:
         ConfigError: names the path, the value, and the nearest valid name.
     """
-    tree: dict[str, Any] = {}
-    for each, value in values.items():
-        _set_path(tree, each, value)
-    return _with_changes(settings, tree, path)
+    return _create(type(settings), _tree(values), path, settings)
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -74,10 +68,13 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: one is not an override.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for each in overrides:
-        _add_override({}, each)
-        path, _, written = each.partition("=")
+        path, equals, written = each.partition("=")
+        if not equals or not all(part.isidentifier() for part in path.split(".")):
+            raise ConfigError(f"{each!r} is not an override: write path=value, as in config.learning_rate=3e-4")
+        # A repeated path moves to the end, because later overrides take precedence.
+        values.pop(path, None)
         values[path] = parse_yaml(written, path)
     return values
 
@@ -121,8 +118,7 @@ def from_plain(plain: Mapping[str, Any]) -> Experiment:
     trainer = load_target(str(settings.pop("trainer", "")))
     if isinstance(trainer, Experiment):
         raise ConfigError("trainer is an Experiment; it must be a Trainer class")
-    config = _create(config_type(trainer), settings.pop("config", {}), "config")
-    return cast(Experiment, _create(Experiment, {"trainer": trainer, "config": config, **settings}, ""))
+    return _experiment_of(trainer, settings)
 
 
 def to_yaml(experiment: Experiment) -> str:
@@ -188,53 +184,49 @@ def _leaves(plain: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield _at(path, key), value
 
 
-def _add_override(tree: dict[str, Any], override: str) -> None:
-    """Add "a.b=1" to a tree of dicts."""
-    path, equals, written = override.partition("=")
-    if not equals or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"{override!r} is not an override: write path=value, as in config.learning_rate=3e-4")
-    _set_path(tree, path, parse_yaml(written, path))
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted path as nested dicts."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        tree = root
+        *parents, last = path.split(".")
+        for depth, parent in enumerate(parents, 1):
+            tree = tree.setdefault(parent, {})
+            if not isinstance(tree, dict):
+                raise ConfigError(f"{'.'.join(parents[:depth])} is set as a whole and in part: use only one of them")
+        tree[last] = value
+    return root
 
 
-def _set_path(tree: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for depth, parent in enumerate(parents):
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{'.'.join(parents[: depth + 1])} is set as a whole and in part: use only one of them")
-    tree[last] = value
+def _experiment_of(trainer: type[Trainer[Any]], settings: Mapping[str, Any]) -> Experiment:
+    config = _create(config_type(trainer), settings.get("config", {}), "config")
+    return cast(Experiment, _create(Experiment, {**settings, "trainer": trainer, "config": config}, ""))
 
 
-def _with_changes(current: Any, tree: Mapping[str, Any], path: str) -> Any:
-    """Return a dataclass with the fields of the tree changed; sections keep their class."""
-    changes: dict[str, Any] = {}
-    hints = _hints(type(current))  # type: ignore[arg-type]  # mypy: classes may lack a hash
-    sections = {field.name: type(getattr(current, field.name)) for field in _settable(type(current))}
-    for field, written in _known_fields(type(current), tree, path, sections):
-        where, value = _at(path, field.name), getattr(current, field.name)
-        if where == "trainer":
-            raise ConfigError("trainer cannot be overridden: use another target")
-        if is_dataclass(value) and not isinstance(value, (type, Duration)) and isinstance(written, Mapping):
-            changes[field.name] = _with_changes(value, written, where)
-        else:
-            changes[field.name] = coerce(written, hints[field.name], where, _create)
-    return _checked(lambda: replace(current, **changes), path)
-
-
-def _create(cls: type[Any], tree: Any, path: str) -> Any:
-    """Create a dataclass from a tree, with defaults for missing fields."""
+def _create(cls: type[Any], tree: Any, path: str, current: Any = None) -> Any:
+    """Create a dataclass from a tree. Missing fields are taken from `current`, whose sections keep their class."""
     if isinstance(tree, cls):
         return tree
     if not isinstance(tree, Mapping):
         raise ConfigError(
             f"{path}={tree!r} is invalid: {path} is a section, so set its fields, as in {path}.field=value"
         )
-    hints = _hints(cls)  # type: ignore[arg-type]
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy: classes may lack a hash
+    before = {} if current is None else {field.name: getattr(current, field.name) for field in _settable(cls)}
+    sections = {**hints, **{name: type(value) for name, value in {**tree, **before}.items()}}
     values: dict[str, Any] = {}
-    sections = {**hints, **{name: type(value) for name, value in tree.items()}}
     for field, written in _known_fields(cls, tree, path, sections):
-        hint, where = hints[field.name], _at(path, field.name)
-        values[field.name] = written if where == "trainer" else coerce(written, hint, where, _create)
+        where, value = _at(path, field.name), before.get(field.name)
+        if where == "trainer":
+            if current is not None:
+                raise ConfigError("trainer cannot be overridden: use another target")
+            values[field.name] = written
+        elif is_dataclass(value) and not isinstance(value, (type, Duration)) and isinstance(written, Mapping):
+            values[field.name] = _create(type(value), written, where, value)
+        else:
+            values[field.name] = coerce(written, hints[field.name], where, _create)
+    if current is not None:
+        return _checked(lambda: replace(current, **values), path)
     for field in _settable(cls):
         if field.default is MISSING and field.default_factory is MISSING and field.name not in values:
             where = _at(path, field.name)

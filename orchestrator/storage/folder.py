@@ -7,8 +7,9 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,19 +168,16 @@ class Folder:
 
     def read(self, name: str) -> str | None:
         """Return the text of a file; None if it does not exist."""
-        try:
+        with self._wrap_errors(name, "read"), suppress(FileNotFoundError, NotADirectoryError):
             if self.is_local:
                 with open(join(self._root, name), "rb") as file:
                     return file.read().decode()
             return str(self._fs.cat_file(join(self._root, name)).decode())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except Exception as error:
-            raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
+        return None
 
     def write(self, name: str, text: str) -> None:
         """Replace a file atomically: a reader sees the old text or the new one."""
-        try:
+        with self._wrap_errors(name, "written"):
             if not self.is_local:
                 # Object stores show an object only when it is complete.
                 self._fs.pipe_file(join(self._root, name), text.encode())
@@ -187,13 +185,11 @@ class Folder:
             part = Path(self._root, f".{name}.{os.getpid()}.part")
             part.write_text(text)
             part.replace(Path(self._root, name))
-        except Exception as error:
-            raise StorageError(f"{self.path(name)} cannot be written: {error}") from error
 
     def append(self, name: str, line: str) -> None:
         """Append one line to a local file in one system call, so that several writers may append."""
         assert self.is_local, "object stores cannot append"
-        try:
+        with self._wrap_errors(name, "written"):
             handle = os.open(Path(self._root, name), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 size = os.fstat(handle).st_size
@@ -204,50 +200,32 @@ class Folder:
                     raise OSError("no space left for a whole line")
             finally:
                 os.close(handle)
-        except OSError as error:
-            raise StorageError(f"{self.path(name)} cannot be written: {error}") from error
 
     def read_from(self, name: str, offset: int) -> tuple[bytes, int]:
         """Return the bytes of a file from an offset, and its size; (b"", 0) if it does not exist."""
-        try:
+        with self._wrap_errors(name, "read"), suppress(FileNotFoundError):
             size = int(self._fs.size(join(self._root, name)) or 0)
             if size <= offset:
                 return b"", size
             return bytes(self._fs.cat_file(join(self._root, name), start=offset, end=size)), size
-        except FileNotFoundError:
-            return b"", 0
-        except Exception as error:
-            raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
+        return b"", 0
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
-        try:
+        with self._wrap_errors(name, "removed"), suppress(FileNotFoundError):
             self._fs.rm_file(join(self._root, name))
-        except FileNotFoundError:
-            pass
-        except Exception as error:
-            raise StorageError(f"{self.path(name)} cannot be removed: {error}") from error
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder and its contents if it exists."""
-        try:
+        with self._wrap_errors(name, "removed"), suppress(FileNotFoundError):
             self._fs.invalidate_cache(self._root)
             self._fs.rm(join(self._root, name), recursive=True)
-        except FileNotFoundError:
-            pass
-        except Exception as error:
-            raise StorageError(f"{self.path(name)} cannot be removed: {error}") from error
 
     def exists(self, name: str) -> bool:
         """Return whether there is such a file or folder."""
-        try:
-            return (
-                os.path.exists(join(self._root, name))
-                if self.is_local
-                else bool(self._fs.exists(join(self._root, name)))
-            )
-        except Exception as error:
-            raise StorageError(f"{self.path(name)} cannot be read: {error}") from error
+        path = join(self._root, name)
+        with self._wrap_errors(name, "read"):
+            return os.path.exists(path) if self.is_local else bool(self._fs.exists(path))
 
     def folders(self) -> list[str]:
         """Return the sorted names of its folders; empty if it does not exist."""
@@ -258,17 +236,21 @@ class Folder:
         return sorted(name for name in map(_name, self._entries()) if name.startswith(prefix))
 
     def _entries(self) -> list[dict[str, Any]]:
-        try:
+        with self._wrap_errors("", "listed"), suppress(FileNotFoundError, NotADirectoryError):
             if self.is_local:
                 with os.scandir(self._root) as found:
                     return [{"name": each.name, "type": "directory" if each.is_dir() else "file"} for each in found]
             self._fs.invalidate_cache(self._root)
-            entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+            return list(self._fs.ls(self._root, detail=True))
+        return []
+
+    @contextmanager
+    def _wrap_errors(self, name: str, done: str) -> Iterator[None]:
+        """Raise any error, because each file system has its own, as a `StorageError`."""
+        try:
+            yield
         except Exception as error:
-            raise StorageError(f"{self.place} cannot be listed: {error}") from error
-        return entries
+            raise StorageError(f"{self.path(name) if name else self.place} cannot be {done}: {error}") from error
 
 
 def _name(entry: dict[str, Any]) -> str:

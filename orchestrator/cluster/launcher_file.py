@@ -16,23 +16,23 @@ from ..cli.tables import format_table
 from ..config.experiment import Experiment, Scaling
 
 SHARED = "shared_folders"
-"""In `metadata`, which Ray leaves to others: the folders that are one and the same on every node."""
+"""Key in `metadata`, which Ray ignores: the folders that all nodes share."""
 
-# What Ray takes where the file has no max_workers.
-_RAYS_MAX_WORKERS = 2
+# Ray's default.
+_DEFAULT_MAX_WORKERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nodes of one kind, as `available_node_types` has them.
+    """One node type of `available_node_types`.
 
     Attributes:
-        name: of the group.
-        resources: what one node has, by Ray's names; nothing where the file does not say it.
-        min_nodes, max_nodes: how many there are; of the head's group that is one.
+        name: name of the node type.
+        resources: resources of one node by Ray's names; empty if the file does not give them.
+        min_nodes, max_nodes: number of nodes; 1 for the head.
         is_head: whether it is the head.
-        is_spot: whether the cloud may take its nodes away; None where that cannot be told.
-        priority: the highest is started first among groups that fit equally well.
+        is_spot: whether the cloud may preempt its nodes; None if unknown.
+        priority: among groups that fit equally well, Ray starts the highest first.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Group:
     priority: int = 0
 
     def workers_on_one(self, scaling: Scaling) -> int:
-        """How many workers one node can hold, however many are wanted."""
+        """Return how many workers fit on one node."""
         needed = {name: amount for name, amount in scaling.worker_resources.items() if amount}
         return min(int(self.resources.get(name, 0) / amount + 1e-9) for name, amount in needed.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What a file of the cluster launcher describes.
+    """A cluster as its launcher file describes it.
 
     Attributes:
-        name: of the cluster.
-        groups: its nodes, the head first.
-        max_nodes: the most that there are at a time beside the head.
-        shared: folders that are one and the same on every node.
-        copied: folders of the nodes that are copied there from elsewhere.
-        is_own: whether the nodes are machines that are there already, of which Ray finds out itself what they have.
+        name: name of the cluster.
+        groups: its node types, the head first.
+        max_nodes: the most nodes at a time, without the head.
+        shared: folders that all nodes share.
+        copied: folders that Ray copies to each node (`file_mounts`).
+        is_own: whether the nodes are existing machines (provider.type: local), whose resources Ray detects.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Cluster:
     is_own: bool = False
 
     def most_workers(self, scaling: Scaling) -> int:
-        """How many workers it can hold when it has grown as far as it may."""
+        """Return how many workers fit when the cluster has scaled up fully."""
         return self._workers(scaling, lambda group: group.max_nodes, self.max_nodes)
 
     def workers_at_once(self, scaling: Scaling) -> int:
-        """How many workers it can hold before a node is started for them."""
+        """Return how many workers fit on the nodes that always run."""
         return self._workers(scaling, lambda group: group.min_nodes, self.max_nodes)
 
     def _workers(self, scaling: Scaling, nodes: Callable[[Group], int], budget: int) -> int:
@@ -92,25 +92,25 @@ def load_cluster(path: str) -> Cluster:
     """Read a cluster launcher file, and check it against the schema of the installed Ray.
 
     Raises:
-        ConfigError: there is no such file, or what is wrong with it, all of it.
+        ConfigError: there is no such file, or it is invalid; lists all problems.
     """
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"there is no file {path}: give a file of Ray's cluster launcher, as cluster.yaml")
+        raise ConfigError(f"there is no file {path}: give a file of Ray's cluster launcher, e.g. cluster.yaml")
     try:
         config = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__}; a cluster has fields, as cluster_name and provider")
+        raise ConfigError(f"{path} must be a mapping with cluster_name and provider, got a {type(config).__name__}")
     if faults := [*_schema_faults(config)] or [*_faults(config)]:
-        raise ConfigError("\n  ".join([f"{path} is no cluster that Ray can start:", *faults]))
+        raise ConfigError("\n  ".join([f"{path} is not a cluster that Ray can start:", *faults]))
     is_own = _is_own(config)
     groups = _own_machines(config) if is_own else _groups(config)
     return Cluster(
         name=config["cluster_name"],
         groups=groups,
-        max_nodes=groups[-1].max_nodes if is_own else config.get("max_workers", _RAYS_MAX_WORKERS),
+        max_nodes=groups[-1].max_nodes if is_own else config.get("max_workers", _DEFAULT_MAX_WORKERS),
         shared=tuple((config.get("metadata") or {}).get(SHARED, ())),
         copied=tuple(config.get("file_mounts") or ()),
         is_own=is_own,
@@ -118,8 +118,8 @@ def load_cluster(path: str) -> Cluster:
 
 
 def misfits_of(cluster: Cluster, experiment: Experiment) -> list[str]:
-    """Return what keeps an experiment from ever being trained on a cluster, each with what to change."""
-    # What machines of one's own have is known when they are up.
+    """Return the reasons why an experiment could never train on a cluster, each with the fix."""
+    # The resources of existing machines are unknown until they are up.
     workers = () if cluster.is_own else _worker_faults(cluster, experiment.scaling)
     return [*workers, *_storage_faults(cluster, experiment.storage)]
 
@@ -130,7 +130,7 @@ def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
 
     schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
     if _is_own(config):
-        # Ray puts it elsewhere before it looks at its schema.
+        # Ray moves this field before it validates.
         config = {name: value for name, value in config.items() if name != "min_workers"}
     for error in sorted(jsonschema.Draft7Validator(schema).iter_errors(config), key=lambda error: list(error.path)):
         where = ".".join(str(part) for part in error.path)
@@ -138,11 +138,11 @@ def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    """What Ray asks for besides its schema."""
+    """Yield violations of what Ray requires besides its schema."""
     yield from _faults_of_own_machines(config) if _is_own(config) else _faults_of_groups(config)
     shared = (config.get("metadata") or {}).get(SHARED, [])
     if not isinstance(shared, list) or not all(str(folder).startswith("/") for folder in shared):
-        yield f"metadata.{SHARED} is a list of absolute folders, not {shared!r}"
+        yield f"metadata.{SHARED} must be a list of absolute folders, got {shared!r}"
 
 
 def _is_own(config: Mapping[str, Any]) -> bool:
@@ -153,31 +153,31 @@ def _is_own(config: Mapping[str, Any]) -> bool:
 def _faults_of_own_machines(config: Mapping[str, Any]) -> Iterator[str]:
     for field in ("head_node", "worker_nodes", "available_node_types"):
         if config.get(field):
-            yield f"{field} is not for machines of your own (provider.type: local): Ray finds out what they have"
+            yield f"{field} must not be set for existing machines (provider.type: local): Ray detects their resources"
     provider = config["provider"]
     if "coordinator_address" in provider:
         if "max_workers" not in config:
-            yield "max_workers is needed: how many machines the coordinator may hand out"
+            yield "max_workers is required: the most machines that the coordinator may lease"
     elif not provider.get("head_ip") or not isinstance(provider.get("worker_ips"), list):
-        yield "provider.head_ip and the list provider.worker_ips are needed, or provider.coordinator_address"
+        yield "provider.head_ip and the list provider.worker_ips are required, or provider.coordinator_address"
 
 
 def _faults_of_groups(config: Mapping[str, Any]) -> Iterator[str]:
     types, head = config.get("available_node_types"), config.get("head_node_type")
     if not types:
         kind = config["provider"]["type"]
-        yield f"available_node_types is needed: the groups of nodes of {kind}, with the resources of one node of each"
+        yield f"available_node_types is required for {kind}: its node types, each with the resources of one node"
         return
     if head not in types:
-        yield f"head_node_type is one of {', '.join(types)}, not {head!r}"
+        yield f"head_node_type must be one of {', '.join(types)}, got {head!r}"
     for name, group in types.items():
         if name != head and group.get("min_workers", 0) > group.get(
-            "max_workers", config.get("max_workers", _RAYS_MAX_WORKERS)
+            "max_workers", config.get("max_workers", _DEFAULT_MAX_WORKERS)
         ):
-            yield f"available_node_types.{name}: min_workers is more than max_workers"
+            yield f"available_node_types.{name}: min_workers exceeds max_workers"
     fewest = sum(group.get("min_workers", 0) for name, group in types.items() if name != head)
-    if fewest > (most := config.get("max_workers", _RAYS_MAX_WORKERS)):
-        yield f"max_workers is {most}, and the groups' min_workers make {fewest}"
+    if fewest > (most := config.get("max_workers", _DEFAULT_MAX_WORKERS)):
+        yield f"max_workers is {most}, but the groups' min_workers add up to {fewest}"
 
 
 def _groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
@@ -186,7 +186,7 @@ def _groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
 
 
 def _own_machines(config: Mapping[str, Any]) -> tuple[Group, ...]:
-    """As Ray takes them: one head, and of the others all that are named unless the file wants fewer."""
+    """Return what Ray makes of existing machines: one head, and all others that are listed unless limited."""
     named = None if "coordinator_address" in config["provider"] else len(config["provider"]["worker_ips"])
     most = config.get("max_workers", named)
     fewest = config.get("min_workers", named or 0)
@@ -202,7 +202,7 @@ def _group(name: str, plain: Mapping[str, Any], head: str, config: Mapping[str, 
         name=name,
         resources={key: float(amount) for key, amount in plain["resources"].items()},
         min_nodes=1 if is_head else plain.get("min_workers", 0),
-        max_nodes=1 if is_head else plain.get("max_workers", config.get("max_workers", _RAYS_MAX_WORKERS)),
+        max_nodes=1 if is_head else plain.get("max_workers", config.get("max_workers", _DEFAULT_MAX_WORKERS)),
         is_head=is_head,
         is_spot=_is_spot(config["provider"]["type"], plain["node_config"]),
         priority=plain.get("priority", 0),
@@ -226,24 +226,24 @@ def _worker_faults(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
     each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
     if not any(group.workers_on_one(scaling) and group.max_nodes for group in cluster.groups):
         unsaid = [group.name for group in cluster.groups if not group.resources]
-        yield f"no group has a node that can hold a worker ({each}): " + (
-            f"say what a node of {', '.join(unsaid)} has, in its resources"
+        yield f"no group has a node that fits a worker ({each}): " + (
+            f"give the resources of one node of {', '.join(unsaid)}"
             if unsaid
-            else "lower what a worker reserves, or add a group of larger nodes"
+            else "lower the worker's resources, or add a group of larger nodes"
         )
         return
     most = cluster.most_workers(scaling)
     if most < scaling.min_workers:
         yield (
-            f"{scaling.min_workers} workers ({each} each) never fit: grown as far as it may, the cluster holds {most}; "
-            "raise max_workers (of the cluster, or of a group), or lower scaling.workers"
+            f"{scaling.min_workers} workers ({each} each) never fit: fully scaled up, the cluster holds {most}; raise "
+            "max_workers (of the cluster or a group), or lower scaling.workers"
         )
         return
     at_once = cluster.workers_at_once(scaling)
     if at_once < scaling.min_workers and scaling.wait is None:
         yield (
-            f"nodes for {scaling.min_workers} workers are only started when a run waits for them, and this one does "
-            f"not wait (there is room for {at_once} at once): set how long, as in scaling.wait=30m"
+            f"scaling.wait is not set, but the running nodes hold only {at_once} of {scaling.min_workers} workers, and "
+            "Ray starts nodes only for a run that waits: set it, e.g. scaling.wait=30m"
         )
 
 
@@ -256,31 +256,31 @@ def _storage_faults(cluster: Cluster, storage: str) -> Iterator[str]:
     copied = next((folder for folder in cluster.copied if place.is_relative_to(folder)), None)
     shared = f" (metadata.{SHARED}: {', '.join(cluster.shared)})" if cluster.shared else ""
     yield (
-        f"the storage {storage} is a folder of its own on every node"
+        f"storage {storage} is a separate folder on each node"
         + (f", copied there once (file_mounts: {copied})" if copied else "")
-        + ": workers could not see each other's files, and the checkpoints would go with their nodes; give a URI, as "
-        f"in storage=s3://bucket/runs, or a folder that all nodes share{shared}"
+        + ": workers could not see each other's files, and checkpoints would be lost with their nodes; give a URI, "
+        f"e.g. storage=s3://bucket/runs, or a folder that all nodes share{shared}"
     )
 
 
 def cluster_page(cluster: Cluster, experiment: Experiment | None) -> str:
-    """Return what a cluster has, and what it can hold of an experiment, as text."""
-    workers = () if experiment is None else ("WORKERS ON ONE",)
-    rows: list[tuple[str, ...]] = [("GROUP", "ONE NODE HAS", *workers, "NODES", "SPOT", "PRIORITY")]
+    """Return the cluster's node types, and how many workers of an experiment fit, as text."""
+    workers = () if experiment is None else ("WORKERS PER NODE",)
+    rows: list[tuple[str, ...]] = [("GROUP", "NODE RESOURCES", *workers, "NODES", "SPOT", "PRIORITY")]
     for group in cluster.groups:
         has = ", ".join(f"{amount:g} {name}" for name, amount in group.resources.items())
         held = () if experiment is None else ("?" if cluster.is_own else str(group.workers_on_one(experiment.scaling)),)
-        nodes = "the head" if group.is_head else f"{group.min_nodes} to {group.max_nodes}"
+        nodes = "head" if group.is_head else f"{group.min_nodes} to {group.max_nodes}"
         spot = {True: "spot", False: "no", None: "?"}[group.is_spot]
-        rows.append((group.name, has or "not said", *held, nodes, spot, str(group.priority)))
+        rows.append((group.name, has or "not given", *held, nodes, spot, str(group.priority)))
     notes = [] if experiment is None else _notes(cluster, experiment.scaling)
     return "\n".join([
-        f"{cluster.name}: at most {cluster.max_nodes} nodes beside the head", format_table(rows), *notes
+        f"{cluster.name}: at most {cluster.max_nodes} nodes besides the head", format_table(rows), *notes
     ])  # fmt: skip
 
 
 def cluster_document(cluster: Cluster, experiment: Experiment | None) -> dict[str, Any]:
-    """Return what `cluster check --json` says, but for the problems. `max_workers` is None where it cannot be known."""
+    """Return the output of `cluster check --json` without the problems. `max_workers` is None if unknown."""
     known = experiment is not None and not cluster.is_own
     return {
         **asdict(cluster),
@@ -290,14 +290,14 @@ def cluster_document(cluster: Cluster, experiment: Experiment | None) -> dict[st
 
 
 def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
-    """What is worth knowing, and is no fault."""
+    """Yield remarks that are not problems."""
     if cluster.is_own:
-        yield "what its machines have is known when they are up: whether workers fit cannot be told before"
+        yield "the resources of its machines are unknown until they are up, and so is whether workers fit"
         return
     most = cluster.most_workers(scaling)
-    yield f"room for {most} worker{'s'[: most != 1]} of this experiment when the cluster has grown as far as it may"
+    yield f"fits {most} worker{'s'[: most != 1]} of this experiment when fully scaled up"
     if scaling.min_workers <= most < scaling.max_workers:
-        yield f"of {scaling} no more than {most} will ever train"
+        yield f"of {scaling}, at most {most} will ever train"
     able = [group for group in cluster.groups if not group.is_head and group.workers_on_one(scaling)]
     if able and all(group.is_spot for group in able):
-        yield "all groups for them are spot: where no such machine is to be had, the run waits"
+        yield "all groups that fit a worker are spot: the run waits while no such machine is available"

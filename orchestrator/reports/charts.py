@@ -1,4 +1,4 @@
-"""The figures of a report, drawn by plotly (imported with the first one). Names and values are untrusted text."""
+"""The figures of a report, drawn by plotly, which is imported on first use. Names and values are untrusted text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.trainer.errors import ConfigError
 
 from .html import Html
 
-# More than a screen has columns.
+# More than the columns of a screen.
 _MOST_POINTS = 2000
 _COLORS = ("#0969da", "#d9480f", "#1a7f37", "#8250df", "#9a6700", "#cf222e", "#1b7c83", "#57606a")
 _GREY = "#c4ccd4"
@@ -23,7 +23,7 @@ ZOOM = """
 if (matchMedia("(hover: hover)").matches)
   for (const figure of document.querySelectorAll(".js-plotly-plot")) Plotly.relayout(figure, {dragmode: "zoom"});
 """
-"""Has figures zoom where there is a mouse; for the end of a page."""
+"""JavaScript for the end of a page: enables zooming by dragging if there is a mouse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class Line:
     """One curve of a figure.
 
     Attributes:
-        name: for the legend.
-        x, y: its points; those that are not finite are left out.
-        color: of the line, by default that of its place.
-        width: of the line, in pixels; 0 for markers alone.
-        markers: whether its points are marked: they are few.
-        step: whether a value holds until the next one.
-        texts: what is told of each point besides.
+        name: shown in the legend.
+        x, y: coordinates of its points; non-finite ones are left out.
+        color: by default the color of its position in the figure.
+        width: in pixels; 0 for markers only.
+        markers: whether to mark its points.
+        step: whether to draw a step function.
+        texts: extra hover text of each point.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def points(self) -> list[tuple[float, float, str]]:
-        """What of it can be drawn."""
+        """The finite points, as (x, y, text)."""
         texts = self.texts or [""] * len(self.x)
         return [
             (x, y, text)
@@ -61,7 +61,7 @@ class Line:
 
 
 def library() -> str:
-    """Return plotly's JavaScript, about 4.8 MB, for a page to have once.
+    """Return plotly's JavaScript, about 4.8 MB; a page needs it once.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -75,14 +75,14 @@ def library() -> str:
 def curves(
     title: str, lines: Sequence[Line], *, x_title: str = "step", marks: Sequence[float] = (), legend: bool = True
 ) -> Html:
-    """Draw curves over one axis; nothing if no point of them is finite.
+    """Draw curves over one axis. Return empty text if no point is finite.
 
     Args:
-        title: of the figure.
-        lines: of which those that follow lie above.
-        x_title: what the axis counts.
-        marks: where vertical lines go, as at the beginning of an attempt.
-        legend: whether the names are shown, where there are several.
+        title: title of the figure.
+        lines: later ones are drawn on top.
+        x_title: title of the x axis.
+        marks: x of vertical lines, e.g. the starts of attempts.
+        legend: whether to show the names if there are several lines.
     """
     drawn = [(line, points) for line in lines if (points := line.points)]
     if not drawn:
@@ -94,13 +94,13 @@ def curves(
         steps, values, texts = zip(*_thinned(points), strict=True)
         # A single point has no line.
         mode = "markers" if not line.width or len(points) == 1 else "lines+markers" if line.markers else "lines"
-        told = "<br>%{text}" if line.texts else ""
+        hover_text = "<br>%{text}" if line.texts else ""
         figure.add_trace(
             go.Scatter(
                 x=steps, y=values, name=_label(line.name), mode=mode,
                 line={"color": color, "width": line.width or 1, "shape": "hv" if line.step else "linear"},
                 marker={"color": color, "size": 6}, text=[_label(each) for each in texts] if line.texts else None,
-                hovertemplate=f"%{{y:.5g}} at {_label(x_title)} %{{x:,}}{told}",
+                hovertemplate=f"%{{y:.5g}} at {_label(x_title)} %{{x:,}}{hover_text}",
             )
         )  # fmt: skip
     for mark in marks:
@@ -109,22 +109,22 @@ def curves(
     figure.update_xaxes(title={"text": _label(x_title), "standoff": 6})
     x = [point[0] for _, points in drawn for point in points]
     if max(x) - min(x) <= 10:
-        # There is no step between two.
+        # No ticks between whole steps.
         figure.update_xaxes(dtick=1)
     y = {point[1] for _, points in drawn for point in points}
     if len(y) == 1 and y != {0.0}:
-        # Left to plotly, a constant of 0.003 lies between -1 and 1.
+        # Plotly would show a constant of 0.003 on an axis from -1 to 1.
         figure.update_yaxes(range=sorted([0, 2 * y.pop()]))
     return _drawn(figure, title, height=270)
 
 
 def bar(title: str, parts: Mapping[str, float], colors: Mapping[str, str]) -> Html:
-    """Draw one bar whose parts add up to its length.
+    """Draw one stacked bar.
 
     Args:
-        title: of the figure.
-        parts: seconds by name, none of them negative.
-        colors: of the parts.
+        title: title of the figure.
+        parts: seconds by name, >= 0.
+        colors: color by name.
     """
     total = sum(parts.values())
     if total <= 0:
@@ -148,15 +148,15 @@ def bar(title: str, parts: Mapping[str, float], colors: Mapping[str, str]) -> Ht
 def parallel_coordinates(
     title: str, axes: Mapping[str, Sequence[Any]], *, names: Sequence[str], worth: Sequence[float]
 ) -> Html:
-    """Draw one line for each trial through what it tried, by lines of SVG: plotly's own figure needs WebGL.
+    """Draw one line per trial through its values. Drawn as SVG, because plotly's own figure needs WebGL.
 
-    An axis is logarithmic where its values are positive and far apart, and one of places where they are no numbers.
+    An axis is logarithmic if its values are positive and far apart, and categorical if they are not numbers.
 
     Args:
-        title: of the figure.
-        axes: by name, a value for each trial.
-        names: of the trials.
-        worth: of each trial, from 0 for the worst to 1 for the best; the best lies above.
+        title: title of the figure.
+        axes: by name, one value per trial.
+        names: names of the trials.
+        worth: rank of each trial, from 0 for the worst to 1 for the best, which is drawn on top.
     """
     if not names:
         return Html("")
@@ -168,13 +168,13 @@ def parallel_coordinates(
     labels = [_label(name) for name in axes]
     places = list(range(len(axes)))
     for index in sorted(range(len(names)), key=lambda each: worth[each]):
-        told = "<br>".join(f"{_label(name)}: {_label(shown(values[index]))}" for name, values in axes.items())
+        hover_text = "<br>".join(f"{_label(name)}: {_label(shown(values[index]))}" for name, values in axes.items())
         color = sample_colorscale("Viridis_r", [0.15 + 0.85 * worth[index]])[0]
         figure.add_trace(
             go.Scatter(
                 x=places, y=[scales[name].place(values[index]) for name, values in axes.items()], mode="lines+markers",
                 line={"color": color, "width": 3.5 if worth[index] == 1 else 1.6}, marker={"color": color, "size": 5},
-                name=_label(names[index]), text=[told] * len(axes), hovertemplate="%{text}",
+                name=_label(names[index]), text=[hover_text] * len(axes), hovertemplate="%{text}",
             )
         )  # fmt: skip
     for place, name in zip(places, axes, strict=True):
@@ -191,18 +191,18 @@ def parallel_coordinates(
 
 
 def shown(value: Any) -> str:
-    """Return a value as people read it: a number in at most five digits."""
+    """Return a value as text; floats with at most five significant digits."""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """Where values lie on an axis from 0 to 1.
+    """An axis from 0 to 1.
 
     Attributes:
-        at: places of values: of numbers by themselves (1 and 1.0 are one, so are 0.0 and -0.0), of others by text.
-        ticks: place and text.
-        numeric: whether they are numbers.
+        at: position by value. Numbers are equal as in Python (1 and 1.0; 0.0 and -0.0), other values as text.
+        ticks: (position, text).
+        numeric: whether all values are finite numbers.
     """
 
     at: dict[Any, float]
@@ -224,7 +224,7 @@ class _Scale:
         if len(distinct) <= 6:
             ticks: list[tuple[float, str]] = []
             for each in distinct:
-                # Text that lies on other text is not read.
+                # Skip labels that would overlap.
                 if not ticks or at[each] - ticks[-1][0] > 0.05:
                     ticks.append((at[each], f"{each:.3g}"))
             return cls(at, ticks, numeric)
@@ -241,7 +241,7 @@ def _plotly() -> Any:
         import plotly.graph_objects as go
     except ImportError as error:
         raise ConfigError(
-            f"a report is drawn by plotly, which cannot be imported ({error}): pip install 'headway[report]'"
+            f"reports need plotly, which cannot be imported ({error}): pip install 'headway[report]'"
         ) from error
     return go
 
@@ -250,10 +250,10 @@ def _drawn(figure: Any, title: str, *, height: int) -> Html:
     import plotly.graph_objects as go
 
     figure.update_layout(
-        # Plotly's default one would be in the file once for each figure.
+        # Plotly's default template would be repeated in each figure.
         template=go.layout.Template(), height=height, margin={"l": 56, "r": 12, "t": 8, "b": 40}, autosize=True,
         paper_bgcolor="#fff", plot_bgcolor="#fff", font={"family": _FONT, "size": 12, "color": "#1b1f24"},
-        # Dragging keeps a finger from scrolling: `ZOOM` has it zoom where there is a mouse.
+        # On a touch screen, dragging must scroll; `ZOOM` makes it zoom if there is a mouse.
         dragmode=False, hoverlabel={"namelength": 40},
     )  # fmt: skip
     if figure.layout.showlegend:
@@ -268,12 +268,12 @@ def _drawn(figure: Any, title: str, *, height: int) -> Html:
 
 
 def _label(text: str) -> str:
-    """Text for plotly, which takes some tags for markup."""
+    """Escape text for plotly, which interprets some HTML tags and `%{...}`."""
     return html.escape(text).replace("%{", "% {")
 
 
 def _thinned(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """At most so many points that a line looks the same: of each stretch the lowest and the highest."""
+    """Reduce a line to about `_MOST_POINTS` points that look the same: the lowest and highest of each interval."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = -(-2 * len(points) // _MOST_POINTS)

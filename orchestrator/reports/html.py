@@ -1,4 +1,4 @@
-"""A self-contained HTML page: style, tables, and escaped text. Knows nothing of runs."""
+"""Builds a self-contained HTML page: style, tables, and escaped text. Independent of runs."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ summary { cursor: pointer; color: #0550ae; }
 
 
 class Html(str):
-    """Text that is markup already, and is not escaped again."""
+    """Text that is already markup and must not be escaped."""
 
     __slots__ = ()
 
 
 def escaped(value: Any) -> Html:
-    """Return a value as text of a page, whatever is in it."""
+    """Return a value as escaped text; markup is returned unchanged."""
     return value if isinstance(value, Html) else Html(html.escape(str(value)))
 
 
 def joined(parts: Iterable[Html]) -> Html:
-    """Put parts of a page one after the other."""
+    """Concatenate parts of a page."""
     return Html("\n".join(parts))
 
 
 def element(tag: str, content: Any, **attributes: str) -> Html:
-    """Return `<tag>content</tag>`; an attribute that Python keeps for itself ends with an underscore: `class_`."""
+    """Return `<tag>content</tag>`; write attributes that are Python keywords with an underscore: `class_`."""
     given = "".join(f' {name.rstrip("_")}="{html.escape(value)}"' for name, value in attributes.items() if value)
     return Html(f"<{tag}{given}>{escaped(content)}</{tag}>")
 
 
 def section(title: str, *parts: Html) -> Html:
-    """Return a heading, and what belongs to it; nothing where there is nothing."""
+    """Return a heading and its non-empty parts; empty text if all are empty."""
     there = [part for part in parts if part]
     return Html(f"<section>\n{element('h2', title)}\n{joined(there)}\n</section>") if there else Html("")
 
 
 def note(text: Any) -> Html:
-    """Return a line that explains."""
+    """Return a paragraph in small grey text."""
     return element("p", text, class_="note")
 
 
 def facts(pairs: Mapping[str, Any]) -> Html:
-    """Return a table of two columns; what is None or empty is left out."""
+    """Return a table with two columns, without the rows whose value is None or empty."""
     rows = [
         f"<tr>{element('th', name, scope='row')}{element('td', value)}</tr>"
         for name, value in pairs.items()
@@ -94,14 +94,14 @@ def table(
     texts: Iterable[str] = (),
     best: int | None = None,
 ) -> Html:
-    """Return a table as wide as it must be, which scrolls by itself.
+    """Return a table that scrolls sideways if it is too wide.
 
     Args:
-        headings: of the columns.
-        rows: their cells.
-        numbers: headings of the columns that are set to the right.
-        texts: headings of those that are broken into lines.
-        best: the row that stands out.
+        headings: headings of the columns.
+        rows: cells of each row.
+        numbers: headings of the columns to align right.
+        texts: headings of the columns whose text wraps.
+        best: index of the row to highlight.
     """
     kinds = ["number" if each in set(numbers) else "text" if each in set(texts) else "" for each in headings]
     head = "".join(element("th", each, scope="col", class_=kind) for each, kind in zip(headings, kinds, strict=True))
@@ -122,17 +122,17 @@ def table(
 
 
 def details(summary: str, content: Html) -> Html:
-    """Return what is shown when the summary is clicked on."""
+    """Return content that is shown when the summary is clicked."""
     return Html(f"<details>{element('summary', summary)}\n{content}\n</details>")
 
 
 def page(title: str, body: Html, *, library: str = "", last: str = "") -> str:
-    """Return the whole file. Nothing in it is fetched from anywhere, and it says so to the browser.
+    """Return the whole file. Its content security policy forbids the browser to fetch anything.
 
     Args:
-        title: for the window.
-        body: of the page.
-        library: JavaScript that the figures of the body need; there once.
+        title: title of the window.
+        body: body of the page.
+        library: JavaScript that the figures need.
         last: JavaScript for the end of the page.
     """
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"

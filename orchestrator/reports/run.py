@@ -1,4 +1,4 @@
-"""`headway report`: one HTML file about a run or a sweep, made from its files, readable without a network."""
+"""`headway report`: one self-contained HTML file about a run or a sweep, made from its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_METRICS = {"step", "epoch", "time", "attempt", "elapsed_s", "tokens"}
 _SPEED = ("samples_per_s", "tokens_per_s", "step_s", "data_wait", "paused_s", "mfu")
 _MOST_FIGURES = 40
 _MOST_EVENTS = 300
-# Those that other parts of the page have, and those that are many.
+# Shown elsewhere on the page, or too many.
 _HIDDEN_EVENTS = {"checkpoint_saved", "evaluated", "last_heard", "message", "rank_failed", "training"}
 _COLORS = dict(
     zip(
@@ -46,12 +46,12 @@ _COLORS = dict(
 def write_report(name: str, storage: str = "runs", output: str | None = None) -> str:
     """Write one HTML file about a run or a sweep in its current state, and return its path.
 
-    Needs neither Ray nor the code that was trained; the file needs no other one, and no network.
+    Needs neither Ray nor the training code. The file is self-contained and needs no network.
 
     Args:
-        name: of the run or the sweep; `sweep/trial-000` of a trial.
+        name: name of the run or sweep; `sweep/trial-000` for a trial.
         storage: folder or URI that holds it.
-        output: a path; by default `report.html` in the folder of the run or sweep.
+        output: path of the file; by default `report.html` in the folder of the run or sweep.
 
     Raises:
         ConfigError: there is no such run, or plotly is not installed.
@@ -64,8 +64,8 @@ def write_report(name: str, storage: str = "runs", output: str | None = None) ->
     else:
         body = _run_body(find_run(name, storage), name, storage)
     written = note(
-        f"Written by headway report at {_utc(datetime.now(UTC).timestamp())}. In a figure, dragging zooms, and a "
-        "double click goes back."
+        f"Written by headway report at {_utc(datetime.now(UTC).timestamp())}. Drag in a figure to zoom, double-click "
+        "to zoom out."
     )
     text = page(name, joined([body, written]), library=library, last=charts.ZOOM)
     if output is None:
@@ -119,7 +119,7 @@ def _head(run: Run, account: GoodputReport) -> Html:
             "started": _utc_of(record.created), "ended": _utc_of(record.ended) if record.ended else "",
             "time": _starts(account), "workers": f"{record.workers}{elastic}",
             "preemptions": record.preemptions or "", "failures": record.failures or "",
-            "place in the data found again": record.data_guarantee, "files": run.run_dir, "id": record.id,
+            "data resume": record.data_guarantee, "files": run.run_dir, "id": record.id,
             "changed between starts": joined([element("div", each) for each in record.changes]),
         }),
     ])  # fmt: skip
@@ -139,7 +139,7 @@ def _metrics(run: Run, events: Sequence[Event]) -> Html:
             "Curves", note("There is no metric yet." if run.status == "running" else "There are no metrics.")
         )
     again = [event["step"] for event in events if event["event"] == "training" and event["step"]]
-    figures = {title: names for title, names in _figures(series).items()}
+    figures = _figures(series)
     drawn = [
         charts.curves(
             title,
@@ -152,7 +152,7 @@ def _metrics(run: Run, events: Sequence[Event]) -> Html:
         for title, names in list(figures.items())[:_MOST_FIGURES]
     ]
     grid = Html(f'<div class="figures">\n{joined(each for each in drawn if each)}\n</div>')
-    notes = [note(f"A dotted line: an attempt went on from there ({len(again)}).")] if again else []
+    notes = [note(f"Dotted lines: attempts that resumed there ({len(again)}).")] if again else []
     notes += [note(text) for text in _not_finite(series)]
     if len(figures) > _MOST_FIGURES:
         notes.append(note(f"Not drawn: {', '.join(list(figures)[_MOST_FIGURES:])}."))
@@ -160,7 +160,7 @@ def _metrics(run: Run, events: Sequence[Event]) -> Html:
 
 
 def _figures(series: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Names of the metrics that belong into one figure, by its title: those of training and of evaluations together."""
+    """Return the metrics of each figure by its title. Training and validation values share a figure."""
     of_training = {name.partition("/")[2] for name in series if name.startswith("train/")}
     figures: dict[str, list[str]] = {}
     rest: dict[str, list[str]] = {}
@@ -186,17 +186,17 @@ def _not_finite(series: Mapping[str, tuple[list[float], list[float]]]) -> Iterat
 
 def _time(account: GoodputReport) -> Html:
     if account.wall_s <= 0:
-        return section("Where the time went", note("Nothing is known of it yet."))
+        return section("Where the time went", note("Nothing is known yet."))
     spent = sorted(account.seconds.items(), key=lambda each: -each[1])
     rows = [
         (each, f"{100 * account.share(each):.1f} %", f"{seconds:,.1f} s") for each, seconds in spent if seconds >= 0.05
     ]
     if account.not_running_s >= 0.05:
-        rows.append(("not running, besides", "", f"{account.not_running_s:,.1f} s"))
+        rows.append(("not running (in addition)", "", f"{account.not_running_s:,.1f} s"))
     return section(
         "Where the time went",
         element(
-            "p", f"{_starts(account)}. Goodput: {100 * account.goodput:.1f} % of it went into updates that counted."
+            "p", f"{_starts(account)}. Goodput: {100 * account.goodput:.1f} % of it went into updates that were kept."
         ),
         element("p", Html(f"<strong>Worth fixing first:</strong> {escaped(account.advice())}")),
         charts.bar("seconds by class", account.seconds, _COLORS),
@@ -218,7 +218,7 @@ def _attempts(events: Sequence[Event]) -> Html:
             case "group_failed" if rows:
                 rows[-1][5] = event["text"]
             case "driver_started" | "driver_ended" if rows and rows[-1][5] == "not yet":
-                rows[-1][5] = "with its driver"
+                rows[-1][5] = "ended with its driver"
     failures = [
         details(
             f"Attempt {event['attempt']}, rank {event['rank']}: {event['type']}: {event['message']}",
@@ -255,25 +255,27 @@ def _configuration(run: Run) -> Html:
     text = run.folder.read("config.yaml") or ""
     values = {each.path: each.after for each in differences({}, parse_yaml(text) or {})}
     rows = [
-        (path, values.get(path, ""), "it has none" if default is None else default)
+        (path, values.get(path, ""), "(required)" if default is None else default)
         for path, default in run.record.defaults.items()
     ]
-    told = note("Nothing differs from the defaults, or the record is too old to say it.")
+    unchanged = note("Nothing differs from the defaults, or the record is too old to tell.")
     return section(
         "Configuration",
-        table(["what differs", "value", "default"], rows) or told,
-        details("All of it", element("pre", text)),
+        table(["setting", "value", "default"], rows) or unchanged,
+        details("Full configuration", element("pre", text)),
     )
 
 
 def _events(events: Sequence[Event]) -> Html:
-    told = [event for event in events if event["event"] not in _HIDDEN_EVENTS]
-    rows = [(_utc(event["time"]), event["event"].replace("_", " "), describe(event)) for event in told[-_MOST_EVENTS:]]
-    left_out = len(told) - len(rows)
+    listed = [event for event in events if event["event"] not in _HIDDEN_EVENTS]
+    rows = [
+        (_utc(event["time"]), event["event"].replace("_", " "), describe(event)) for event in listed[-_MOST_EVENTS:]
+    ]
+    left_out = len(listed) - len(rows)
     return section(
         "Events",
-        note(f"The last {len(rows)}; {left_out:,} before them are in events.jsonl.") if left_out else Html(""),
-        table(["when", "what", "more"], rows, texts=("more",)) or note("There are none."),
+        note(f"The last {len(rows)} events; {left_out:,} earlier ones are in events.jsonl.") if left_out else Html(""),
+        table(["time", "event", "details"], rows, texts=("details",)) or note("There are none."),
     )
 
 

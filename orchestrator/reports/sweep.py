@@ -29,10 +29,10 @@ def sweep_body(result: SweepResult) -> Html:
         element("p", result.reason) if result.reason else Html(""),
         facts({
             "trials": ", ".join(f"{number} {state}" for state, number in counts.items()) or "none yet",
-            "looked for": f"the {'lowest' if result.mode == 'min' else 'highest'} {result.metric}",
+            "objective": f"{'lowest' if result.mode == 'min' else 'highest'} {result.metric}",
             "best": "" if best is None or best.metric is None else f"{best.name}: {charts.shown(best.metric)}",
-            "with": _values(best.values) if best else "",
-            "its checkpoint": best.checkpoint if best else "",
+            "best values": _values(best.values) if best else "",
+            "best checkpoint": best.checkpoint if best else "",
             "files": result.sweep_dir,
         }),
         _figures(result),
@@ -55,20 +55,20 @@ def _figures(result: SweepResult) -> Html:
         "Curves",
         Html(f'<div class="figures">\n{joined([_best_so_far(result), _of_trials(result, ranked)])}\n</div>'),
         charts.parallel_coordinates(
-            "what was tried: dark is good, and the thick line is the best trial",
+            "hyperparameters by trial: dark is good, the thick line is the best trial",
             axes,
             names=[trial.name for trial in drawn],
             worth=[1 - place / places for place in range(len(drawn))],
         ),
-        note(f"The best {len(drawn)} of {len(ranked)} trials; the table has all.") if drawn != ranked else Html(""),
-        note(f"Without a finite value, and not drawn: {left_out} of {len(result.trials)} trials.")
+        note(f"The best {len(drawn)} of {len(ranked)} trials; the table shows all.") if drawn != ranked else Html(""),
+        note(f"Not drawn, without a finite value: {left_out} of {len(result.trials)} trials.")
         if left_out
         else Html(""),
     )
 
 
 def _best_so_far(result: SweepResult) -> Html:
-    """Each trial's value in the order of their suggestions, and the best up to it."""
+    """Draw each trial's value in the order of suggestion, and the best so far."""
     judged = {trial.name for trial in result.ranked()}
     better = min if result.mode == "min" else max
     x: list[float] = []
@@ -83,14 +83,14 @@ def _best_so_far(result: SweepResult) -> Html:
         names.append(f"{trial.name}: {_values(trial.values)}")
         best.append(trial.metric if not best else better(best[-1], trial.metric))
     lines = [
-        Line(name="a trial", x=x, y=y, width=0, color="#8c959f", texts=names, markers=True),
-        Line(name="the best so far", x=x, y=best, color=_BEST, step=True),
+        Line(name="trial", x=x, y=y, width=0, color="#8c959f", texts=names, markers=True),
+        Line(name="best so far", x=x, y=best, color=_BEST, step=True),
     ]
     return charts.curves(f"{result.metric} by trial", lines, x_title="trial")
 
 
 def _of_trials(result: SweepResult, ranked: Sequence[TrialResult]) -> Html:
-    """The metric of each trial over its steps, the best one above."""
+    """Draw the metric of each trial over its steps, the best trial on top."""
     lines = []
     for trial in ranked[:_MOST_CURVES]:
         points = [

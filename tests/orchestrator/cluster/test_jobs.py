@@ -26,7 +26,7 @@ def test_variables_are_taken_from_here_or_given(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HERE", "a=b")
     monkeypatch.delenv("NOT_HERE", raising=False)
     assert env_from_options(["HERE", "OTHER=x=y", "EMPTY="]) == {"HERE": "a=b", "OTHER": "x=y", "EMPTY": ""}
-    with pytest.raises(ConfigError, match="--env NOT_HERE: there is no such variable here"):
+    with pytest.raises(ConfigError, match="--env NOT_HERE: the variable is not set here"):
         env_from_options(["NOT_HERE"])
 
 
@@ -67,7 +67,7 @@ def test_a_storage_that_would_go_with_the_copy_is_refused(
     if is_fine:
         fit_arguments(TARGET, experiment(storage), overrides=overrides)
         return
-    with pytest.raises(ConfigError, match=r"a copy that it throws away later: .* storage=s3://bucket/runs"):
+    with pytest.raises(ConfigError, match=r"gets a temporary copy: .* storage=s3://bucket/runs"):
         fit_arguments(TARGET, experiment(storage), overrides=overrides)
 
 
@@ -145,9 +145,9 @@ def test_the_job_of_a_run_is_the_one_that_trains_not_the_one_that_was_refused() 
     jobs = jobs_with(client)
     assert jobs.find("digits") == running
     assert jobs.find("digits-2") == refused
-    # Where its folder cannot be reached, it is said what `now` is worth.
-    assert "cannot be told" not in jobs.stop("digits")
-    assert "cannot be told that it is to end at once, and saves first" in jobs.stop("digits", now=True)
+    # If its folder cannot be reached, the answer says that `now` has no effect.
+    assert "saves a checkpoint first" not in jobs.stop("digits")
+    assert "a run that has started saves a checkpoint first" in jobs.stop("digits", now=True)
     assert client.stopped == ["digits-1", "digits-1"]
     client.jobs.remove(running)
     assert jobs.find("digits") == refused
@@ -189,8 +189,8 @@ def test_a_reader_that_has_gone_is_not_a_cluster_that_is_lost() -> None:
     ("arguments", "message"),
     [
         (["submit", TARGET, "config.widht=3"], "did you mean config.width?"),
-        (["submit", TARGET, "config.max_steps=1"], "lies in the current directory"),
-        (["submit", TARGET, "config.max_steps=1", "storage=/r", "--env", "NOT_HERE"], "there is no such variable here"),
+        (["submit", TARGET, "config.max_steps=1"], "is in the current directory"),
+        (["submit", TARGET, "config.max_steps=1", "storage=/r", "--env", "NOT_HERE"], "the variable is not set here"),
         (["submit", TARGET, "config.max_steps=1", "storage=/r"], "no cluster answers at http://127.0.0.1:"),
         (["jobs", "ls"], "no cluster answers at http://127.0.0.1:"),
     ],

@@ -63,12 +63,12 @@ def test_ours_holds_what_its_first_lines_say(
     assert ended.value.code == 0, err
     rows = {line.split("  ")[0]: line for line in out.splitlines()}
     assert "0 CPU" in rows["head"]
-    assert "the head" in rows["head"]
+    assert rows["head"].split()[-3:] == ["head", "no", "0"]
     # CPU workers, 16 on a node with as many CPUs: all twelve nodes, the eight largest first.
     assert "48 CPU, 4 GPU  48" in rows["gpu-spot"]
     assert "0 to 8    spot  10" in rows["gpu-spot"]
     assert "0 to 4    no    0" in rows["gpu-on-demand"]
-    assert "room for 576 workers of this experiment" in out
+    assert "fits 576 workers of this experiment" in out
 
 
 def test_ours_is_what_ray_itself_would_start() -> None:
@@ -84,11 +84,11 @@ def test_ours_is_what_ray_itself_would_start() -> None:
         ("provider", None, "'provider' is a required property"),
         ("available_node_types.gpu-spot.resources.GPU", "four", "resources.GPU: 'four' is not of type 'integer'"),
         ("available_node_types.gpu-spot.max_worker", 2, "'max_worker' was unexpected"),
-        ("available_node_types", None, "available_node_types is needed"),
-        ("head_node_type", "haed", "head_node_type is one of cpu-data, gpu-on-demand"),
-        ("available_node_types.gpu-spot.min_workers", 9, "gpu-spot: min_workers is more than max_workers"),
+        ("available_node_types", None, "available_node_types is required"),
+        ("head_node_type", "haed", "head_node_type must be one of cpu-data, gpu-on-demand"),
+        ("available_node_types.gpu-spot.min_workers", 9, "gpu-spot: min_workers exceeds max_workers"),
         ("max_workers", 0, None),
-        ("metadata", {"shared_folders": "shared"}, "metadata.shared_folders is a list of absolute folders"),
+        ("metadata", {"shared_folders": "shared"}, "metadata.shared_folders must be a list of absolute folders"),
     ],
 )  # fmt: skip
 def test_what_ray_would_refuse_is_named_before(tmp_path: Path, path: str, value: Any, message: str | None) -> None:
@@ -96,7 +96,7 @@ def test_what_ray_would_refuse_is_named_before(tmp_path: Path, path: str, value:
     if message is None:
         assert load(tmp_path, plain).max_nodes == value
         return
-    with pytest.raises(ConfigError, match=r"is no cluster that Ray can start") as raised:
+    with pytest.raises(ConfigError, match=r"is not a cluster that Ray can start") as raised:
         load(tmp_path, plain)
     assert message in str(raised.value)
 
@@ -108,7 +108,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     plain = changed("max_workers", 3)
     for name in ("gpu-spot", "cpu-data"):
         plain["available_node_types"][name]["min_workers"] = 2
-    with pytest.raises(ConfigError, match="max_workers is 3, and the groups' min_workers make 4"):
+    with pytest.raises(ConfigError, match="max_workers is 3, but the groups' min_workers add up to 4"):
         load(tmp_path, plain)
 
 
@@ -125,14 +125,14 @@ def test_a_file_that_is_none_is_wrong_input(tmp_path: Path, text: str | None) ->
     ("scaling", "fault"),
     [
         ({"workers": 48, "gpus_per_worker": 1}, None),
-        ({"workers": 49, "gpus_per_worker": 1}, "grown as far as it may, the cluster holds 48"),
+        ({"workers": 49, "gpus_per_worker": 1}, "fully scaled up, the cluster holds 48"),
         # One GPU of four is left over on each node.
         ({"workers": 13, "gpus_per_worker": 3}, "the cluster holds 12"),
         ({"workers": (2, 64), "gpus_per_worker": 1}, None),
-        ({"workers": 1, "gpus_per_worker": 8}, "no group has a node that can hold a worker (1 CPU, 8 GPU)"),
-        ({"workers": 1, "cpus_per_worker": 49}, "no group has a node that can hold a worker"),
+        ({"workers": 1, "gpus_per_worker": 8}, "no group has a node that fits a worker (1 CPU, 8 GPU)"),
+        ({"workers": 1, "cpus_per_worker": 49}, "no group has a node that fits a worker"),
         ({"workers": 1, "resources_per_worker": {"fast_disk": 1}}, "no group has a node"),
-        ({"workers": 1, "wait": None}, "set how long, as in scaling.wait=30m"),
+        ({"workers": 1, "wait": None}, "set it, e.g. scaling.wait=30m"),
     ],
 )
 def test_workers_that_never_fit_are_told(scaling: dict[str, Any], fault: str | None) -> None:
@@ -143,14 +143,17 @@ def test_workers_that_never_fit_are_told(scaling: dict[str, Any], fault: str | N
 def test_nodes_that_are_there_anyway_need_no_wait(tmp_path: Path) -> None:
     cluster = load(tmp_path, changed("available_node_types.cpu-data.min_workers", 2))
     assert faults(cluster, workers=32, wait=None) == []
-    assert "room for 32 at once" in faults(cluster, workers=33, wait=None)[0]
+    assert "the running nodes hold only 32 of 33 workers" in faults(cluster, workers=33, wait=None)[0]
 
 
 def test_what_a_node_has_must_be_said(tmp_path: Path) -> None:
     plain = copy.deepcopy(OURS)
     for name in ("gpu-spot", "gpu-on-demand", "cpu-data"):
         plain["available_node_types"][name]["resources"] = {}
-    assert "say what a node of cpu-data, gpu-on-demand, gpu-spot has" in faults(load(tmp_path, plain), workers=1)[0]
+    assert (
+        "give the resources of one node of cpu-data, gpu-on-demand, gpu-spot"
+        in faults(load(tmp_path, plain), workers=1)[0]
+    )
 
 
 def test_machines_of_ones_own_are_a_cluster_whose_machines_nobody_describes(
@@ -174,18 +177,18 @@ def test_machines_of_ones_own_are_a_cluster_whose_machines_nobody_describes(
     cluster = load(tmp_path, own)
     assert faults(cluster, workers=64, gpus_per_worker=8) == []
     # Of the machines nothing is known, but that each has folders of its own.
-    assert "is a folder of its own on every node" in faults(cluster, storage="/runs")[0]
+    assert "is a separate folder on each node" in faults(cluster, storage="/runs")[0]
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "check", str(tmp_path / "cluster.yaml"), TARGET, "config.max_steps=1", "storage=s3://b/runs"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "whether workers fit cannot be told before" in shown
+    assert "and so is whether workers fit" in shown
     row = next(line for line in shown.splitlines() if line.startswith("machines"))
-    assert row.split() == ["machines", "not", "said", "?", "2", "to", "2", "no", "0"]
+    assert row.split() == ["machines", "not", "given", "?", "2", "to", "2", "no", "0"]
     for wrong, message in (
-        ({"available_node_types": {"x": {"node_config": {}, "resources": {}}}}, "available_node_types is not for mach"),
-        ({"provider": {"type": "local"}}, "provider.head_ip and the list provider.worker_ips are needed"),
-        ({"provider": {"type": "local", "coordinator_address": "10.0.0.1:5"}}, "max_workers is needed"),
+        ({"available_node_types": {"x": {"node_config": {}, "resources": {}}}}, "available_node_types must not be set"),
+        ({"provider": {"type": "local"}}, "provider.head_ip and the list provider.worker_ips are required"),
+        ({"provider": {"type": "local", "coordinator_address": "10.0.0.1:5"}}, "max_workers is required"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, {**own, **wrong})
@@ -197,8 +200,8 @@ def test_machines_of_ones_own_are_a_cluster_whose_machines_nobody_describes(
         ("s3://bucket/runs", None),
         ("/shared", None),
         ("/shared/runs", None),
-        ("/sharedruns", "is a folder of its own on every node: "),
-        ("file:///runs", "is a folder of its own on every node: "),
+        ("/sharedruns", "is a separate folder on each node: "),
+        ("file:///runs", "is a separate folder on each node: "),
         ("runs", "(metadata.shared_folders: /shared)"),
         ("/home/ray/headway/runs", "copied there once (file_mounts: /home/ray/headway)"),
     ],
@@ -219,7 +222,7 @@ def test_faults_are_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         main(["cluster", "check", str(ROOT / "cluster.yaml"), "tests.tiny:TinyTrainer", "config.max_steps=1"])
     out, err = capsys.readouterr()
     assert ended.value.code == 2
-    assert out.startswith("headway: at most 12 nodes beside the head\nGROUP")
+    assert out.startswith("headway: at most 12 nodes besides the head\nGROUP")
     assert [line.split()[0] for line in err.splitlines()] == ["headway:", "headway:"]
     assert "scaling.wait=30m" in err
     assert "storage=s3://bucket/runs" in err

@@ -162,7 +162,7 @@ def test_the_page_of_a_run_says_what_its_files_say(storage: Path) -> None:
         assert figure in cells
     # What differs from the defaults: its value, and theirs.
     assert cells[cells.index("config.max_epochs") + 1 :][:2] == ["4", "null"]
-    assert cells[cells.index("config.note") + 1 :][:2] == [OWNED, "it has none"]
+    assert cells[cells.index("config.note") + 1 :][:2] == [OWNED, "(required)"]
     assert "config.width" not in cells
     assert f"Goodput: {100 * goodput_report_of(run).goodput:.1f} % of it" in page.text
     assert "train/" + OWNED + ": 1 value is not finite and not drawn, the first at step 4." in page.text
@@ -178,7 +178,7 @@ def test_the_page_of_a_sweep_has_its_trials_the_best_first(storage: Path) -> Non
     assert cells[cells.index("best") + 1] == "trial-001: 0.3"
     assert cells[cells.index("trials") + 1] == "4 completed, 1 failed"
     assert f"ValueError: {OWNED}" in cells
-    assert "Without a finite value, and not drawn: 2 of 5 trials." in page.text
+    assert "Not drawn, without a finite value: 2 of 5 trials." in page.text
 
 
 @pytest.mark.parametrize("name", ["one", "many"])
@@ -195,7 +195,7 @@ def test_a_run_under_way_without_metrics_and_one_that_failed_at_once_have_pages(
     experiment = Experiment(name="new", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
     run = open_run(experiment).run
     page = Text(Path(write_report("new", str(tmp_path))).read_text())
-    for line in ("There is no metric yet.", "Nothing is known of it yet.", "There are none.", "running"):
+    for line in ("There is no metric yet.", "Nothing is known yet.", "There are none.", "running"):
         assert line in page.text
     run.update(status="failed", error="ConfigError: nothing fits")
     page = Text(Path(write_report("new", str(tmp_path), str(tmp_path / "here.html"))).read_text())
@@ -259,10 +259,10 @@ def test_of_many_trials_the_best_hundred_are_drawn(tmp_path: Path) -> None:
         for index in range(130)
     ]  # fmt: skip
     few = SweepResult(str(tmp_path), "completed", "", trials[:100], "validation/loss", "min")
-    assert "the table has all" not in _figures(few)
+    assert "the table shows all" not in _figures(few)
     text = _figures(replace(few, trials=trials))
-    assert "The best 100 of 130 trials; the table has all." in text
-    (drawn,) = re.findall(r"(?s)what was tried: dark is good.*?</figure>", text)
+    assert "The best 100 of 130 trials; the table shows all." in text
+    (drawn,) = re.findall(r"(?s)hyperparameters by trial: dark is good.*?</figure>", text)
     assert {f"trial-{index:03d}" for index in range(100)} == set(re.findall(r"trial-\d+", drawn))
     assert '"ticktext":["head.lr","body.lr","width","validation\\u002floss"]' in drawn
 

@@ -1,4 +1,4 @@
-"""An update that begins again, in smaller micro-batches, where a rank has run out of memory."""
+"""An optimizer step that repeats an update with smaller micro-batches when a rank runs out of memory."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .optimizer_step import OptimizerStep, zero_gradients
 
 
 class AutoMicrobatchStep(OptimizerStep):
-    """Makes one optimizer update; where memory does not suffice, again in micro-batches of half the size.
+    """Makes one optimizer update; when memory runs out, repeats it with micro-batches of half the size.
 
-    The global batch, its order and the mean that is learned from stay: more micro-batches are accumulated. An update
-    that is begun again finds all as it was: gradients, buffers, random numbers, counters. Later updates are cut in the
-    same way, and so are those of a resumed run, unless its `micro_batch_size` is another one.
+    The global batch, its order and the mean loss do not change: more micro-batches are accumulated. Before a repeat,
+    gradients, buffers, random states and counters are reset. Later updates use the smaller size too, and so does a
+    resumed run, unless its `micro_batch_size` differs.
 
-    On several ranks the gradients meet when all ranks have come through their last backward pass, and not during it: a
-    rank that has run out of memory then finds the others where they can turn back.
+    On several ranks gradients are reduced after the last backward pass, not during it, so that all ranks can agree on a
+    repeat.
 
     Args:
         ctx: of one rank, or with models that are replicated.
         steps, metrics: as for `OptimizerStep`.
 
     Attributes:
-        pieces: into how many each micro-batch of the data is cut.
+        splits: number of parts into which each micro-batch of the data is split.
 
     Raises:
         ConfigError: a model is sharded.
@@ -51,27 +51,27 @@ class AutoMicrobatchStep(OptimizerStep):
         super().__init__(ctx, steps, metrics)
         if sharded := [name for name, model in ctx.models.items() if is_sharded(model)]:
             raise ConfigError(
-                f"halve_on_out_of_memory cannot be kept: {', '.join(sorted(sharded))} is sharded, and a rank without "
-                "memory leaves the others waiting for its shards in the midst of a pass. Leave it out and set a "
-                "smaller micro_batch_size, or take strategy 'ddp'"
+                f"halve_on_out_of_memory does not support sharded models ({', '.join(sorted(sharded))}): a rank out of "
+                "memory would leave the others waiting for its shards. Leave it out and set a smaller "
+                "micro_batch_size, or use strategy 'ddp'"
             )
         self.splits = 1
         self._generators = RngState()
-        # Averaged here, and not by DDP.
+        # Reduced in `_step`, not by DDP.
         self._averaged, self._replicated = self._replicated, set()
         self._buffers = [buffer for model in self._models.values() for buffer in model.buffers()]
 
     def counters(self) -> dict[str, float]:
-        """Returns what `OptimizerStep.counters` does, and the pieces of a micro-batch where it is cut."""
+        """Return the counters of `OptimizerStep`, and the parts of a micro-batch if it is split."""
         cut = {"micro_batch_pieces": float(self.splits)} if self.splits > 1 else {}
         return super().counters() | cut
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `OptimizerStep.state_dict` does, and how micro-batches are cut."""
+        """Return the state of `OptimizerStep`, and how micro-batches are split."""
         return super().state_dict() | {"pieces": self.splits, "pieces_of": self._config.micro_batch_size}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Takes it over; with another `micro_batch_size` than before, micro-batches are whole again."""
+        """Restore the state; with another `micro_batch_size` than the saved one, micro-batches are not split."""
         super().load_state_dict(state)
         is_same = state.get("pieces_of") == self._config.micro_batch_size
         self.splits = state.get("pieces", 1) if is_same else 1
@@ -86,7 +86,7 @@ class AutoMicrobatchStep(OptimizerStep):
                 return super()._accumulate_and_step(batch if self.splits == 1 else _split(batch, self.splits))
             except _OutOfMemory as error:
                 message = self._agree_on_halving(batch, error.__cause__)
-            # Out of the handler, which holds on to the graph of the pass that failed.
+            # Outside the handler, whose exception keeps the graph of the failed pass alive.
             self._losses = []
             zero_gradients(self._optimizers)
             gc.collect()
@@ -116,11 +116,10 @@ class AutoMicrobatchStep(OptimizerStep):
                 raise
             if self._stepped:
                 error.add_note(
-                    "halve_on_out_of_memory does not help here: an optimizer has stepped in this update already, so "
-                    "that it cannot begin again"
+                    "halve_on_out_of_memory cannot repeat this update: an optimizer has already stepped in it"
                 )
                 raise
-            # The others ask when they are about to step.
+            # Other ranks make the matching call in `_step`.
             self._world.sum_ints(1, 0)
             raise _OutOfMemory from error
 
@@ -134,32 +133,33 @@ class AutoMicrobatchStep(OptimizerStep):
                 raise _OutOfMemory
             if lacking_on:
                 raise StepError(
-                    f"on {lacking_on} of {self._world.size} ranks a parameter got no gradient, and with "
-                    "halve_on_out_of_memory those of replicated models must all get one: freeze it, or leave "
-                    "halve_on_out_of_memory out"
+                    f"on {lacking_on} of {self._world.size} ranks a parameter got no gradient, but "
+                    "halve_on_out_of_memory requires one for every parameter of replicated models: freeze it, or "
+                    "leave halve_on_out_of_memory out"
                 )
             self._world.all_reduce_mean(gradients)
             self._request_buffer_sync()
         return super()._step(optimizers)
 
     def _request_buffer_sync(self) -> None:
-        """Has DDP give all ranks the main one's buffers before the next pass, as after a backward of its own."""
+        """Make DDP broadcast the main rank's buffers before the next forward pass, as after its own backward pass."""
         for model in self._models.values():
             if isinstance(model, DistributedDataParallel):
                 model.require_forward_param_sync = True
 
     def _sync_buffers_now(self) -> None:
-        """Does so here, where all ranks are, and not in a pass that a rank without memory may not come to."""
+        """Sync DDP buffers now, while all ranks are present, not in a forward pass that an OOM rank may not reach."""
         for model in self._models.values():
             if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                 model._sync_buffers()  # type: ignore[no-untyped-call]
                 model.require_forward_param_sync = False
 
     def _agree_on_halving(self, batch: GlobalBatch, error: BaseException | None) -> str:
-        """Returns what to say of it, equal on every rank. Every rank must call this.
+        """Return a message about the smaller micro-batches, equal on every rank. Every rank must call this.
 
         Raises:
-            StepError: it cannot be done, and another rank has run out of memory; this one raises what it ran into.
+            StepError: micro-batches cannot be split, and another rank ran out of memory; a rank that ran out of memory
+                raises that error instead.
         """
         largest = max(batch.num_samples)
         reports = self._world.all_gather_object(
@@ -170,12 +170,12 @@ class AutoMicrobatchStep(OptimizerStep):
         what = f"rank {ranks} ran out of memory at step {self._ctx.progress.step + 1}"
         problem = next((each.problem for each in reports if each.problem), None)
         if largest <= 1:
-            problem = "a micro-batch has one sample already"
+            problem = "micro-batches already have only one sample"
         if problem is None:
             half = math.ceil(largest / 2)
             return (
-                f"{what} with up to {largest} samples in a forward pass: the update begins again with up to {half}, "
-                f"and so do later ones (micro_batch_size={half} begins with that)"
+                f"{what} with up to {largest} samples in a forward pass: repeating the update with up to {half}, also "
+                f"in later updates (set micro_batch_size={half} to start with that)"
             )
         if error is None:
             raise StepError(f"{what}, and halve_on_out_of_memory does not help: {problem}")
@@ -184,16 +184,17 @@ class AutoMicrobatchStep(OptimizerStep):
 
 
 class _OutOfMemory(Exception):
-    """A pass that this rank, which then knows the cause, or another one had no memory for."""
+    """This rank (then with a cause) or another one ran out of memory in the update."""
 
 
 @dataclass(frozen=True)
 class _RankMemoryReport:
-    """What a rank has to say of an update that some rank has no memory for.
+    """One rank's report on an update for which memory ran out on some rank.
 
     Attributes:
+        ran_out: whether this rank ran out of memory.
         largest: samples of its largest micro-batch.
-        problem: why its micro-batches cannot be cut.
+        problem: why its micro-batches cannot be split, if so.
     """
 
     ran_out: bool
@@ -202,13 +203,13 @@ class _RankMemoryReport:
 
 
 def _split(batch: GlobalBatch, pieces: int) -> LoadedBatch:
-    """Cuts each micro-batch into as many pieces; one without samples of its own keeps the ranks in step.
+    """Split each micro-batch into `pieces` parts; a part without samples is padding.
 
     Raises:
-        StepError: it cannot be cut.
+        StepError: a micro-batch cannot be split.
     """
     if problem := _why_not_splittable(batch):
-        raise StepError(f"micro-batches were cut, since memory did not suffice, and this one cannot be: {problem}")
+        raise StepError(f"halve_on_out_of_memory has split earlier micro-batches, but cannot split this one: {problem}")
     rows = batch.row_ids() if isinstance(batch, HasRowIds) else ()
     micro_batches: list[Any] = []
     num_samples: list[int] = []
@@ -230,7 +231,7 @@ def _select_rows(micro_batch: Any, start: int, stop: int) -> Any:
 
 
 def _why_not_splittable(batch: GlobalBatch) -> str | None:
-    """Says what of a batch is not cut with its rows, if there is anything."""
+    """Return which part of a batch cannot be split by rows, or None."""
     for micro_batch, num in zip(batch.micro_batches, batch.num_samples, strict=True):
         rows = batch_size(micro_batch)
         if num and rows != num:
@@ -238,14 +239,14 @@ def _why_not_splittable(batch: GlobalBatch) -> str | None:
         for leaf in _leaves(micro_batch):
             if isinstance(leaf, torch.Tensor):
                 if leaf.dim() and leaf.size(0) != rows:
-                    return f"of a micro-batch of {rows} rows, one tensor has the shape {list(leaf.shape)}"
+                    return f"in a micro-batch of {rows} rows, one tensor has the shape {list(leaf.shape)}"
             elif isinstance(leaf, Sized) and not isinstance(leaf, (str, bytes)) and len(leaf) == rows:
-                return f"a {type(leaf).__name__} beside its tensors has {rows} elements, perhaps one for each row"
+                return f"in addition to tensors it has a {type(leaf).__name__} of {rows} elements, perhaps one per row"
     return None
 
 
 def _leaves(nested: Any) -> Iterator[Any]:
-    """Yields tensors, lists with nothing nested in them, and whatever else is in a batch."""
+    """Yield the leaves of a batch: tensors, flat lists of plain values, and other objects."""
     values: Iterable[Any] | None = None
     if isinstance(nested, Mapping):
         values = nested.values()

@@ -1,4 +1,4 @@
-"""Parameters by name, for what is said of their gradients: groups whose norm is logged, and those that got none."""
+"""Gradient norms, clipping, norm groups by parameter name, and the check for unused parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NAMES = 8
 
 
 def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields all parameters as "<model>.<name>", with the names that the user's modules give them."""
+    """Yield all parameters as "<model>.<name>", named as in the user's modules."""
     for name, model in models.items():
         for path, value in unwrapped_state_dict(model, keep_vars=True).items():
             if isinstance(value, nn.Parameter):
@@ -27,10 +27,10 @@ def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
 
 
 def norm_groups(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, set[torch.Tensor]]:
-    """Returns the parameters whose names match each shell pattern.
+    """Return the parameters whose names match each shell pattern.
 
     Raises:
-        ConfigError: a pattern matches none.
+        ConfigError: a pattern matches no parameter.
     """
     groups: dict[str, set[torch.Tensor]] = {}
     for pattern in patterns:
@@ -45,10 +45,10 @@ def norm_groups(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> dic
 
 
 def report_unused(models: Mapping[str, nn.Module], unused: set[torch.Tensor], *, is_main: bool) -> None:
-    """Warns of parameters that an optimizer holds and no gradient has reached.
+    """Warn about parameters of an optimizer that got no gradient.
 
     Raises:
-        StepError: DDP waits for the gradient of every parameter, and would leave others unsynchronised.
+        StepError: DDP waits for the gradient of every parameter, and would not reduce others.
     """
     names = [name for name, parameter in named_parameters(models) if parameter in unused]
     if not names:
@@ -57,21 +57,21 @@ def report_unused(models: Mapping[str, nn.Module], unused: set[torch.Tensor], *,
     waiting = [each for each in models.values() if isinstance(each, DistributedDataParallel)]
     if any(unused.intersection(each.parameters()) for each in waiting if not each.find_unused_parameters):
         raise StepError(
-            f"{what} got no gradient in the first update, and DDP waits for that of every parameter: leave them out of "
-            "the model, freeze them, or set parallel.find_unused_parameters=True"
+            f"{what} got no gradient in the first update, but DDP waits for the gradient of every parameter: remove "
+            "them from the model, freeze them, or set parallel.find_unused_parameters=True"
         )
     if is_main:
         warnings.warn(
-            f"{what} got no gradient in the first update of their optimizer: is this part of the model meant to be "
-            "unused? Freeze what is not to be trained",
+            f"{what} got no gradient in the first update of their optimizer: freeze parameters that are not to be "
+            "trained, or check that the loss depends on them",
             stacklevel=2,
         )
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Returns the norm of one or more gradients together, one number, equal to `get_total_norm`'s to the last bit.
+    """Return the total norm of one or more gradients, bitwise equal to `get_total_norm`.
 
-    Every rank must call this: parts of sharded gradients are put together.
+    Every rank must call this: norms of sharded gradients are reduced.
     """
     if not _are_alike(gradients):
         return to_full_tensor(get_total_norm([dense_values(each) for each in gradients]))
@@ -81,15 +81,12 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clip_norm(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
-    """Scales the gradients of parameters that all have one, so that their norm is no larger than the limit.
-
-    In place, and equal to `clip_grads_with_norm_` to the last bit.
-    """
+    """Scale gradients in place so that their norm is at most the limit; bitwise equal to `clip_grads_with_norm_`."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not _are_alike(gradients):
         clip_grads_with_norm_([p for p in parameters if p.grad is None or not p.grad.is_sparse], limit, norm)
         sparse = [gradient for gradient in gradients if gradient.is_sparse]
-        # Rows that occur twice are added up later, which scaling does not mind.
+        # Not coalesced: scaling and summing repeated rows commute.
         for gradient in sparse:
             gradient._values().mul_((limit / (norm + 1e-6)).clamp(max=1.0).to(gradient.device))
         return
@@ -98,7 +95,7 @@ def clip_norm(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
 
 
 def clip_value(parameters: Sequence[Tensor], limit: float) -> None:
-    """Bounds every number of the gradients of some parameters, in place."""
+    """Clip every element of the parameters' gradients to plus or minus the limit, in place."""
     clip_grad_value_([p for p in parameters if p.grad is None or not p.grad.is_sparse], limit)
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
@@ -107,14 +104,14 @@ def clip_value(parameters: Sequence[Tensor], limit: float) -> None:
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """Returns a gradient as it is, or of a sparse one what is not zero."""
+    """Return the gradient, or the values of a sparse one."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _are_alike(gradients: list[Tensor]) -> bool:
-    """Whether they are plain tensors of one dtype on one device, which torch finds out by sorting them."""
+    """Return whether all are dense plain tensors of one dtype on one device; faster than torch's grouping."""
     device, dtype = gradients[0].device, gradients[0].dtype
-    # A loop, which takes half as long as `all`.
+    # A loop is twice as fast as `all`.
     for gradient in gradients:  # noqa: SIM110
         if type(gradient) is not Tensor or gradient.dtype != dtype or gradient.device != device or gradient.is_sparse:
             return False

@@ -13,7 +13,7 @@ Interval = Literal["step", "epoch", "evaluation"]
 
 
 class LrStepping:
-    """The schedulers of a run, and when each of them steps.
+    """The schedulers of a run, and when each steps.
 
     Attributes:
         schedulers: by the names of the attributes that hold them.
@@ -31,30 +31,31 @@ class LrStepping:
         interval: Interval | Mapping[str, Interval],
         monitor: str | Mapping[str, str],
     ) -> None:
-        """Takes the schedulers that `configure_optimizers` has made.
+        """Set the schedulers.
 
         Args:
             schedulers: by name.
-            interval: when they step, or a dict of that by name; "step" where it names none.
-            monitor: the metric of a `ReduceLROnPlateau`, or a dict of that by name.
+            interval: when they step, or a dict of intervals by scheduler name; "step" for schedulers that it omits.
+            monitor: the metric for `ReduceLROnPlateau`, or a dict of metrics by scheduler name.
 
         Raises:
-            ConfigError: a setting names no scheduler, or an interval that does not exist.
+            ConfigError: a setting names an unknown scheduler or interval.
         """
         for field, setting in (("scheduler_interval", interval), ("scheduler_monitor", monitor)):
             if isinstance(setting, Mapping) and (unknown := sorted(setting.keys() - schedulers.keys())):
                 raise ConfigError(
-                    f"{field} names {', '.join(unknown)}; the schedulers are {', '.join(schedulers) or 'none'}"
+                    f"{field} must name schedulers ({', '.join(schedulers) or 'there are none'}), got "
+                    f"{', '.join(unknown)}"
                 )
         for name in schedulers:
             if (chosen := _setting_for(interval, name, "step")) not in get_args(Interval):
-                raise ConfigError(f"scheduler_interval must be one of {', '.join(get_args(Interval))}, not {chosen!r}")
+                raise ConfigError(f"scheduler_interval must be one of {', '.join(get_args(Interval))}, got {chosen!r}")
         self.schedulers.clear()
         self.schedulers.update(schedulers)
         self._interval, self._monitor = interval, monitor
 
     def at(self, interval: Interval) -> list[LRScheduler]:
-        """Returns the schedulers that step then; a `ReduceLROnPlateau` always follows evaluations and is never here."""
+        """Return the schedulers that step at an interval, without `ReduceLROnPlateau`."""
         return [
             scheduler
             for name, scheduler in self.schedulers.items()
@@ -62,10 +63,10 @@ class LrStepping:
         ]
 
     def step_after_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Steps the schedulers that follow evaluations, a `ReduceLROnPlateau` by the value of its metric.
+        """Step the schedulers that follow evaluations, and each `ReduceLROnPlateau` with its metric.
 
         Raises:
-            ConfigError: there is no such metric.
+            ConfigError: the metric does not exist.
         """
         for scheduler in self.at("evaluation"):
             scheduler.step()
@@ -73,7 +74,7 @@ class LrStepping:
             if isinstance(scheduler, ReduceLROnPlateau):
                 monitor = _setting_for(self._monitor, name, "validation/loss")
                 if monitor not in metrics:
-                    raise ConfigError(f"scheduler_monitor is {monitor!r}, but an evaluation gives {', '.join(metrics)}")
+                    raise ConfigError(f"scheduler_monitor must be one of {', '.join(metrics)}, got {monitor!r}")
                 scheduler.step(metrics[monitor])
 
 

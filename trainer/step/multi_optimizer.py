@@ -1,4 +1,4 @@
-"""In a step that calls `backward` and `step` itself: which gradients are for which optimizer."""
+"""Gradient isolation between several optimizers, for steps that call `backward` and `step` themselves."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.optim import Optimizer
 
 
 class GradientIsolation:
-    """Keeps what the loss of one optimizer leaves in the parameters of another from becoming part of their gradient.
+    """Keeps the loss of one optimizer from adding to the gradients of another's parameters.
 
-    A turn is one call of `backward` or several, and the calls of `step` that follow: the gradients are for the
-    optimizers that step. A generator's loss goes through its critic, too. When the next turn begins, or the micro-batch
-    ends, the critic's gradients are again what they were before, with all that earlier micro-batches have added up.
+    A turn is one or several calls of `backward` and the calls of `step` that follow; its gradients are for the
+    optimizers that step. For example, a generator's loss goes through its critic: when the next turn begins, or the
+    micro-batch ends, the critic's gradients are restored to those that its own losses have accumulated.
 
     Args:
-        optimizers: all of the trainer.
+        optimizers: all optimizers of the trainer.
 
     Attributes:
-        may_step_manually: whether `training_step` calls `step` itself, as far as is known: not if the first did not.
+        may_step_manually: whether `training_step` may call `step`; False once a micro-batch did not.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -30,11 +30,11 @@ class GradientIsolation:
         self.may_step_manually = True
 
     def begin_update(self) -> None:
-        """Takes note that there are no gradients yet."""
+        """Start an update, without gradients."""
         self._before = {}
 
     def before_backward(self) -> None:
-        """Ends the last turn if an optimizer has stepped since, and begins one if none is going on."""
+        """End the turn if an optimizer has stepped since, and start one if there is none."""
         if self._owners:
             self._restore_gradients()
         if self._before is None and self._steps_manually:
@@ -42,12 +42,12 @@ class GradientIsolation:
             self._before = {p: p.grad.clone() for o in self._optimizers for p in _parameters(o) if p.grad is not None}
 
     def step(self, optimizer: Optimizer) -> None:
-        """Takes note of whose turn it is."""
+        """Record that the current turn is this optimizer's."""
         self._steps_manually = self.may_step_manually = True
         self._owners.add(optimizer)
 
     def end_micro_batch(self) -> None:
-        """Ends the last turn."""
+        """End the turn."""
         self.may_step_manually = self._steps_manually
         self._restore_gradients()
 

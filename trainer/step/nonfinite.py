@@ -1,4 +1,4 @@
-"""Notices that the gradient of an update is NaN or infinite, and decides whether the run goes on without it."""
+"""The guard against NaN and infinite gradients: raises, or counts skipped and retried updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .nonfinite_report import NonFiniteReport
 
 
 class AsyncScalar:
-    """A number on its way from a device to the host."""
+    """A number that is being copied from a device to the host."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -30,18 +30,18 @@ class AsyncScalar:
             self._host = number.detach().clone()
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return immediately."""
         return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
 
     def wait(self) -> float:
-        """Returns the number. Waits for what the device had to do before it, and for nothing that it got since."""
+        """Return the number. Waits for device work queued before it, but not for later work."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.item()
 
 
 def can_skip(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can be told on the device to leave everything as it is: torch's fused ones can."""
+    """Return whether a flag on the device can make the optimizer skip its step, as for torch's fused ones."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused") for group in optimizer.param_groups
     )
@@ -49,9 +49,9 @@ def can_skip(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def skipping(optimizer: Any, not_finite: torch.Tensor) -> Iterator[None]:
-    """Has the step of a fused optimizer do nothing if `not_finite`, a float32 tensor of one element, is not zero.
+    """Make the step of a fused optimizer do nothing if `not_finite`, a float32 tensor with one element, is not zero.
 
-    Source: `torch.amp.GradScaler.step` hands the same two attributes to the optimizers that understand them.
+    Source: `torch.amp.GradScaler.step` sets the same two attributes on such optimizers.
     """
     optimizer.grad_scale, optimizer.found_inf = None, not_finite
     try:
@@ -61,21 +61,22 @@ def skipping(optimizer: Any, not_finite: torch.Tensor) -> Iterator[None]:
 
 
 class NonFiniteGuard:
-    """Keeps an update whose gradient is not finite from becoming part of the run.
+    """Raises on non-finite gradients, or counts the updates that were rejected because of them.
 
-    The norm of the whole gradient is the same on every rank, so all ranks decide alike without asking one another.
+    The norm of the whole gradient is equal on every rank, so all ranks decide alike without communication.
 
-    Under the policy "raise" the guard `watch`es: the norm is looked at when it has arrived, some updates later, and no
-    update waits for it; `check_pending` waits, before anything is saved. Otherwise each norm is checked before the next
-    update, and `count_rejected` raises where the run cannot continue.
+    With the policy "raise", `watch` checks each norm when its copy has arrived on the host, some updates later, so that
+    no update waits for it; `check_pending` waits for all, before a save. With other policies each norm is checked
+    before the next update, and `count_rejected` raises if there are too many rejected updates.
 
     Args:
-        config: its policy and its bounds.
-        sees_every_norm: whether each norm is looked at before the next update, whatever the policy.
+        config: its policy and limits.
+        sees_every_norm: whether each norm is checked before the next update, whatever the policy.
 
     Attributes:
-        waits: whether the verdict on an update is needed before the next one begins.
-        skipped, retried: updates that were not applied, and those that were tried again, over the whole run.
+        needs_norm_now: whether the norm is needed before the next update.
+        retries: whether the policy is "retry".
+        skipped, retried: updates that were not applied, and those that were repeated, over the whole run.
     """
 
     def __init__(self, config: TrainerConfig, *, sees_every_norm: bool) -> None:
@@ -88,29 +89,29 @@ class NonFiniteGuard:
         self._pending: deque[tuple[int, AsyncScalar, NonFiniteReport]] = deque()
 
     def watch(self, step: int, arrival: AsyncScalar, report: NonFiniteReport) -> None:
-        """Takes note of the norm of an update that is applied whatever it is, and looks at those that have arrived.
+        """Add the norm of an applied update, and check the norms that have arrived.
 
         Raises:
-            NonFiniteError: one of them is not finite.
+            NonFiniteError: a norm is not finite.
         """
         self._pending.append((step, arrival, report))
         while self._pending and self._pending[0][1].is_ready():
             self._check(*self._pending.popleft())
 
     def check_pending(self) -> None:
-        """Waits for every norm that is still on its way.
+        """Wait for all pending norms and check them.
 
         Raises:
-            NonFiniteError: one of them is not finite.
+            NonFiniteError: a norm is not finite.
         """
         while self._pending:
             self._check(*self._pending.popleft())
 
     def count_rejected(self, step: int, norm: float, report: NonFiniteReport) -> None:
-        """Counts an update whose gradient is not finite and which has not been applied. Every rank must call this.
+        """Count an update that was not applied because of its gradient. Every rank must call this.
 
         Raises:
-            NonFiniteError: by the policy, or because there have been too many.
+            NonFiniteError: the policy is "raise", or there have been too many.
         """
         self._in_a_row += 1
         self._total += 1
@@ -127,11 +128,11 @@ class NonFiniteGuard:
         )
 
     def applied(self) -> None:
-        """Ends a row: an update was applied, and nothing of it refused."""
+        """Reset the count of consecutive rejected updates, after one that was applied."""
         self._in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counts."""
+        """Return the counters."""
         return {
             "skipped": self.skipped,
             "retried": self.retried,
@@ -140,7 +141,7 @@ class NonFiniteGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over, and forgets the norms that are still on their way: of updates that are undone."""
+        """Restore the counters, and drop pending norms, whose updates are undone."""
         self._pending.clear()
         self.skipped, self.retried = state["skipped"], state["retried"]
         self._in_a_row, self._total = state["in_a_row"], state["total"]

@@ -1,4 +1,4 @@
-"""Says where a gradient that is not finite came from: on which rank, in which rows and in which parameters."""
+"""Reports on non-finite gradients: from which ranks, rows and losses they came, and in which parameters they are."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MOST_ROWS = 16
 
 @dataclass(slots=True)
 class RankReport:
-    """What one rank has to say.
+    """The report of one rank.
 
     Attributes:
-        losses: of each micro-batch whose loss is not finite, by its number from 0, with the loss.
-        inputs: micro-batches with a number in them that is not finite.
-        parameters: names of those whose gradient, or this rank's shard of it, is not finite; where gradients may be
-            gone, also of those that are not finite themselves.
-        rows: of the guilty micro-batches. If none is, of all, or of none where gradients may be gone; empty where the
-            data does not name its rows.
+        losses: non-finite losses, by the index of their micro-batch.
+        inputs: indices of micro-batches with non-finite values in their data.
+        parameters: names of parameters whose gradient, or this rank's shard of it, is not finite; if gradients may be
+            gone, also of parameters that are not finite themselves.
+        rows: ids of the rows in these micro-batches. If there are none, of all micro-batches, or of none if gradients
+            may be gone; empty if the data has no row ids.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class RankReport:
 
 
 class NonFiniteReport:
-    """What there is to know of one update if its gradient should not be finite. Making one looks at nothing.
+    """The data for a report on one update, in case its gradient is not finite; inspected only then.
 
     Args:
         world: the ranks.
         models: whose parameters have the gradients.
-        batch: this rank's part of the update's samples.
-        losses: of which micro-batch, by its number from 0; the loss; and how much it counts.
+        batch: this rank's part of the global batch.
+        losses: for each backward pass, the index of its micro-batch, the loss and its weight.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class NonFiniteReport:
         self._world, self._models, self._batch, self._losses = world, models, batch, losses
 
     def describe(self) -> str:
-        """Says what the ranks found. Every rank must call this, while the gradients are still there."""
+        """Return a description over all ranks. Every rank must call this, before gradients are cleared."""
         return format_reports(self._world.all_gather_object(self._inspect(with_gradients=True)))
 
     def describe_this_rank(self) -> str:
-        """Says what this rank found, of an update that may have been applied and followed by others."""
+        """Return a description for this rank; the update may have been applied and followed by others."""
         found = self._inspect(with_gradients=False)
         spoilt = f"; not finite by now: {_first(found.parameters, _MOST_NAMES)}" if found.parameters else ""
         return f"on rank {self._world.rank}, {_format_report(found)}{spoilt}"
@@ -71,7 +71,7 @@ class NonFiniteReport:
     def _inspect(self, *, with_gradients: bool) -> RankReport:
         found = RankReport()
         for number, loss, counts in self._losses:
-            # A micro-batch without a single token has NaN as its mean loss, and counts nothing.
+            # A micro-batch without any token has NaN as its mean loss, but weight 0.
             if float(counts) and not math.isfinite(value := float(loss.detach())):
                 found.losses[number] = value
         for number, micro_batch in enumerate(self._batch.micro_batches):
@@ -82,20 +82,20 @@ class NonFiniteReport:
             if not all(bool(dense_values(to_local(each)).isfinite().all()) for each in looked_at if each is not None):
                 found.parameters.append(name)
         if isinstance(self._batch, HasRowIds) and (rows := self._batch.row_ids()):
-            # Without a gradient to look at, nothing points to these rows rather than to what the weights were.
+            # Without gradients, these rows are no more suspect than the weights.
             guilty = sorted({*found.losses, *found.inputs}) or (range(len(rows)) if with_gradients else ())
             found.rows = [row for number in guilty for row in rows[number]]
         return found
 
 
 def format_reports(reports: Sequence[RankReport]) -> str:
-    """Puts the reports of all ranks into one sentence: names at most 8 parameters, and 16 rows of each rank."""
+    """Format the reports of all ranks as one sentence, with at most 8 parameters, and 16 rows of each rank."""
     names = list(dict.fromkeys(name for each in reports for name in each.parameters))
     if not names:
         return "the sum of finite gradients overflows"
     guilty = {rank: each for rank, each in enumerate(reports) if each.losses or each.inputs}
     if not guilty:
-        # Under DDP the gradients have met already, and every rank has the same.
+        # Under DDP gradients are already reduced, and equal on every rank.
         guilty = {rank: each for rank, each in enumerate(reports) if each.parameters}
     where = "; ".join(f"rank {rank}: {_format_report(each)}" for rank, each in guilty.items())
     return f"{where}; in the gradient of {_first(names, _MOST_NAMES)}"

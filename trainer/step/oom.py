@@ -1,4 +1,4 @@
-"""How much memory this rank has taken, and what to turn when there is not enough. Asks no other rank."""
+"""Memory use of this rank, and advice after an out-of-memory error. No collectives."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _STATM = Path("/proc/self/statm")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak of what tensors took on a CUDA device since `reset_peak`; elsewhere `resident_bytes`."""
+    """Return the peak of allocated bytes on a CUDA device since `reset_peak`; otherwise `resident_bytes`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resident_bytes()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begins a new peak. Waits for nothing."""
+    """Start a new peak on a CUDA device. Does not synchronize."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def resident_bytes() -> int:
-    """Returns how much of this process lies in memory; its peak where the system tells no more."""
+    """Return the resident bytes of this process; without procfs, their peak."""
     import resource
 
     if _STATM.exists():
@@ -39,23 +39,23 @@ def resident_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a device, or this machine, has no memory left."""
+    """Return whether an error means that a device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def add_memory_advice(error: BaseException, config: TrainerConfig, world: World, *, step: int, may_halve: bool) -> None:
-    """Adds to an out-of-memory error how much is in use, what the config says of memory, and what to change.
+    """Add a note to an out-of-memory error: memory in use, relevant settings, and changes that need less memory.
 
     Args:
-        error: gets a note.
+        error: gets the note.
         config: of the run.
         world: the ranks.
         step: completed updates.
-        may_halve: whether micro-batches may be cut when memory runs out.
+        may_halve: whether halve_on_out_of_memory is supported.
     """
-    with contextlib.suppress(Exception):  # A failure in here must not hide the error itself.
+    with contextlib.suppress(Exception):  # A failure here must not hide the error itself.
         notes = _memory_in_use(world, step), _memory_settings(config), _advice(config, world, may_halve=may_halve)
         error.add_note(f"{'. '.join(notes)}.")
 
@@ -76,7 +76,7 @@ def _memory_in_use(world: World, step: int) -> str:
 def _memory_settings(config: TrainerConfig) -> str:
     parallel = config.parallel
     return (
-        f"In force: micro_batch_size={config.micro_batch_size}, global_batch_size={config.global_batch_size}, "
+        f"Settings: micro_batch_size={config.micro_batch_size}, global_batch_size={config.global_batch_size}, "
         f"gradient_accumulation_steps={config.gradient_accumulation_steps}, precision={config.precision!r}, "
         f"parallel.strategy={parallel.strategy!r}, "
         f"parallel.activation_checkpointing={parallel.activation_checkpointing!r}, "
@@ -87,9 +87,9 @@ def _memory_settings(config: TrainerConfig) -> str:
 def _advice(config: TrainerConfig, world: World, *, may_halve: bool) -> str:
     parallel = config.parallel
     smaller = (
-        "a smaller micro_batch_size (the update stays what it is, accumulation follows)"
+        "a smaller micro_batch_size (gradient accumulation keeps the update equal)"
         if config.global_batch_size is not None
-        else "smaller batches of the loader with more gradient_accumulation_steps, or a global_batch_size and a "
+        else "smaller batches in the loader and more gradient_accumulation_steps, or a global_batch_size and a "
         "micro_batch_size"
     )
     knobs = [smaller]
@@ -108,4 +108,4 @@ def _advice(config: TrainerConfig, world: World, *, may_halve: bool) -> str:
         knobs.append("parallel.strategy='fsdp' on more ranks")
     elif world.size > 1 and not parallel.cpu_offload:
         knobs.append("more ranks; parallel.cpu_offload=True")
-    return f"To need less: {'; '.join(knobs)}"
+    return f"To use less memory: {'; '.join(knobs)}"

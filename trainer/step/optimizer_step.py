@@ -1,8 +1,9 @@
-"""The arithmetic of one optimizer update: accumulate, weigh, synchronise once, unscale, measure, guard, clip, step.
+"""One optimizer update: accumulate, weight losses, reduce once, unscale, compute the norm, check, clip, step.
 
-The gradient of an update is that of the mean loss over all its samples (or tokens), however they are cut into
-micro-batches and ranks. With w the weight of a micro-batch and W their sum over all ranks, each loss is multiplied by
-w * ranks / W before backward; DDP and FSDP2 then average over the ranks, which leaves the sum of w/W times the loss.
+The gradient of an update is that of the mean loss over all its samples (or tokens), however they are divided into
+micro-batches and ranks. With w the weight of a micro-batch and W the sum of weights over all ranks, each loss is
+multiplied by w * ranks / W before backward; DDP and FSDP2 then average over the ranks, which gives the sum of w/W times
+the loss.
 """
 
 from __future__ import annotations
@@ -30,39 +31,39 @@ from .nonfinite_report import NonFiniteReport
 from .precision import autocast, loss_scaler, without_autocast
 
 HOST_READABLE = ("cpu",)
-"""Kinds of devices whose numbers can be looked at without waiting for anything."""
+"""Device types whose numbers the host can read without synchronizing."""
 
 
 class OptimizerStep:
     """Makes one optimizer update of a global batch.
 
-    Called with a batch, it calls `training_step` for each of this rank's micro-batches and does what the step leaves
-    undone: a step that returns a loss gets backward and optimizer step; one that called `backward(loss)` gets the
-    optimizer step; one that called `step(optimizer)` too gets nothing more. For a loop of the user's own, `accumulate`
-    yields the micro-batches instead, and `complete` makes the update.
+    A call with a batch runs `training_step` for each of this rank's micro-batches, and then the rest of the update:
+    backward and optimizer step if the step returned a loss; only the optimizer step if it called `backward(loss)`;
+    neither if it also called `step(optimizer)`. For custom loops, `accumulate` yields the micro-batches instead, and
+    `complete` makes the update.
 
-    An update whose gradient is not finite is rejected where the norm is known in time: always on a CPU; on another
-    device under a policy other than "raise", and with float16. Then the optimizers leave weights and moments alone, and
-    what the steps returned or logged is left out. A fused optimizer gets a flag on the device, and the host waits for
-    the norm while the optimizer works, so that the device stays busy; for others the host waits before their step.
+    An update with a non-finite gradient is rejected if the norm is known in time: always on a CPU; on another device
+    with a policy other than "raise", or with float16. Then weights and optimizer state do not change, and metrics of
+    the step are dropped. A fused optimizer gets a flag on the device, and the host waits for the norm during the
+    optimizer step, so that the device stays busy; for others the host waits before the step.
 
     Args:
         ctx: with models, optimizers and schedulers.
         steps: the user's steps.
-        metrics: gets what the steps return, and the norm of the gradient.
+        metrics: gets the values that the steps return, and the norm of the gradient.
 
     Attributes:
-        is_last_micro_batch: whether the gradients of the current micro-batch complete the update.
-        learning_rates: those that produced the last update, in the order of the parameter groups.
-        logged: what a step logs by itself; it counts when the update has been applied.
-        weight: how much the current micro-batch counts in means; 1 between micro-batches.
-        is_padding: whether the current micro-batch only keeps the ranks in step: nothing that its step logs counts.
+        is_last_micro_batch: whether the current micro-batch is the last of the update.
+        learning_rates: of the last update, in the order of the parameter groups.
+        logged: values that the step logs; merged into `metrics` when the update is applied.
+        weight: of the current micro-batch in means; 1 between micro-batches.
+        is_padding: whether the current micro-batch only keeps the ranks in step: its values do not count.
         stepping: the optimizers that are about to step, for `on_gradients_ready`.
-        wait_for_snapshot: called once before the next optimizer step: waits until a save has its copy of the state.
-        should_log: whether what is logged now counts on this rank.
+        wait_for_snapshot: called once before the next optimizer step; waits until a save has copied the state.
+        should_log: whether values logged now count on this rank.
 
     Raises:
-        ConfigError: a pattern of `grad_norm_groups` matches no parameter, or "fp16" is to train float16 weights.
+        ConfigError: a pattern of `grad_norm_groups` matches no parameter, or the weights are float16 with "fp16".
     """
 
     def __init__(self, ctx: RunContext, steps: Steps, metrics: MeanMetrics) -> None:
@@ -104,14 +105,14 @@ class OptimizerStep:
         self.wait_for_snapshot: Callable[[], None] | None = None
 
     def __call__(self, batch: GlobalBatch) -> str | None:
-        """Makes the update. Every rank must call this with its part of the same global batch.
+        """Make the update. Every rank must call this with its part of the same global batch.
 
         Returns:
-            Why the update was not applied, on every rank alike; None if it was.
+            Why the update was not applied, equal on every rank; None if it was.
 
         Raises:
-            NonFiniteError: its gradient is not finite, or that of an earlier update was not, and the policy or its
-                bounds have it so.
+            NonFiniteError: the gradient of this or an earlier update is not finite, and the config does not allow
+                skipping or repeating it.
         """
         with self._discarding_gradients_on_error():
             self.logged.reset()
@@ -119,7 +120,7 @@ class OptimizerStep:
             return self._accumulate_and_step(batch)
 
     def accumulate(self, batch: GlobalBatch) -> Generator[Any, None, None]:
-        """Yields this rank's micro-batches, for a loop that calls `backward_and_log` for each and then `complete`.
+        """Yield this rank's micro-batches, for a loop that calls `backward_and_log` for each and then `complete`.
 
         Raises:
             StepError: a micro-batch got no backward pass.
@@ -141,26 +142,26 @@ class OptimizerStep:
             self._is_accumulating = False
 
     def backward_and_log(self, loss: torch.Tensor) -> None:
-        """Runs backward inside `accumulate`, and logs the loss.
+        """Run backward inside `accumulate`, and log the loss.
 
         Raises:
-            StepError: not called inside `accumulate`, or the loss is no single number with a gradient.
+            StepError: not called inside `accumulate`, or the loss is not a single number with a gradient.
         """
         if not self._is_accumulating:
             raise StepError(
-                "run.backward(loss) was called outside of `for micro_batch in run.accumulate(batch)`, which says how "
-                "much the loss counts: move it into that loop"
+                "run.backward(loss) was called outside of `for micro_batch in run.accumulate(batch)`, which determines "
+                "the weight of the loss: move it into that loop"
             )
         self.backward(loss)
         before = self._returned.get("loss")
         self._returned = {"loss": loss.detach() if before is None else before + loss.detach()}
 
     def complete(self) -> str | None:
-        """Makes the update of what was accumulated. Every rank must call this; returns and raises as a call does."""
+        """Make the update from the accumulated gradients, as `__call__` does. Every rank must call this."""
         if not self._has_accumulated:
             raise StepError(
-                "run.step() completes an update whose micro-batches have all had their backward pass: run "
-                "`for micro_batch in run.accumulate(batch)` to its end first, and call run.step() after it"
+                "run.step() needs backward passes for all micro-batches of the update: run `for micro_batch in "
+                "run.accumulate(batch)` to its end, and call run.step() after it"
             )
         self._has_accumulated = False
         with self._discarding_gradients_on_error():
@@ -169,15 +170,15 @@ class OptimizerStep:
 
     @property
     def should_log(self) -> bool:
-        """Whether what is logged now counts on this rank."""
+        """Whether values logged now count on this rank."""
         return not self.is_padding
 
     def describe(self) -> str | None:
-        """Returns what a user should know of this way to step, if anything."""
+        """Return a message for users about this kind of step, or None."""
         return None
 
     def metric_source(self) -> Callable[[Mapping[str, float]], dict[str, float]] | None:
-        """Returns a function that adds to every record of the log, or None."""
+        """Return a function whose metrics are added to every record of the log, or None."""
         return None
 
     @contextmanager
@@ -185,7 +186,7 @@ class OptimizerStep:
         try:
             yield
         except BaseException:
-            # An update after an error must not start with half a gradient, or with one that is not finite.
+            # An update after an error must not start with partial or non-finite gradients.
             zero_gradients(self._optimizers)
             self.weight = 1.0
             raise
@@ -202,7 +203,7 @@ class OptimizerStep:
             self.logged.reset()
 
     def _prepare(self, batch: GlobalBatch) -> None:
-        """Moves the batch to the device and weighs its micro-batches."""
+        """Move the batch to the device and compute the weights of its micro-batches."""
         self._batch, self._micro_batches = batch, batch.micro_batches
         if self._must_move:
             self._micro_batches = [move(micro_batch, self._ctx.device) for micro_batch in self._micro_batches]
@@ -210,7 +211,7 @@ class OptimizerStep:
         self._loss_scales_now = self._loss_scales(batch, self._current_weights)
 
     def _conclude(self) -> str | None:
-        """Counts the update as applied or rejected, and takes in its metrics if it was applied."""
+        """Count the update as applied or rejected, and add its metrics if it was applied."""
         guard = self._guard
         if self._rejection is None:
             guard.applied()
@@ -229,7 +230,7 @@ class OptimizerStep:
         return None
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Runs backward for a step that calls it itself, inside its forward pass."""
+        """Run backward for a step that calls it, inside its forward pass."""
         self._called_backward = True
         if self._isolation is not None:
             self._isolation.before_backward()
@@ -238,10 +239,10 @@ class OptimizerStep:
         self._activity.enter("forward")
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """Steps one optimizer when the gradients are complete, and returns their norm before clipping; else None."""
+        """Step one optimizer and return the norm before clipping; return None while gradients are accumulated."""
         if optimizer not in self._optimizers:
             raise StepError(
-                "step() got an optimizer that is no attribute of the trainer: set it in configure_optimizers()"
+                "step() got an optimizer that is not an attribute of the trainer: set it in configure_optimizers()"
             )
         if self._isolation is not None:
             self._isolation.step(optimizer)
@@ -251,20 +252,20 @@ class OptimizerStep:
         with without_autocast(self._config.precision, self._ctx.device):
             norm = self._step([optimizer])
         self._activity.enter("forward")
-        # The forward pass around this call keeps casts of the weights as they were before.
+        # Autocast caches casts of the weights in the surrounding forward pass, which are now outdated.
         torch.clear_autocast_cache()
         return norm
 
     def check_pending_norms(self) -> None:
-        """Waits until all updates so far are known to be finite; a checkpoint may be written then."""
+        """Wait until all updates so far are known to be finite, for example before a save."""
         self._guard.check_pending()
 
     def last_learning_rates(self) -> dict[str, float]:
-        """Returns the learning rates that produced the last update: "lr", or "lr/<group>" where there are several."""
+        """Return the learning rates of the last update: "lr", or "lr/<group>" if there are several."""
         return {name: float(rate) for name, rate in zip(self._group_names, self.learning_rates, strict=False)}
 
     def counters(self) -> dict[str, float]:
-        """Returns what the log says of loss scale and of updates that were not applied, where there can be any."""
+        """Return the loss scale and the numbers of skipped and retried updates for the log, if applicable."""
         counters = {}
         if self._scaler is not None:
             counters["loss_scale"] = self._scaler.scale
@@ -275,24 +276,24 @@ class OptimizerStep:
         return counters
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the loss scale, and the counts of the guard."""
+        """Return the loss scale and the counters of the guard."""
         return {"scaler": self._scaler and self._scaler.state_dict(), "guard": self._guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Takes them over; a run that was not in float16 before begins with a fresh scale."""
+        """Restore them; a run that was not in float16 before starts with the initial scale."""
         self._guard.load_state_dict(state["guard"])
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
     def _compute_and_step(self) -> None:
-        """Computes the gradients by `training_step`, and steps if they are finite."""
+        """Compute the gradients by `training_step`, and step if they are finite."""
         with closing(self._each_micro_batch()) as each:
             for micro_batch, batch_idx in each:
                 self._returned = self._forward_backward(micro_batch, batch_idx)
         self._step_accumulated()
 
     def _each_micro_batch(self) -> Generator[tuple[Any, int], None, None]:
-        """Yields each micro-batch with its number, and surrounds its passes with hooks, weights and synchronisation."""
+        """Yield each micro-batch with its number, within hooks, weights and gradient synchronization."""
         callbacks, progress, isolation = self._callbacks, self._ctx.progress, self._isolation
         self._begin_attempt()
         if isolation is not None:
@@ -309,7 +310,7 @@ class OptimizerStep:
             self._loss_scale, self._micro_batch = self._loss_scales_now[i], i
             self.is_padding = not self._batch.num_samples[i]
             self._returned, self._called_backward = {}, False
-            # An isolated optimizer restores the gradients of others, so these must not be sharded away before.
+            # Gradient isolation restores unsharded gradients, so they must not be sharded before.
             also_sharded = isolation is None or not isolation.may_step_manually
             with nullcontext() if i == last else without_gradient_sync(self._models, also_sharded=also_sharded):
                 yield micro_batch, batch_idx
@@ -326,11 +327,11 @@ class OptimizerStep:
         self._outputs, self._losses, self._rejection, self._is_applied = [], [], None, False
 
     def _step_accumulated(self) -> None:
-        """Steps all optimizers, unless the steps have done so by hand."""
+        """Step all optimizers, unless the user's steps have done so."""
         if not self._stepped:
             self._step(self._optimizers)
         else:
-            # The loss of one model may have left gradients in another, as a generator's in its critic.
+            # The loss of one model may have left gradients in another, such as a generator's in its critic.
             zero_gradients(self._optimizers)
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
@@ -339,27 +340,27 @@ class OptimizerStep:
         if isinstance(outputs, torch.Tensor):
             outputs = {"loss": outputs}
         if not self._called_backward:
-            # Beside `Mapping`, for which Python takes ten times as long.
+            # dict first: isinstance(x, Mapping) is 10x slower.
             if not isinstance(outputs, (dict, Mapping)) or "loss" not in outputs:
                 raise StepError(
                     f"training_step of {self._ctx.name} returned {_describe(outputs)}; it must return "
-                    'the loss, or a dict with a "loss", or call self.backward(loss) itself'
+                    'the loss, or a dict with "loss", or call self.backward(loss)'
                 )
             self._backward(outputs["loss"])
         elif not isinstance(outputs, Mapping | None):
             raise StepError(
-                f"training_step of {self._ctx.name} returned {_describe(outputs)}; after calling "
-                "self.backward itself it may return the loss, a dict of numbers to log, or nothing"
+                f"training_step of {self._ctx.name} returned {_describe(outputs)}; after self.backward(loss) it may "
+                "return the loss, a dict of numbers to log, or nothing"
             )
         return outputs or {}
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """Runs backward, with the loss weighed so that the update's gradient is that of the mean over its samples."""
+        """Run backward, with the loss weighted so that the update's gradient is that of the mean over its samples."""
         _check_loss(loss)
         scale = self._loss_scale
         self._losses.append((self._micro_batch, loss, scale))
         if self._scaler is not None:
-            # In float32: a loss that came as float16 would overflow.
+            # In float32: a float16 loss would overflow.
             loss, scale = loss.float(), scale * self._scaler.scale
         if not (isinstance(scale, float) and scale == 1.0):
             loss = loss * scale
@@ -367,11 +368,11 @@ class OptimizerStep:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
-        """Measures the gradients of some optimizers, and steps these if they are finite; returns the norm."""
+        """Compute the gradient norm of some optimizers, step them if it is finite, and return the norm."""
         guard = self._guard
         self._activity.enter("optimizer")
         if self._replicated and len(self._losses) > self._micro_batch + 1:
-            # DDP reduces the gradients of the first backward after a forward, and lets those of a second one be.
+            # DDP reduces the gradients of the first backward after a forward, but not of a second one.
             self._world.all_reduce_mean(
                 [p.grad for p in _parameters_with_gradient(optimizers) if p in self._replicated]
             )
@@ -383,7 +384,7 @@ class OptimizerStep:
         if not parameters:
             raise StepError(
                 "no parameter of the optimizer got a gradient: the loss does not depend on the model, or the optimizer "
-                "was given other parameters than the model's"
+                "has other parameters than the model"
             )
         if self._not_yet_checked:
             self._check_gradients(optimizers)
@@ -405,7 +406,7 @@ class OptimizerStep:
             guard.watch(self._ctx.progress.step + 1, AsyncScalar(norm), self._nonfinite_report())
         norms = {"grad_norm": measured}
         for pattern, group in self._norm_groups.items():
-            # In another optimizer's turn a group has no gradient.
+            # A group has no gradient when another optimizer steps.
             if own := [p.grad for p in parameters if p in group]:
                 norms[f"grad_norm/{pattern}"] = total_norm(own)
         self._clip(parameters, norm, measured)
@@ -427,12 +428,13 @@ class OptimizerStep:
                 scheduler.step()
         self._is_applied = True
         self.learning_rates = rates
-        if self._world.is_main:  # equal on all ranks: counted once, its mean is that of updates however many ranks
+        # Equal on all ranks, so added once.
+        if self._world.is_main:
             self._metrics.add(norms)
         return norm
 
     def _reject(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
-        """Leaves everything as it is, and takes note that an update was to be made of a gradient that is not finite."""
+        """Reject the update because of a non-finite gradient: clear the gradients and record why."""
         if self._scaler is not None and self._scaler.may_have_overflowed:
             self._rejection = f"the gradient overflows at loss scale {self._scaler.scale:g}"
         else:
@@ -443,7 +445,7 @@ class OptimizerStep:
 
     def _clip(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor, measured: float | torch.Tensor) -> None:
         limit, largest = self._config.max_grad_norm, self._config.max_grad_value
-        # Where the norm is known on the host, gradients below the limit are not multiplied by one. 1e-6 as in the call.
+        # Skips a multiplication by one if the host knows the norm. 1e-6 as in clip_norm.
         if limit is not None and not (isinstance(measured, float) and measured + 1e-6 <= limit):
             clip_norm(parameters, limit, norm)
         if largest is not None:
@@ -453,7 +455,7 @@ class OptimizerStep:
         return NonFiniteReport(self._world, self._models, self._batch, self._losses)
 
     def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
-        """Names, once, the parameters that have no gradient in the first update of their optimizer."""
+        """Report, once, the parameters without a gradient in the first update of their optimizer."""
         first = self._not_yet_checked.intersection(optimizers)
         self._not_yet_checked -= first
         forgotten = {
@@ -476,8 +478,8 @@ class OptimizerStep:
         own: LossWeight = sum(weights, start=0.0)
         if size == 1 and not isinstance(own, torch.Tensor):
             return [weight / own if own else 0.0 for weight in weights]
-        # float64 counts any number of tokens exactly; the device may be far behind, so nothing is read back, and no
-        # copy of a number waits for it either.
+        # float64 counts any number of tokens exactly. No value is read back and no copy blocks, since the device may
+        # be far behind.
         device = self._ctx.device
         if isinstance(own, torch.Tensor):
             total = own.to(device, torch.float64, non_blocking=True, copy=True)
@@ -495,12 +497,12 @@ def _parameters_with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
 
 
 def zero_gradients(optimizers: Sequence[Optimizer]) -> None:
-    """Lets go of the gradients of all that these optimizers hold."""
+    """Clear the gradients of all parameters of these optimizers."""
     for optimizer in optimizers:
         if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(set_to_none=True)
             continue
-        # What it does, without its record for the profiler, which takes 20 microseconds.
+        # The same as Optimizer.zero_grad, without its profiler record, which takes 20 microseconds.
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
@@ -513,19 +515,19 @@ def _check_loss(loss: Any) -> None:
         raise StepError(f"the loss has shape {list(loss.shape)}; reduce it to one number with .mean()")
     if not loss.requires_grad:
         raise StepError(
-            "the loss has no gradient: nothing in it depends on a trainable parameter. Was it computed under "
-            "no_grad(), detached, or turned into a number with .item()?"
+            "the loss has no gradient: it does not depend on a trainable parameter. Was it computed under no_grad(), "
+            "detached, or converted to a number with .item()?"
         )
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"a dict with {', '.join(map(repr, value)) or 'nothing in it'}"
+        return f"a dict with {', '.join(map(repr, value)) or 'no items'}"
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def _group_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Names every parameter group for the log: "lr" alone, else by optimizer and by the group's own name or number."""
+    """Return the log's name of every parameter group: "lr" for a single one, else with optimizer and group."""
     names = [
         f"lr/{key}/{group.get('name', number)}" if len(optimizer.param_groups) > 1 else f"lr/{key}"
         for key, optimizer in optimizers.items()
@@ -535,5 +537,5 @@ def _group_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
 
 
 def _snapshot_rate(rate: float | torch.Tensor) -> float | torch.Tensor:
-    """A learning rate that is a tensor is written over by its scheduler."""
+    """Copy a learning rate that is a tensor, since schedulers overwrite it in place."""
     return rate.clone() if isinstance(rate, torch.Tensor) else rate

@@ -1,4 +1,4 @@
-"""In which number formats weights are kept and forward passes compute, and the scale of the loss that float16 needs."""
+"""Precision of weights and forward passes, and the loss scaler for float16."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _UNCHANGED = nullcontext()
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context for one forward pass: nothing for "fp32", PyTorch's autocast for the others.
+    """Return a context for one forward pass: PyTorch's autocast, except for "fp32".
 
-    Also for "bf16-true", whose weights are bfloat16 already: it casts what comes from the data, and keeps losses and
-    norms in float32.
+    With "bf16-true", whose weights are bfloat16, autocast casts the inputs, and keeps losses and norms in float32.
     """
     if precision == "fp32":
         return _UNCHANGED
@@ -30,43 +29,43 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def without_autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context for what a step does besides its forward passes: backward, and the optimizer's step."""
+    """Return a context that disables autocast, for backward and optimizer steps inside a forward pass."""
     return _UNCHANGED if precision == "fp32" else torch.autocast(device.type, enabled=False)
 
 
 def cast_weights(model: nn.Module, precision: Precision) -> None:
-    """Makes a model's floating-point parameters and buffers bfloat16, in place, where the precision is "bf16-true"."""
+    """Cast a model's floating-point parameters and buffers to bfloat16 in place, if the precision is "bf16-true"."""
     if precision == "bf16-true":
         model.bfloat16()
 
 
 def loss_scaler(precision: Precision, optimizers: Sequence[Optimizer]) -> LossScaler | None:
-    """Returns a scaler where the precision is "fp16", else None.
+    """Return a loss scaler if the precision is "fp16", else None.
 
     Raises:
-        ConfigError: the weights are float16 themselves, whose gradients cannot be unscaled.
+        ConfigError: the weights are float16, so that their gradients cannot be unscaled.
     """
     if precision != "fp16":
         return None
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if half := sum(parameter.dtype == torch.float16 for parameter in held):
         raise ConfigError(
-            f"precision 'fp16' keeps weights in float32 and computes in float16, and {half} of the {len(held)} weights "
-            "are float16 themselves, which nothing trains well: load the model in float32, or take 'bf16-true'"
+            f"precision='fp16' needs float32 weights, but {half} of the {len(held)} weights are float16: load the "
+            "model in float32, or use precision='bf16-true'"
         )
     return LossScaler()
 
 
 class LossScaler:
-    """Multiplies the loss, so that small gradients do not become zero in float16, and divides the gradients again.
+    """Scales the loss, so that small gradients do not underflow in float16, and unscales the gradients.
 
-    The scale is halved by an update whose gradient is not finite, and doubled after 2000 in a row that were. It never
-    decides what is finite: the norm of the whole gradient does, which is the same on every rank and for sharded
-    gradients. `torch.amp.GradScaler` looks at this rank's gradients only.
+    An update with a non-finite gradient halves the scale; 2000 consecutive finite ones double it. Unlike
+    `torch.amp.GradScaler`, which checks this rank's gradients, it relies on the norm of the whole gradient, which is
+    equal on every rank, also for sharded gradients.
 
     Attributes:
-        scale: what the loss is multiplied by, at least 1.
-        good_updates: how many in a row had a finite gradient at this scale.
+        scale: factor of the loss, at least 1.
+        good_updates: consecutive updates with a finite gradient at this scale.
     """
 
     def __init__(self) -> None:
@@ -75,27 +74,27 @@ class LossScaler:
 
     @property
     def may_have_overflowed(self) -> bool:
-        """Whether a gradient that is not finite may have overflowed because of the scale."""
+        """Whether the scale may be the cause of a non-finite gradient."""
         return self.scale > 1.0
 
     def unscale(self, gradients: list[torch.Tensor]) -> None:
-        """Divides gradients by the scale, in place."""
+        """Divide gradients by the scale, in place."""
         torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def grow(self) -> None:
-        """Takes note of an update that was applied."""
+        """Count an applied update, and double the scale if due."""
         self.good_updates += 1
         if self.good_updates >= _GROWS_AFTER:
             self.scale, self.good_updates = self.scale * 2, 0
 
     def shrink(self) -> None:
-        """Takes note of an update whose gradient was not finite."""
+        """Halve the scale, after a non-finite gradient."""
         self.scale, self.good_updates = max(self.scale / 2, 1.0), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the scale, and how long it has held."""
+        """Return the scale and its counter."""
         return {"scale": self.scale, "good_updates": self.good_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Restore the scale and its counter."""
         self.scale, self.good_updates = state["scale"], state["good_updates"]

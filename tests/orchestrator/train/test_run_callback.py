@@ -91,7 +91,7 @@ def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
     Cramped(config, world=World.single("cpu"), callbacks=[bridge(run.folder)]).fit()
     (told,) = (event for event in read_events(run.folder) if event["event"] == "out_of_memory")
     assert told["step"] == 0
-    assert "up to 8 samples in a forward pass: the update begins again with up to 4" in told["reason"]
+    assert "up to 8 samples in a forward pass: repeating the update with up to 4" in told["reason"]
 
 
 def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without(tmp_path: Path) -> None:

@@ -114,10 +114,10 @@ def test_each_scheduler_moves_at_its_own_time() -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("scheduler_interval", {"z": "step"}, "scheduler_interval names z; the schedulers are a, b, c, d"),
-        ("scheduler_monitor", {"z": "x"}, "scheduler_monitor names z"),
-        ("scheduler_interval", "batch", "one of step, epoch, evaluation, not 'batch'"),
-        ("scheduler_interval", {"a": "never"}, "not 'never'"),
+        ("scheduler_interval", {"z": "step"}, r"scheduler_interval must name schedulers \(a, b, c, d\), got z"),
+        ("scheduler_monitor", {"z": "x"}, r"scheduler_monitor must name schedulers .*, got z"),
+        ("scheduler_interval", "batch", "one of step, epoch, evaluation, got 'batch'"),
+        ("scheduler_interval", {"a": "never"}, "got 'never'"),
     ],
 )
 def test_a_time_that_never_comes_is_refused(attribute: str, value: Any, message: str) -> None:

@@ -582,7 +582,7 @@ def _returning(value: Any) -> type[TinyTrainer]:
     ("value", "message"),
     [
         (None, "returned nothing; it must return the loss"),
-        ({}, "returned a dict with nothing in it"),
+        ({}, "returned a dict with no items"),
         ({"accuracy": 0.5}, "returned a dict with 'accuracy'; it must return the loss"),
         ("done", "returned a str"),
         (0.5, "returned a float"),
@@ -591,7 +591,7 @@ def _returning(value: Any) -> type[TinyTrainer]:
         (lambda self, batch: self.model(batch["x"]).mean().detach(), "the loss has no gradient"),
         (lambda self, batch: torch.tensor(1.0), "the loss has no gradient"),
         (lambda self, batch: nn.Parameter(torch.ones(())) * 2, "no parameter of the optimizer got a gradient"),
-        (lambda self, batch: (self.backward(self.model(batch["x"]).mean()), 1), "after calling self.backward"),
+        (lambda self, batch: (self.backward(self.model(batch["x"]).mean()), 1), "after self.backward"),
         (lambda self, batch: {"loss": self.model(batch["x"]).mean(), "x": batch["x"]}, "as 'train/x'"),
         (lambda self, batch: self.backward(0.5), "the loss is a float"),
     ],

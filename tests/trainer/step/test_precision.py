@@ -243,7 +243,7 @@ def test_float16_weights_are_refused() -> None:
             super().configure_models()
             self.model.last.half()
 
-    with pytest.raises(ConfigError, match="2 of the 8 weights are float16 themselves"):
+    with pytest.raises(ConfigError, match="needs float32 weights, but 2 of the 8 weights are float16"):
         Half(_config(precision="fp16"), world=ALONE).fit()
 
 

@@ -70,25 +70,26 @@ def open_run(
     """
     folder = Folder(experiment.run_dir)
     found = preview_run(experiment, accept_changes=accept_changes, take_over=take_over)
-    text = to_yaml(experiment)
-    if found is None:
-        folder.prepare()
-        return OpenedRun(_create(folder, experiment, text, provenance or provenance_of(experiment)), "new")
-    if found.state == "finished":
+    if found is not None and found.state == "finished":
         return found
-    run, changes = found.run, found.changes
+    text, scaling = to_yaml(experiment), experiment.scaling
     folder.prepare()
     folder.write("config.yaml", text)
+    start: dict[str, Any] = {
+        "status": "running", "started": now(), "driver": Driver.this(), "workers": scaling.min_workers,
+        "min_workers": scaling.min_workers, "max_workers": scaling.max_workers,
+        "defaults": non_default_fields(experiment), **(provenance or provenance_of(experiment)),
+    }  # fmt: skip
+    if found is None:
+        record = Record(id=uuid.uuid4().hex[:12], name=experiment.name, created=start["started"], **start)
+        folder.write(RUN_RECORD, record.to_json())
+        return OpenedRun(Run(folder.place), "new")
+    run = found.run
     # Must precede the status "running": later requests are meant for this start.
     clear_stop_request(folder)
-    scaling = experiment.scaling
-    run.update(
-        status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(),
-        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
-        changes=[*run.record.changes, *(f"{each.path}: {each.before} -> {each.after}" for each in changes)],
-        defaults=non_default_fields(experiment), **(provenance or provenance_of(experiment)),
-    )  # fmt: skip
-    return OpenedRun(run, "resuming", changes)
+    changes = [f"{each.path}: {each.before} -> {each.after}" for each in found.changes]
+    run.update(**start, reason="", error=None, ended=None, changes=[*run.record.changes, *changes])
+    return found
 
 
 def preview_run(experiment: Experiment, *, accept_changes: bool = False, take_over: bool = False) -> OpenedRun | None:
@@ -184,18 +185,6 @@ def provenance_of(experiment: Experiment) -> dict[str, Any]:
         "trainer": to_plain(experiment.trainer), "code": code(experiment.trainer), "working_dir": os.getcwd(),
         "command": sys.argv, "versions": versions(), "git": git_state(), "hardware": hardware(),
     }  # fmt: skip
-
-
-def _create(folder: Folder, experiment: Experiment, text: str, provenance: dict[str, Any]) -> Run:
-    folder.write("config.yaml", text)
-    scaling = experiment.scaling
-    record = Record(
-        id=uuid.uuid4().hex[:12], name=experiment.name, status="running", created=now(), started=now(),
-        workers=scaling.min_workers, min_workers=scaling.min_workers, max_workers=scaling.max_workers,
-        driver=Driver.this(), defaults=non_default_fields(experiment), **provenance,
-    )  # fmt: skip
-    folder.write(RUN_RECORD, record.to_json())
-    return Run(folder.place)
 
 
 def _comparable(text: str) -> Mapping[str, Any]:

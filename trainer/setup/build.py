@@ -1,4 +1,4 @@
-"""Builds models, data and optimizers that are ready to train from what the user's `configure_` methods say."""
+"""Builds models, data and optimizers from the user's `configure_` methods, ready to train."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ T = TypeVar("T")
 
 
 class Program(Steps, Protocol):
-    """The user's code of a training: its steps, and how its parts are made. `Trainer` is one.
+    """The user's code: steps, and methods that create models, optimizers and data. `Trainer` implements it.
 
-    The `configure_` methods may set attributes, return what they make, or both: see `collect`.
+    The `configure_` methods may set attributes, return objects, or both: see `collect`.
     """
 
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]
 
     def configure_models(self) -> Any:
-        """Makes the models, on the meta device."""
+        """Create the models, on the meta device."""
 
     def init_weights(self) -> None:
-        """Gives models that were made on the meta device their values."""
+        """Initialise models that were created on the meta device."""
 
     def configure_optimizers(self) -> Any:
-        """Makes optimizers and schedulers."""
+        """Create optimizers and schedulers."""
 
     def configure_dataloaders(self) -> Any:
-        """Makes the training data, or (training data, validation data)."""
+        """Create the training data, or (training data, validation data)."""
 
     def configure_metrics(self) -> Mapping[str, Any]:
-        """Returns metrics of evaluations that are no means."""
+        """Return evaluation metrics that are not means."""
 
     def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
-        """Returns callbacks."""
+        """Return callbacks."""
 
     def configure_trackers(self) -> Sequence[Tracker]:
-        """Returns trackers."""
+        """Return trackers."""
 
 
 def make_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
-    """Makes the models on the meta device, as far as that goes without other ranks.
+    """Create the models on the meta device and freeze parameters; no collectives.
 
     Raises:
-        ConfigError: there is no model, one hides in a private attribute, two of them share a weight that neither has
-            alone, or the config does not fit.
+        ConfigError: there is no model, one is in a private attribute, two models share a weight, or the config does not
+            fit.
     """
     with torch.device("meta"):
         returned = program.configure_models()
@@ -94,10 +94,10 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
 
 
 def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
-    """Shards, materialises, initialises and replicates the models, in place. Every rank must call this.
+    """Shard, materialise, initialise and replicate the models, in place. Every rank must call this.
 
     Raises:
-        ConfigError: the ranks have other models, configs, versions or code, or a weight has no value.
+        ConfigError: models, configs, versions or code differ between ranks, or a weight has no value.
     """
     config, world, times = ctx.config, ctx.world, ctx.setup_times
     born_on_meta = ctx.models_without_weights
@@ -113,7 +113,7 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
     if exact := numerics.facts(world.device):
         facts["exact"] = exact
     with times.phase("parallelise"):
-        # Before the first of the collectives that would wait, or mix up weights, where models differ.
+        # Before the first collective that would hang, or mix up weights, if models differ.
         check_agreement(world, facts)
         for model in ctx.models.values():
             parallelize.shard(model, config.parallel, precision=config.precision, world=world)
@@ -127,13 +127,13 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
 
 
 def rejoin_process_group(program: Program, ctx: RunContext) -> None:
-    """Continues after a `fit` that has ended the process group which the trainer began. Every rank must call this.
+    """Continue after a `fit` that has closed the trainer's process group. Every rank must call this.
 
     Raises:
-        ConfigError: a model is sharded, and cannot.
+        ConfigError: a model is sharded, which prevents this.
     """
     for model in ctx.models.values():
-        # Before the first collective: all ranks raise, or none does.
+        # Before the first collective: either all ranks raise or none.
         parallelize.check_unsharded(model)
     ctx.world.rejoin()
     for name, model in ctx.models.items():
@@ -141,17 +141,17 @@ def rejoin_process_group(program: Program, ctx: RunContext) -> None:
 
 
 def make_optimizers(program: Program, ctx: RunContext) -> None:
-    """Makes optimizers and schedulers over the models' parameters.
+    """Create optimizers and schedulers over the models' parameters.
 
     Raises:
-        ConfigError: there is no optimizer, one holds a parameter of none of the models, or a scheduler never moves.
+        ConfigError: there is no optimizer, one has a parameter of no model, or scheduler settings are invalid.
     """
     returned = program.configure_optimizers()
     collect(program, returned, "configure_optimizers", {"optimizer": Optimizer, "scheduler": LRScheduler})
     ctx.optimizers.clear()
     ctx.optimizers.update(_attributes(program, Optimizer))
     for name, optimizer in ctx.optimizers.items():
-        # Now, and not at the first save: what is in no model is neither averaged over the ranks nor saved.
+        # Raises now rather than at the first save: parameters of no model are neither averaged nor saved.
         OptimizerState(ctx.models, name, optimizer)
     ctx.lr_stepping.use(
         _outermost(_attributes(program, LRScheduler)),
@@ -165,10 +165,10 @@ def make_optimizers(program: Program, ctx: RunContext) -> None:
 
 
 def open_data(program: Program, ctx: RunContext, numerics: Numerics) -> tuple[BatchStream, dict[str, BatchStream]]:
-    """Opens the training data and the sets of validation data by name.
+    """Open the training data and the sets of validation data by name.
 
     Raises:
-        ConfigError, DataError: it is no data, empty, or does not fit the batch sizes.
+        ConfigError, DataError: the data has an unsupported type, is empty, or does not fit the batch sizes.
     """
     loaders = program.configure_dataloaders()
     if loaders is None:
@@ -183,14 +183,14 @@ def open_data(program: Program, ctx: RunContext, numerics: Numerics) -> tuple[Ba
 def open_sets(
     ctx: RunContext, numerics: Numerics, data: Any, *, in_use: Sequence[BatchStream]
 ) -> dict[str, BatchStream]:
-    """Opens validation data: one set, whose name is "", or several by name; copies of streams that are in use.
+    """Open validation data: one set, named "", or several by name. Streams in `in_use` are copied.
 
     Raises:
-        ConfigError, DataError: it is no data, empty, or has no name.
+        ConfigError, DataError: the data has an unsupported type, is empty, or has an invalid name.
     """
     sets = data if isinstance(data, Mapping) else {"": data}
     if not all(isinstance(name, str) and (name or sets is not data) for name in sets):
-        raise ConfigError(f"sets of validation data need names that are text, not {', '.join(map(repr, sets))}")
+        raise ConfigError(f"names of validation sets must be non-empty text, got {', '.join(map(repr, sets))}")
     return {
         name: _open(ctx, numerics, each, training=False, in_use=in_use)
         for name, each in sets.items()
@@ -199,10 +199,12 @@ def open_sets(
 
 
 def check_same_data(world: World, streams: Sequence[BatchStream]) -> None:
-    """Checks that all ranks have opened the same data. Every rank must call this.
+    """Check that all ranks have opened the same data. Every rank must call this.
+
+    Iterables may have different lengths on each rank.
 
     Raises:
-        ConfigError: they have not. Iterables of each rank may have any length.
+        ConfigError: the data differs.
     """
     facts = [
         (each.guarantee, each.fingerprint, each.steps_in_epoch(0) if each.guarantee == "exact" else None)
@@ -212,17 +214,17 @@ def check_same_data(world: World, streams: Sequence[BatchStream]) -> None:
 
 
 def collect(program: object, returned: Any, method: str, kinds: Mapping[str, type]) -> None:
-    """Sets what a `configure_` method has returned as attributes, as if it had set them itself.
+    """Set the objects that a `configure_` method returned as attributes.
 
     Args:
         program: gets the attributes.
-        returned: None; one object; several in a tuple or list, each named by its kind; or any number by name in a dict,
-            whose values may be nested (optimizer, scheduler) pairs: the scheduler of `x` is `x_scheduler`.
+        returned: None; one object; several in a tuple or list, each named by its kind; or a dict of objects by name,
+            whose values may be (optimizer, scheduler) pairs: the scheduler of `x` is `x_scheduler`.
         method: its name, for messages.
-        kinds: the classes of objects that it may return, by the name of a single one.
+        kinds: the allowed classes, by the attribute name for a single object.
 
     Raises:
-        ConfigError: it returned something else, or two of one kind without names.
+        ConfigError: it returned something else, or two objects of one kind without names.
     """
     if returned is None:
         return
@@ -235,13 +237,13 @@ def collect(program: object, returned: Any, method: str, kinds: Mapping[str, typ
                 allowed = " or ".join(cls.__name__ for cls in kinds.values())
                 raise ConfigError(
                     f"{method}() returned {type(each).__name__} {each!r:.60}; return {allowed} objects, a dict of them "
-                    "by name, or nothing where the method sets them as attributes"
+                    "by name, or nothing if the method sets them as attributes"
                 )
             first = next(iter(kinds))
             name = (key if kind == first else f"{key}_{kind}") if key else kind
             if name in named:
                 raise ConfigError(
-                    f"{method}() returned several without names: return a dict, such as {{'a': ..., 'b': ...}}"
+                    f"{method}() returned several objects without names: return a dict, such as {{'a': ..., 'b': ...}}"
                 )
             named[name] = each
     for name, each in named.items():
@@ -249,13 +251,13 @@ def collect(program: object, returned: Any, method: str, kinds: Mapping[str, typ
 
 
 def _check_private_models(program: object, models: Mapping[str, nn.Module], owner: str) -> None:
-    """Refuses modules that would be neither trained, moved, synchronised nor saved, because their names are private."""
+    """Raise for modules in private attributes, which would be neither moved, synchronized nor saved."""
     managed = {id(module) for model in models.values() for module in model.modules()}
     for name, each in vars(program).items():
         if name.startswith("_") and isinstance(each, nn.Module) and id(each) not in managed and _has_state(each):
             raise ConfigError(
-                f"self.{name} of {owner} is a module with parameters under a private name, which Headway would neither "
-                f"move to the device nor save: call it self.{name.strip('_')}, and freeze it if it is not to be trained"
+                f"self.{name} of {owner} is a module in a private attribute, which Headway would neither move to the "
+                f"device nor save: rename it self.{name.strip('_')}, and freeze it if it is not to be trained"
             )
 
 
@@ -265,7 +267,7 @@ def _open(
     config = ctx.config
     stream = as_stream(data)
     if any(stream is each for each in in_use):
-        # A stream is opened once: opened for an evaluation, it would no longer be what the training reads.
+        # Opening the same stream again, for evaluation, would change it for training.
         stream = copy.copy(stream)
     stream.setup(
         ShardInfo(
@@ -284,12 +286,12 @@ def _open(
 
 
 def _attributes(program: object, kind: type[T]) -> dict[str, T]:
-    """Returns the public attributes of a kind, by name."""
+    """Return the public attributes of a type, by name."""
     return {name: each for name, each in vars(program).items() if isinstance(each, kind) and not name.startswith("_")}
 
 
 def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Leaves out what lies inside another model and is born with it, as an encoder that a second attribute names."""
+    """Drop models that are submodules of another and created with it, such as an encoder in a second attribute."""
     born = {name: {id(each): path for path, each in named_tensors({name: model})} for name, model in models.items()}
     parts = {
         name
@@ -302,15 +304,15 @@ def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]
         shared = born[one].keys() & born[other].keys()
         if shared and first is not second and parallelize.on_meta(first) and parallelize.on_meta(second):
             raise ConfigError(
-                f"{one} and {other} share {born[one][min(shared, key=list(born[one]).index)]}, and each would be given "
-                "memory, and spread over the ranks, by itself: make them parts of one module, such as an "
-                "nn.ModuleDict, and set that one as the attribute"
+                f"{one} and {other} share {born[one][min(shared, key=list(born[one]).index)]}, but each is created "
+                "and sharded separately: make them submodules of one module, such as an nn.ModuleDict, and set that as "
+                "the attribute"
             )
     return whole
 
 
 def _outermost(schedulers: Mapping[str, LRScheduler]) -> dict[str, LRScheduler]:
-    """Leaves out those inside another, as in a `SequentialLR`, which steps and saves them itself."""
+    """Drop schedulers inside another, such as a `SequentialLR`, which steps and saves them."""
     held: Iterable[LRScheduler] = schedulers.values()
     inside: set[LRScheduler] = set()
     while held := [inner for each in held for inner in getattr(each, "_schedulers", ())]:
@@ -324,5 +326,5 @@ def _set_model(program: Program, ctx: RunContext, name: str, model: nn.Module) -
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Whether there is anything to train, move or save in a module; a loss function has nothing."""
+    """Return whether a module has parameters or buffers; a loss function usually has none."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

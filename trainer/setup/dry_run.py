@@ -1,4 +1,4 @@
-"""What a training would take: sizes and counts, found on the meta device and from the data's metadata."""
+"""Estimates of model size, data size and memory, from the meta device and the data's metadata."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..loop.context import RunContext
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """How large a model is, as a whole.
+    """The size of a whole model.
 
     Attributes:
-        kind: its class.
-        parameters, trainable: how many numbers, of which so many are trained.
-        parameter_bytes, trainable_bytes, buffer_bytes: what they take once.
-        block_bytes: of the largest of the blocks that are gathered one at a time; 0 without blocks.
-        rest_bytes: of the parameters that are in no block.
+        kind: its class name.
+        parameters, trainable: number of elements of all parameters, and of those that are trained.
+        parameter_bytes, trainable_bytes, buffer_bytes: their size, unsharded.
+        block_bytes: size of the largest block that is gathered at a time; 0 without blocks.
+        rest_bytes: size of the parameters outside of blocks.
     """
 
     kind: str
@@ -40,19 +40,19 @@ class ModelSize:
 
     @property
     def frozen(self) -> int:
-        """How many numbers are not trained."""
+        """Number of elements that are not trained."""
         return self.parameters - self.trainable
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """How much data one pass has.
+    """The size of one pass over the data.
 
     Attributes:
-        samples, steps: over all ranks; None where the data cannot tell.
-        dropped: samples that fill no global batch, and are left out of the pass.
-        guarantee: what can be found again in it: see `BatchStream`.
-        fingerprint: tells it from other data; None where nobody can without reading it.
+        samples, steps: over all ranks; None if unknown.
+        dropped: samples that do not fill a global batch, and are left out of the pass.
+        guarantee: how exactly a resumed run finds its position: see `BatchStream`.
+        fingerprint: identifies the data; None if that would require reading it.
     """
 
     samples: int | None
@@ -64,12 +64,12 @@ class DataSize:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPerRank:
-    """What one rank holds for the whole training, in bytes. Activations come on top: they depend on the batch.
+    """Memory of one rank in bytes, without activations, which depend on the batch.
 
     Attributes:
-        parameters, gradients, optimizer, buffers: this rank's part; `optimizer` is None where nobody can tell.
-        gathered: what FSDP2 puts together from all ranks at one time: two blocks, and what is in no block.
-        offloaded: whether the first three lie in the memory of the CPU.
+        parameters, gradients, optimizer, buffers: this rank's part; `optimizer` is None if unknown.
+        gathered: parameters that FSDP2 gathers at a time: two blocks, and those outside of blocks.
+        offloaded: whether the first three are in CPU memory.
     """
 
     parameters: int
@@ -81,22 +81,22 @@ class MemoryPerRank:
 
     @property
     def total(self) -> int:
-        """All of it that is known."""
+        """Sum of all known parts."""
         return self.parameters + self.gradients + (self.optimizer or 0) + self.buffers + self.gathered
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a training would take.
+    """The estimated size of a training run.
 
     Attributes:
         models: by name.
-        optimizers: their classes, by name.
-        optimizer_bytes: their state after the first step, as a whole; None where it cannot be found out.
-        unknown: why not.
+        optimizers: their class names, by name.
+        optimizer_bytes: size of their state after the first step, unsharded; None if unknown.
+        unknown: why it is unknown; empty if it is not.
         train: the training data.
-        validation: the sets of validation data, by name; the only one of a trainer has none.
-        total_steps: updates of the whole run, where that is known.
+        validation: the sets of validation data, by name; a single unnamed set has the key "".
+        total_steps: updates of the whole run; None if unknown.
         memory: of one rank.
     """
 
@@ -111,7 +111,7 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """About what one checkpoint takes: weights, buffers and the optimizers' state, once."""
+        """Approximate size of a checkpoint: weights, buffers and optimizer state, unsharded."""
         if self.optimizer_bytes is None:
             return None
         return self.optimizer_bytes + sum(each.parameter_bytes + each.buffer_bytes for each in self.models.values())
@@ -125,13 +125,13 @@ def estimate_of(
     total_steps: int | None,
     unknown: str,
 ) -> Estimate:
-    """Measures a training that has its models, data and optimizers, all of them shapes without values.
+    """Estimate a run whose models, data and optimizers exist on the meta device.
 
     Args:
         ctx: with models and optimizers.
-        train: open.
-        validation: open, by name.
-        total_steps: updates of the whole run, where that is known.
+        train: the open training data.
+        validation: the open validation sets, by name.
+        total_steps: updates of the whole run; None if unknown.
         unknown: why there are no optimizers; empty if there are.
     """
     config = ctx.config
@@ -157,7 +157,7 @@ def estimate_of(
 
 
 def size_of(model: nn.Module, config: ParallelConfig, precision: Precision) -> ModelSize:
-    """Measures a model that is not wrapped yet, wherever its tensors lie, in the format in which it is kept."""
+    """Return the size of a model that is not wrapped yet, on any device, with the dtypes of the precision."""
 
     def kept(tensors: Iterable[torch.Tensor]) -> int:
         return sum(each.numel() * _dtype(each, precision).itemsize for each in tensors)
@@ -178,13 +178,13 @@ def size_of(model: nn.Module, config: ParallelConfig, precision: Precision) -> M
 
 
 def state_bytes(optimizer: Optimizer, precision: Precision) -> int:
-    """Counts what the state of an optimizer takes after its first step, by making one on the meta device.
+    """Return the size of an optimizer's state after its first step, by taking one on the meta device.
 
-    The optimizer is left as it was. Raises whatever it raises on parameters without values.
+    The optimizer does not change. Raises any error that it raises for parameters without values.
     """
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.state = defaultdict(dict)
-    # Fused kernels are made for devices; what they keep is the same.
+    # Fused kernels do not run on the meta device; their state has the same size.
     optimizer.param_groups = [
         {**group, "params": [_shadow(each, precision) for each in group["params"] if each.requires_grad]}
         | ({"fused": False} if group.get("fused") else {})
@@ -206,13 +206,13 @@ def memory_per_rank(
     precision: Precision,
     world: World,
 ) -> MemoryPerRank:
-    """Divides what all models and optimizers take by what the strategy makes of it on so many ranks."""
+    """Return the memory of one rank, given the strategy and the number of ranks."""
     sizes = list(models.values())
     shards = world.size > 1 and config.strategy in ("fsdp", "hsdp")
     parts = (config.shard_size or world.size) if shards else 1
     gathered = 0
     if shards:
-        # The next block is gathered while one computes, in the format in which it computes.
+        # The next block is gathered during the computation of one, in the dtype of the computation.
         everything = sum(each.parameter_bytes for each in sizes)
         most = max(2 * each.block_bytes + each.rest_bytes for each in sizes)
         gathered = most if config.reshard_after_forward else everything
@@ -238,7 +238,7 @@ def _data_size(stream: BatchStream) -> DataSize:
 
 
 def _shadow(parameter: nn.Parameter, precision: Precision) -> nn.Parameter:
-    """A parameter of the same shape without memory, with a gradient, in the format in which it is kept."""
+    """Return a meta parameter of the same shape, with a gradient, in the dtype of the precision."""
     shadow = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=_dtype(parameter, precision)))
     shadow.grad = torch.empty_like(shadow)
     return shadow

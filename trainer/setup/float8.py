@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8 while they train, by torchao, on hardware that can."""
+"""Linear layers with float8 matrix products in training, by torchao, on supported hardware."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from torch import nn
 
 from ..errors import ConfigError
 
-# torch._scaled_mm wants both sizes of a matrix to be multiples of this.
+# torch._scaled_mm needs both sizes of a matrix to be multiples of this.
 _MULTIPLE = 16
-# Ada, Hopper and what came after them have float8 tensor cores.
+# Compute capability of Ada, the first generation with float8 tensor cores.
 _NEEDED = (8, 9)
 
 
 def check_float8(device: torch.device) -> None:
-    """Refuses float8 where it cannot be.
+    """Check that float8 is supported here.
 
     Raises:
-        ConfigError: says what is missing: the GPU, its generation, or the package.
+        ConfigError: there is no GPU, it is too old, or torchao is not installed.
     """
     if device.type != "cuda":
-        raise ConfigError(
-            f"float8 needs an NVIDIA GPU that can, and the model trains on the {device.type}: leave it out"
-        )
+        raise ConfigError(f"float8 needs an NVIDIA GPU, but the model trains on the {device.type}: leave it out")
     if (there := torch.cuda.get_device_capability(device)) < _NEEDED:
         raise ConfigError(
-            f"float8 needs a GPU of compute capability {_NEEDED[0]}.{_NEEDED[1]} or above, and "
+            f"float8 needs a GPU of compute capability {_NEEDED[0]}.{_NEEDED[1]} or above, but "
             f"{torch.cuda.get_device_name(device)} has {there[0]}.{there[1]}: leave it out"
         )
     if importlib.util.find_spec("torchao") is None:
@@ -36,9 +34,9 @@ def check_float8(device: torch.device) -> None:
 
 
 def convert_to_float8(models: Mapping[str, nn.Module]) -> None:
-    """Replaces the linear layers that can multiply in float8, in place; weights and names stay as they are.
+    """Convert suitable linear layers to float8 in place; weights and names do not change.
 
-    Call it before anything else is done to the models: what is wrapped is not found. `check_float8` has allowed it.
+    Call it after `check_float8`, and before models are wrapped: layers inside wrappers are not found.
 
     Raises:
         ConfigError: there is no such layer.
@@ -49,13 +47,13 @@ def convert_to_float8(models: Mapping[str, nn.Module]) -> None:
         convert_to_float8_training(module, module_filter_fn=lambda each, _: fits_float8(each))
     if not any(type(each).__name__ == "Float8Linear" for module in models.values() for each in module.modules()):
         raise ConfigError(
-            f"float8 found nothing to convert in {', '.join(models)}: it needs nn.Linear layers inside the model that "
-            f"are trained, whose input and output sizes are multiples of {_MULTIPLE}"
+            f"float8 needs trainable nn.Linear layers whose input and output sizes are multiples of {_MULTIPLE}, but "
+            f"there are none inside {', '.join(models)}: leave it out"
         )
 
 
 def fits_float8(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that is trained and of a size that float8 products take."""
+    """Return whether a module is a trainable linear layer with sizes that float8 products support."""
     return (
         isinstance(module, nn.Linear)
         and module.weight.requires_grad

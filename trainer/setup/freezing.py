@@ -1,4 +1,4 @@
-"""Which parameters are trained: patterns over their names, and modules in which nothing is."""
+"""Freezing of parameters by patterns over their names."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..errors import ConfigError
 
 
 def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
-    """Freezes parameters by name, and puts every module that has nothing left to train in evaluation mode for good.
+    """Freeze parameters by name, and put modules with nothing left to train in evaluation mode.
 
-    Call it before sharding, which needs to know what gets a gradient, and before optimizers are made.
+    Call it before sharding and before optimizers are created, which depend on `requires_grad`.
 
     Args:
         models: by the names of the attributes that hold them.
-        patterns: as `TrainerConfig.freeze` has them: shell patterns over whole names, such as "model.encoder.*". One
-            that begins with "!" takes parameters back that an earlier one has frozen.
+        patterns: shell patterns over whole names, such as "model.encoder.*", as in `TrainerConfig.freeze`. A pattern
+            that begins with "!" unfreezes.
 
     Raises:
-        ConfigError: a pattern matches no parameter, with the nearest names; or nothing is left to train.
+        ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
-    # With a name for every place of a tied weight: freezing one of them freezes it.
+    # A tied weight has several names: freezing one of them freezes it.
     named = [
         (f"{model}.{path}", parameter)
         for model, module in models.items()
@@ -40,15 +40,15 @@ def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
             parameter.requires_grad_(pattern.startswith("!"))
     if could_train and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
-            f"freeze={list(patterns)} leaves nothing to train: take a pattern out, or take parameters back with one "
-            'that begins with "!", as "!model.head.*"'
+            f"freeze={list(patterns)} leaves nothing to train: remove a pattern, or unfreeze parameters with one that "
+            'begins with "!", such as "!model.head.*"'
         )
     for module in models.values():
         _eval_frozen(module)
 
 
 def _eval_frozen(module: nn.Module) -> None:
-    """Puts the outermost modules that are frozen as a whole in evaluation mode: no dropout, no new running means."""
+    """Put the outermost fully frozen modules in evaluation mode: no dropout, no new running statistics."""
     parameters = list(module.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         module.eval()

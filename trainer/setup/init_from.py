@@ -1,4 +1,4 @@
-"""Weights of a checkpoint without the rest of its state: a run may begin with them, an evaluation may borrow them."""
+"""Loading only weights from a checkpoint: to initialise a run, or temporarily for an evaluation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..errors import CheckpointError
 
 
 class InitialWeights:
-    """The weights that some patterns choose, as a part of a checkpoint that is loaded without the rest.
+    """The weights that patterns select, as the only part of a checkpoint to load.
 
     Args:
-        models: by their names.
-        patterns: as `TrainerConfig.init_keys` has them; empty chooses all.
+        models: by name.
+        patterns: as in `TrainerConfig.init_keys`; empty selects all.
 
     Attributes:
-        not_taken: what the models have and the patterns leave as it was drawn, once loaded.
-        not_used: what the checkpoint has and the patterns leave there.
+        not_taken: weights of the models that are not selected; set by loading.
+        not_used: weights of the checkpoint that are not selected; set by loading.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
@@ -39,20 +39,20 @@ class InitialWeights:
         self.not_used: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: this is for reading only."""
+        """Return an empty dict: this part is only read."""
         return {}
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Lets what is chosen be read straight into the live weights."""
+        """Return the live weight to read a selected tensor into, or None."""
         name = f"{path[0]}.{'/'.join(path[1:])}"
         live = self._live.get(name)
         return live.detach() if live is not None and live.shape == size and self._chooses(name) else None
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], /) -> None:
-        """Makes sure that all that was chosen has been read.
+        """Check that all selected weights have been read.
 
         Raises:
-            CheckpointError: something chosen is missing on either side, or of another shape, with what to write.
+            CheckpointError: a selected weight is missing on one side, or has another shape.
         """
         saved = {
             f"{model}.{key}": value
@@ -69,22 +69,22 @@ class InitialWeights:
         )
         if missing or unexpected or reshaped:
             raise CheckpointError(
-                f"its weights are not those of the models here. Missing in it: {_list(missing)}. Only in it: "
-                f"{_list(unexpected)}. Of another shape: {_list(reshaped)}. Choose what is to be taken by init_keys, "
-                'such as ("*", "!model.head.*")'
+                f"its weights do not fit the models. Missing in it: {_list(missing)}. Only in it: {_list(unexpected)}. "
+                f"Of another shape: {_list(reshaped)}. Select the weights to load with init_keys, such as "
+                '("*", "!model.head.*")'
             )
         if not any(self._chooses(name) for name in self._live):
             raise CheckpointError(
-                f"init_keys={list(self._patterns)} chooses none of its weights: {_list(sorted(saved))}"
+                f"init_keys={list(self._patterns)} matches none of its weights: {_list(sorted(saved))}"
             )
         self.not_taken = sorted(name for name in self._live if not self._chooses(name))
         self.not_used = sorted(name for name in saved if not self._chooses(name))
 
     def report(self) -> str:
-        """Says what was left out, in a few words."""
+        """Return a short description of the weights that were left out."""
         if not self.not_taken and not self.not_used:
             return "all weights"
-        return f"all but {_list(self.not_taken)}; not used of it: {_list(self.not_used)}"
+        return f"all but {_list(self.not_taken)}; not used from it: {_list(self.not_used)}"
 
     def _chooses(self, name: str) -> bool:
         chosen = not self._patterns or self._patterns[0].startswith("!")
@@ -95,11 +95,11 @@ class InitialWeights:
 
 
 class BorrowedWeights:
-    """The weights of the models, and the averages of those callbacks that evaluate others, for the time of a context.
+    """Temporarily loaded weights of the models, and averages for callbacks that evaluate these.
 
     Args:
-        models: by their names.
-        callbacks: of which those with an `evaluation_context` take their state from the checkpoint as well.
+        models: by name.
+        callbacks: those with an `evaluation_context` load their state from the checkpoint as well.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], callbacks: CallbackList) -> None:
@@ -108,19 +108,19 @@ class BorrowedWeights:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What is to be loaded of the checkpoint."""
+        """The parts of the checkpoint to load."""
         parts: dict[str, Any] = {"models": ModelState(self._models)}
         if self._callbacks.with_evaluation_context():
             parts["callbacks"] = self._averages
         return parts
 
     def without_missing_averages(self) -> AbstractContextManager[object]:
-        """A context for the evaluation: what the checkpoint has no averages for is evaluated as it is."""
+        """Return a context in which callbacks without averages in the checkpoint evaluate the plain weights."""
         return self._callbacks.without_evaluation_context(self._averages.absent)
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
-        """Puts back at the end what there is at the beginning, whatever happens. Keeps it on the CPU meanwhile."""
+        """Restore the current weights and averages at the end, from copies on the CPU."""
         tensors = [value for model in self._models.values() for _, value in named_state_tensors(model)]
         before = [to_local(value.detach()).to("cpu", copy=True) for value in tensors]
         callbacks = _EvaluationState(self._callbacks)
@@ -136,10 +136,10 @@ class BorrowedWeights:
 
 
 class _EvaluationState:
-    """The state of those callbacks that evaluate other weights than the models'.
+    """The state of callbacks that evaluate other weights than the models'.
 
     Attributes:
-        absent: the names of those that have one and for which there was none, once loaded.
+        absent: names of callbacks whose state was not in the checkpoint; set by loading.
     """
 
     def __init__(self, callbacks: CallbackList) -> None:
@@ -158,7 +158,7 @@ class _EvaluationState:
 
 
 def _reshard(models: Mapping[str, nn.Module]) -> None:
-    """Lets the next forward pass gather sharded weights anew: the last may have left its own gathered."""
+    """Make the next forward pass gather sharded weights: the last one may have left them gathered."""
     for model in models.values():
         for module in model.modules():
             if isinstance(module, FSDPModule):

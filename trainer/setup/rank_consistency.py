@@ -1,4 +1,4 @@
-"""What must be the same on every rank before the first update, and what must not be in any weight."""
+"""Checks before the first update: ranks agree on config, code, models and data, and weights are finite."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SHOWN = 8
 
 
 def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
-    """Makes sure that all ranks train the same thing. Every rank must call this.
+    """Check that facts are equal on all ranks, with one collective. Every rank must call this.
 
     Args:
-        world: the ranks; they meet once.
-        facts: whatever must be equal, as plain dicts, lists, numbers and text.
+        world: the ranks.
+        facts: plain dicts, lists, numbers and text that must be equal.
 
     Raises:
-        ConfigError: on every rank, with what differs, rank by rank.
+        ConfigError: facts differ; raised on every rank.
     """
     if world.size == 1:
         return
@@ -41,14 +41,13 @@ def check_agreement(world: World, facts: Mapping[str, Any]) -> None:
     if differing:
         lines = [f"  {name}: {_by_rank([rank.get(name, 'nothing') for rank in per_rank])}" for name in differing]
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        raise ConfigError("the ranks are not about to train the same thing:\n" + "\n".join(lines[:_SHOWN]) + more)
+        raise ConfigError("the ranks differ in what they would train:\n" + "\n".join(lines[:_SHOWN]) + more)
 
 
 def code_digests(trainer: type, models: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Returns digests of the code that trains: of Headway, of the trainer's methods and of the models' classes.
+    """Return digests of Headway's code, the trainer's methods and the models' classes, and versions of their packages.
 
-    Also the versions of the packages that these classes come from. A model's class may come from a file of the user's,
-    of which one machine has an old version.
+    A machine may have an old version of a file with a user's class.
     """
     headway = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
@@ -60,14 +59,14 @@ def code_digests(trainer: type, models: Mapping[str, nn.Module]) -> dict[str, st
         if package in ("torch", "builtins", "typing", "headway"):
             continue
         digests[f"{cls.__module__}.{cls.__qualname__}"] = class_digest(cls)
-        # A file of the user's is no package.
+        # A user's file is not an installed package.
         with contextlib.suppress(metadata.PackageNotFoundError):
             digests[package] = metadata.version(package)
     return digests
 
 
 def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Returns the shape and dtype of every parameter and buffer, by its name."""
+    """Return the shape and dtype of every parameter and buffer, by name."""
     return {
         f"{name}.{key}": f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         for name, model in models.items()
@@ -76,12 +75,12 @@ def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
-    """Makes sure that every parameter lies on a device and is finite. Every rank must call this; waits for the device.
+    """Check that every parameter is materialised and finite. Every rank must call this; synchronizes with the device.
 
-    Buffers may be infinite, as masks of attention are.
+    Buffers may be infinite, such as attention masks.
 
     Raises:
-        ConfigError: on every rank, with the names.
+        ConfigError: a parameter is not; raised on every rank.
     """
     parameters = {
         f"{name}.{key}": value
@@ -102,8 +101,8 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
         if everywhere := sorted({name for rank in world.all_gather_object(sorted(names)) for name in rank}):
             shown = ", ".join(everywhere[:_SHOWN]) + (" and more" if len(everywhere) > _SHOWN else "")
             raise ConfigError(
-                f"before the first update, these parameters {what}: {shown}. Look at init_weights(), and at the "
-                "weights that the model came with"
+                f"before the first update, these parameters {what}: {shown}. Check init_weights(), and weights that "
+                "the model was created with"
             )
 
 
@@ -112,7 +111,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, each in value.items():
             yield from _flat(f"{prefix}{'.' if prefix else ''}{key}", each)
     else:
-        # What has no text of its own is told by its address, which says nothing.
+        # The default repr contains the address, which differs between processes.
         yield prefix, _ADDRESS.sub("", str(value))
 
 

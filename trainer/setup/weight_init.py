@@ -1,4 +1,4 @@
-"""Values for the models that were born on the meta device: the same at every number of ranks, and nothing forgotten."""
+"""Initialisation of models that were created on the meta device, equal for every number of ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 
 def initialise_weights(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
-    """Calls `init_weights`, with the same random numbers at every number of ranks, and checks that nothing is left out.
+    """Call `init_weights`, with the same random numbers for every number of ranks, and check that it sets everything.
 
     Raises:
-        ConfigError: a parameter or a buffer that was born on the meta device still holds nothing, with its name.
+        ConfigError: a parameter or buffer got no value.
     """
     tensors = dict(named_tensors(models))
     for tensor in tensors.values():
@@ -39,14 +39,14 @@ def initialise_weights(models: Mapping[str, nn.Module], init_weights: Callable[[
     ]
     if forgotten:
         raise ConfigError(
-            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are born on "
-            "the meta device, without memory, and initialised afterwards. Give the module that owns each a "
-            "`reset_parameters()` that fills it, or override `init_weights()` in the trainer"
+            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are created "
+            "on the meta device, without memory, and initialised afterwards. Define `reset_parameters()` in the module "
+            "that owns each, or override `init_weights()` in the trainer"
         )
 
 
 def reset_parameters(model: nn.Module) -> None:
-    """Calls `reset_parameters` of every module that has one, in the order of `modules()`."""
+    """Call `reset_parameters` of every module that has one, in the order of `modules()`."""
     for module in model.modules():
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
@@ -54,10 +54,10 @@ def reset_parameters(model: nn.Module) -> None:
 
 
 class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws for a sharded tensor what the unsharded one would get, and keeps this rank's part.
+    """Draws random numbers for a sharded tensor as for the unsharded one, and keeps this rank's part.
 
-    On a CPU every rank would otherwise fill its shard from the same generator, so that the halves of a weight come out
-    equal; and a model would start differently at every number of ranks. Holds one whole tensor at a time.
+    Without it, every rank on a CPU would fill its shard from the same generator, so that the shards of a weight were
+    equal; and initial weights would depend on the number of ranks. Needs memory for one unsharded tensor at a time.
     """
 
     _FILL = (
@@ -65,7 +65,7 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *(aten.geometric_, aten.rand_like, aten.randn_like, aten.randint_like),
     )
     _READ = (aten.bernoulli, aten.bernoulli_, aten.normal, aten.poisson)
-    """Those that ask a tensor for probabilities or means, of which every rank has a part."""
+    """Functions that read probabilities or means from a tensor, of which every rank has a part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,13 +75,13 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = func.overloadpacket in self._READ
         if not reads and func.overloadpacket not in self._FILL:
             raise ConfigError(
-                f"init_weights or a reset_parameters calls {func} on a sharded weight, which would draw other numbers "
-                "at every number of ranks: draw into a plain tensor of the weight's shape, and copy this rank's part "
-                "of it, by torch.distributed.tensor.distribute_tensor(..., src_data_rank=None)"
+                f"init_weights or a reset_parameters calls {func} on a sharded weight, which would draw different "
+                "numbers for every number of ranks: draw into a plain tensor of the weight's shape, and copy this "
+                "rank's part of it, by torch.distributed.tensor.distribute_tensor(..., src_data_rank=None)"
             )
         whole_args = [_unsharded(each, reads) for each in args]
         full = func(*whole_args, **{name: _unsharded(each, reads) for name, each in kwargs.items()})
-        # src_data_rank=None: every rank has drawn the same numbers, none need be sent.
+        # src_data_rank=None: every rank has drawn the same numbers, so none are sent.
         part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
         if not func._schema.is_mutable:
             return part
@@ -90,14 +90,14 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _unsharded(value: Any, has_values: bool) -> Any:
-    """Returns a whole plain tensor in the place of a sharded one, with its values where these are needed."""
+    """Return a plain unsharded tensor for a sharded one, with its values if `has_values`."""
     if not isinstance(value, DTensor):
         return value
     return value.full_tensor() if has_values else torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _fill_nan(tensor: torch.Tensor) -> None:
-    """Fills a tensor so that a value that nobody sets is noticed."""
+    """Fill a tensor with NaN, so that unset values are found."""
     part = to_local(tensor.detach())
     if part.is_floating_point() or part.is_complex():
         part.fill_(float("nan"))
@@ -107,5 +107,5 @@ def _is_unset(tensor: torch.Tensor, *, untouched: bool) -> bool:
     part = to_local(tensor.detach())
     if part.is_floating_point() or part.is_complex():
         return bool(part.isnan().any())
-    # Integers and booleans have no NaN; only a buffer can be one, and buffers are not sharded.
+    # Integers and booleans have no NaN; they are buffers, which are never sharded.
     return untouched

@@ -221,7 +221,7 @@ def test_a_rehearsal_finds_out_that_the_monitor_is_not_there(tmp_path: Path) -> 
     """The initial state is evaluated before the first update, but does not count as best."""
     checkpoint = {"monitor": "validation/f1", "save_best": True}
     config = replace(_config(steps=3, checkpoint=checkpoint, every=100), sanity_batches=1)
-    with pytest.warns(CheckpointWarning, match=r"monitor is 'validation/f1', but the evaluation after step 0 gave"):
+    with pytest.warns(CheckpointWarning, match=r"monitor is 'validation/f1', but the evaluation after step 0 has only"):
         Scripted(config, values=[1.0] * 2, run_dir=tmp_path, callbacks=[Ends()]).fit()
     there = replace(_config(steps=2, checkpoint={"save_best": True}), sanity_batches=1)
     result = Scripted(there, values=[0.5, 0.7], run_dir=tmp_path / "there").fit()

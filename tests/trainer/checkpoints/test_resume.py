@@ -126,8 +126,8 @@ def test_weights_that_differ_are_listed_and_may_be_left_out(tmp_path: Path) -> N
     before = weights(trained)
     taken = {name for name, value in begins.weights.items() if torch.equal(value, before.get(name, torch.empty(0)))}
     assert taken == {name for name in before if not name.startswith("model.last")}
-    assert "all but model.last.bias, model.last.weight; not used of it: model.last.bias" in said[0]
-    with pytest.raises(CheckpointError, match=r"init_keys=\['encoder.*'\] chooses none"):
+    assert "all but model.last.bias, model.last.weight; not used from it: model.last.bias" in said[0]
+    with pytest.raises(CheckpointError, match=r"init_keys=\['encoder.*'\] matches none"):
         TinyTrainer(_config(init_from=first.last_checkpoint, init_keys=("encoder.*",)), world=ALONE).fit()
     with pytest.raises(ConfigError, match="init_keys=.* selects weights of init_from, which is not set"):
         _config(init_keys=("*",))
@@ -274,7 +274,7 @@ def test_parts_of_a_checkpoint_may_be_left(tmp_path: Path) -> None:
         **everything,
         "place": (5, 1, 0),
     }
-    for wrong, message in ((("models", "weights"), "not 'weights'"), (("data",), "position in the data")):
+    for wrong, message in ((("models", "weights"), "got 'weights'"), (("data",), "position in the data")):
         with pytest.raises(ConfigError, match=message):
             resumed(*wrong)
 
@@ -345,7 +345,7 @@ def test_the_result_and_the_warning_say_what_the_data_guarantees(
     result, _ = _fit(tmp_path / "epoch", StopAt(6), trainer_class=Iterable)
     assert result.data_guarantee == "epoch"
     assert "guarantees 'epoch', not 'exact': a resumed run restarts the epoch in progress" in capsys.readouterr().out
-    with pytest.warns(UserWarning, match="guarantees 'epoch', not 'exact': epoch 2 begins again"):
+    with pytest.warns(UserWarning, match="guarantees 'epoch', not 'exact': epoch 2 restarts"):
         _fit(tmp_path / "epoch", trainer_class=Iterable)
 
 

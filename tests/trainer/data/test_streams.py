@@ -585,7 +585,7 @@ def test_what_waits_for_the_end_of_data_that_may_have_none_is_told_of(tmp_path: 
         config = TinyConfig(**{"max_steps": 3, **changes})
         Brings((data, DataLoader(Rows(4))), config, run_dir=tmp_path / name).fit()
 
-    with pytest.warns(UserWarning, match="nobody can tell whether this training data has an end") as warned:
+    with pytest.warns(UserWarning, match="the length of the training data is unknown") as warned:
         fit(data(), "epochs")
     (told,) = [str(each.message) for each in warned]
     assert 'evaluate_every="1 epochs" and checkpoint.every="1 epochs" may never be due' in told
@@ -642,7 +642,7 @@ def test_a_resume_begins_the_epoch_of_an_iterable_again_and_says_so(tmp_path: Pa
     config = _config(max_epochs=2)
     Brings(loader, config, run_dir=tmp_path, callbacks=[StopAt(6)]).fit()
     trainer = Brings(loader, config, run_dir=tmp_path)
-    with pytest.warns(UserWarning, match=r"guarantees 'epoch', not 'exact': epoch 2 begins again.*first 2 steps"):
+    with pytest.warns(UserWarning, match=r"guarantees 'epoch', not 'exact': epoch 2 restarts.*first 2 steps"):
         result = trainer.fit()
     assert [row for _, rows in trainer.seen for row in rows] == list(range(19, -1, -1))
     assert (result.steps, result.epochs) == (10, 2)

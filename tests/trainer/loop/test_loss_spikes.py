@@ -292,7 +292,7 @@ def test_without_a_checkpoint_from_before_the_run_goes_on(tmp_path: Path) -> Non
     config = _config(checkpoint=CheckpointConfig(every=None))
     trainer = Jumps(config, run_dir=tmp_path, world=ALONE, printer=printed.append)
     assert trainer.fit().steps == 30
-    assert "there is no checkpoint from before to go back to" in printed[0]
+    assert "there is no earlier checkpoint to roll back to" in printed[0]
 
 
 def test_what_a_guard_needs_is_asked_for_before_the_first_step(tmp_path: Path) -> None:

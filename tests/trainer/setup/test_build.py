@@ -145,5 +145,5 @@ def test_a_model_under_a_private_name_is_refused_with_the_name_to_give_it() -> N
             super().configure_models()
             self._teacher = nn.Linear(6, 3)
 
-    with pytest.raises(ConfigError, match=r"self\._teacher of Hidden .* private name.* call it self\.teacher"):
+    with pytest.raises(ConfigError, match=r"self\._teacher of Hidden .* private attribute.* rename it self\.teacher"):
         Hidden(TinyConfig(max_steps=1), world=ALONE).fit()

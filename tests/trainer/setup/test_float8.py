@@ -22,7 +22,7 @@ def test_a_cpu_refuses_float8_before_anything_is_built() -> None:
         def configure_models(self) -> None:
             built.append("too late")
 
-    with pytest.raises(ConfigError, match="float8 needs an NVIDIA GPU that can, and the model trains on the cpu"):
+    with pytest.raises(ConfigError, match="float8 needs an NVIDIA GPU, but the model trains on the cpu"):
         Watches(TinyConfig(max_steps=1, float8=True), world=World.single("cpu")).fit()
     assert built == []
 

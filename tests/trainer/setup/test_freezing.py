@@ -52,7 +52,7 @@ def test_a_pattern_freezes_the_parameters_of_that_name(patterns: tuple[str, ...]
             r"'model.blocks.1' matches no .*, such as model.blocks.1.0.weight, model.blocks.1.0.bias",
         ),
         (("weight",), "such as model.first.weight, model.blocks.0.0.weight"),
-        (("*",), 'leaves nothing to train: take a pattern out, or take parameters back with one that begins with "!"'),
+        (("*",), 'leaves nothing to train: remove a pattern, or unfreeze parameters with one that begins with "!"'),
     ],
 )
 def test_a_pattern_that_matches_nothing_and_one_that_leaves_nothing_are_refused(

@@ -69,7 +69,7 @@ def _on_ranks(world: World) -> list[str]:
         _of_another_version(world.rank)(config, world=world),
         OldModule(config, world=world),
     ):
-        with pytest.raises(ConfigError, match="the ranks are not about to train the same thing") as raised:
+        with pytest.raises(ConfigError, match="the ranks differ in what they would train") as raised:
             trainer.fit()
         assert trainer.global_step == 0
         said.append(str(raised.value))
@@ -104,7 +104,7 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
                 self.model.last.bias[1] = -float("inf")
                 self.model.first.weight.fill_(float("inf"))
 
-    with pytest.raises(ConfigError, match="are not finite: model.first.weight, model.last.bias. Look at init_weights"):
+    with pytest.raises(ConfigError, match="are not finite: model.first.weight, model.last.bias. Check init_weights"):
         Broken(TinyConfig(max_epochs=1), world=ALONE).fit()
 
 

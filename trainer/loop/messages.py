@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("headway.run")
-# The console shows these messages: Python need not print those that no handler takes.
+# Without a handler, Python would print warnings a second time, on stderr.
 logger.addHandler(logging.NullHandler())
 if logging.getLogger("headway").level == logging.NOTSET:
     logging.getLogger("headway").setLevel(logging.INFO)

@@ -148,10 +148,10 @@ class NonFiniteGuard:
 
     def _check(self, step: int, arrival: AsyncScalar, report: NonFiniteReport) -> None:
         if not math.isfinite(norm := arrival.wait()):
-            # Ranks may be at different updates, so nobody asks the others.
+            # Without collectives, since ranks may be at different updates.
             raise NonFiniteError(
-                f"the norm of the gradient of step {step} is {norm}: {report.describe_this_rank()}; weights from there "
-                "on are not saved"
+                f"the norm of the gradient of step {step} is {norm}: {report.describe_this_rank()}; later weights are "
+                "not saved"
             )
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a run is agreed by all ranks, once, and loses nothing."""
+"""Requests to a run: all ranks agree on each, once, and none is lost."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_run_that_follows_an_error_hears_nothing_of_what_was_asked_before() ->
 
 
 def _agree_seldom(world: World, update_s: float) -> list[int]:
-    """The updates at which each of three saves takes effect, and the calls that took all of them."""
+    """The updates at which each of three saves takes effect, and the number of calls until then."""
     headway.trainer.loop.control.WITHIN_S = 0.25
     requests = Requests(world)
     found = []

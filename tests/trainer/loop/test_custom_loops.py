@@ -1,4 +1,4 @@
-"""Loops of one's own: the same services, counters and endings as the loop that is there; schedulers at their time."""
+"""Custom loops: the same services, counters and endings as the default loop; schedulers step when due."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ALONE = World.single("cpu")
 
 
 class Evaluates(TinyTrainer):
-    """Evaluates on what it is given; its model has a BatchNorm, whose buffers DDP would send around."""
+    """Evaluates on given data; its model has a BatchNorm, whose buffers DDP would broadcast."""
 
     def __init__(self, *args: Any, data: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **{"world": ALONE, **kwargs})
@@ -105,7 +105,7 @@ def test_modes_and_gradients_are_as_before() -> None:
 
 
 class Around(Callback):
-    """Notes when an evaluation enters and leaves its context."""
+    """Records when an evaluation enters and exits its context."""
 
     def __init__(self, name: str, notes: list[str], *, fails: str = "") -> None:
         self.name, self.notes, self.fails = name, notes, fails
@@ -209,7 +209,7 @@ def test_a_step_must_return_numbers(value: Any, message: str) -> None:
 
 
 def test_a_step_may_have_nothing_to_say() -> None:
-    """An evaluation without metrics is none that was cut short: the run goes on."""
+    """An evaluation without metrics does not count as interrupted: the run continues."""
     result = _returning({})(_config(max_epochs=2), data=[_collate([1])]).fit()
     assert (result.status, result.epochs) == ("completed", 2)
 
@@ -283,7 +283,7 @@ def test_several_sets_are_told_apart_by_name() -> None:
 
 
 class Reference:
-    """An object with update, compute and reset, and nothing else: the largest gap between two rows in a row."""
+    """A minimal metric with update, compute and reset: the largest gap between consecutive rows."""
 
     def reset(self) -> None:
         self.rows: list[int] = []
@@ -409,7 +409,7 @@ class Counts(Callback):
 
 
 def test_a_rehearsal_comes_before_the_first_update_and_leaves_nothing(tmp_path: Path) -> None:
-    """It shows a broken step at once; of a good one nobody hears, and training goes as it would without."""
+    """A sanity check raises for a broken step; otherwise it calls no hooks and changes nothing."""
 
     class Rehearses(Plateau):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -476,7 +476,7 @@ EMPTY = [lambda: iter([]), [], DataLoader(Rows(0)), DataLoader(Rows(0), num_work
 
 @pytest.mark.parametrize("empty", EMPTY, ids=["function", "list", "loader", "loader with a worker"])
 def test_data_that_is_empty_gives_no_metric_and_a_warning(empty: Any) -> None:
-    """It never becomes a loss of zero."""
+    """No data never becomes a loss of zero."""
     trainer = Plateau(_config(), data={"empty": empty, "full": [_collate([1])]})
     trainer.scheduler_monitor = "validation/full/loss"
     with pytest.warns(UserWarning, match="the validation data 'empty' has no batches: it is skipped"):

@@ -1,4 +1,4 @@
-"""The loop: hooks in their order, requests, limits, every ending, and its pieces called alone."""
+"""The loop: order of hooks, requests, limits, all endings, and its methods called separately."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Notebook(Callback):
         self.arguments: dict[str, list[Any]] = {}
 
     def runs(self) -> str:
-        """What was called, a line for what belongs together."""
+        """The recorded calls, one line per group."""
         return " ".join(self.notes)
 
 
@@ -226,7 +226,7 @@ def _raises(hook: str, error: BaseException) -> Callback:
     ],
 )
 def test_the_end_comes_once_wherever_a_run_fails(tmp_path: Path, hook: str) -> None:
-    """An error leaves as it was raised; all it gets are notes."""
+    """An error is raised unchanged, except for notes."""
     config = _config(evaluate_every=1, log_every=1, checkpoint=CheckpointConfig(every=1))  # type: ignore[arg-type]
     callbacks = [StopAt(1)] if hook == "on_stop_requested" else []
     if hook == "on_restored":
@@ -293,7 +293,7 @@ def test_clean_up_never_hides_an_error() -> None:
 
 
 def test_a_fit_may_be_called_again() -> None:
-    """Also on the same trainer, without a run directory: it goes on from where it stands in memory."""
+    """Also on the same trainer without a run directory, which continues from its state in memory."""
     spy = Spy()
     trainer = TinyTrainer(_config(max_epochs=3), world=ALONE, callbacks=[StopAt(3), spy])
     assert trainer.fit().status == "interrupted"
@@ -345,7 +345,7 @@ def test_a_schedule_knows_the_length_of_the_run(options: dict[str, Any], steps: 
 
 
 def test_a_stop_at_the_end_of_an_epoch_stops_there() -> None:
-    """Where all ranks meet anyway, no further update is made, and no epoch ends twice."""
+    """Requests at the end of an epoch take effect without another update, and no epoch ends twice."""
     ends: list[int] = []
 
     def stop(trainer: Trainer[Any], epoch: int, metrics: Any) -> None:
@@ -417,7 +417,7 @@ def test_an_epoch_that_was_whole_at_a_stop_is_closed_by_the_resume(
 
 
 class FollowsPlateaus(TinyTrainer):
-    """What an evaluation leaves behind is in every weight from there on; every epoch leaves out a tail."""
+    """Evaluations draw random numbers that would change all later weights; every epoch drops a tail."""
 
     scheduler_interval: ClassVar[Any] = {"a": "epoch"}
 
@@ -428,7 +428,7 @@ class FollowsPlateaus(TinyTrainer):
 
 
 class CutsAnEvaluation(Callback):
-    """In that at the end of an epoch: a stop, or a save at once and the death of the process."""
+    """During the evaluation at the end of an epoch: a stop, or an immediate save and a kill."""
 
     def __init__(self, how: str, epoch: int) -> None:
         self.how, self.epoch, self.batches, self.ended = how, epoch, 0, list[int]()
@@ -542,7 +542,7 @@ def test_own_numbers_are_logged_with_their_weights() -> None:
 
 
 class AsksOnOneRank(Callback):
-    """The last rank asks for something at one update; all note when it happens."""
+    """The last rank makes a request at one update; all ranks record when it takes effect."""
 
     def __init__(self, request: str, at: int) -> None:
         self.request, self.at = request, at
@@ -569,7 +569,7 @@ class AsksOnOneRank(Callback):
 
 
 class StopsInEvaluation(Callback):
-    """The last rank asks for a stop while the second batch is evaluated."""
+    """The last rank requests a stop during the evaluation of the second batch."""
 
     def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and trainer.world.rank == trainer.world.size - 1:
@@ -732,7 +732,7 @@ class BadRow(Dataset[Any]):
 
 
 class AsTheyCome(IterableDataset[Any]):
-    """The rows of a dataset, which nobody can look up."""
+    """The rows of a dataset without random access."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -829,7 +829,7 @@ class SlowSteps(Callback):
 
 
 class Clock(Callback):
-    """How long after the start of this attempt its first evaluation and its first checkpoint came."""
+    """Seconds from the start of this attempt to its first evaluation and first checkpoint."""
 
     def __init__(self) -> None:
         self.began_s = 0.0

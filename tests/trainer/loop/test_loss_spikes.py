@@ -1,4 +1,4 @@
-"""A loss that jumps away: when it has, and how the run goes back to a checkpoint and on behind the guilty data."""
+"""Loss spikes: detection, rollback to a checkpoint, and continuing behind the data that caused them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_nonsense_is_refused(values: dict[str, Any], message: str) -> None:
 
 
 class Jumps(TinyTrainer):
-    """Meets data that ruins the weights: micro-batches 16 and 17, so updates 17 and 18."""
+    """Has data that ruins the weights: micro-batches 16 and 17, so updates 17 and 18."""
 
     ruinous: tuple[int, ...] = (16, 17)
 
@@ -106,7 +106,7 @@ class Jumps(TinyTrainer):
 
 
 class Watches(Callback):
-    """Has a state that a checkpoint knows, and keeps what there is to see of going back."""
+    """Has a state in checkpoints, and records rollbacks."""
 
     def __init__(self) -> None:
         self.updates = 0
@@ -201,10 +201,10 @@ def _assert_went_back(result: dict[str, Any]) -> None:
 def test_a_spike_takes_the_run_back_and_on_behind_the_guilty_data(tmp_path: Path) -> None:
     result = _spike(ALONE, str(tmp_path))
     _assert_went_back(result)
-    (told,) = [line for line in result["printed"] if "usual" in line]
+    (told,) = [line for line in result["printed"] if "for a spike" in line]
     assert "at step 18, above the limit of" in told
     assert "rolled back to the weights of step 15" in told
-    assert "(1 of at most 3 times)" in told
+    assert "(rollback 1 of at most 3)" in told
 
 
 def _spike_on_ranks(world: World, folder: str) -> list[dict[str, Any]]:
@@ -253,7 +253,7 @@ def test_an_epoch_at_whose_end_the_run_goes_back_is_in_the_history_once(tmp_path
 
 
 def test_an_epoch_of_updates_that_are_made_again_is_in_no_history(tmp_path: Path) -> None:
-    """The first epoch ends at step 16, and the jump of step 18 takes the run back to 15."""
+    """The first epoch ends at step 16, and the spike at step 18 rolls the run back to 15."""
     config = _config(max_steps=None, max_epochs=3, num_rows=128)
     result = Jumps(config, run_dir=tmp_path, world=ALONE, printer=lambda text: None).fit()
     assert [(row["epoch"], row["step"]) for row in result.history] == [(2, 29), (3, 45)]

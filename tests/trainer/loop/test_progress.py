@@ -1,4 +1,4 @@
-"""Durations are read as people write them, counters come back, and what is due is due at the same step everywhere."""
+"""Parsing of durations, saving of counters, and schedules that are due at the same step on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run takes to get ready is known phase by phase, on the trainer and in the events of the run."""
+"""Seconds of each setup phase, on the trainer and in the events of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = [
 
 
 class Slow(TinyTrainer):
-    """Takes its time over the model, the first batch and the first update."""
+    """Is slow to create the model, the first batch and the first update."""
 
     def configure_models(self) -> None:
         time.sleep(0.11)

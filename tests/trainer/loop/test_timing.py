@@ -1,4 +1,4 @@
-"""A trainer says what it is doing, for who watches it from another thread (C13)."""
+"""The current phase of a trainer, as seen from another thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny import Rows, TinyConfig, TinyTrainer
 
 
 class Looks(TinyTrainer):
-    """Notes the phase wherever code of a user's runs."""
+    """Records the phase in all user code."""
 
     def look(self, where: str) -> None:
         self.looks = getattr(self, "looks", set()) | {(where, self.activity.phase)}
@@ -59,7 +59,7 @@ class Looks(TinyTrainer):
 
 
 class Saved(Callback):
-    """Has a state, to be asked for it."""
+    """Has a state, so that saves call state_dict."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -72,7 +72,7 @@ class Saved(Callback):
         return {"a": 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes nothing."""
+        """Restores nothing."""
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -104,7 +104,7 @@ def test_the_phase_is_true_wherever_a_run_may_wait(tmp_path: Path, background: b
 
 
 def test_the_first_stays_of_a_phase_teach_nothing() -> None:
-    """They compile, and open files."""
+    """The first stays in a phase compile and open files."""
     activity = Activity()
     for seconds in (0.05, 0.0, 0.01):
         assert activity.usual_s("forward") is None

@@ -1,4 +1,4 @@
-"""What a trainer's `configure_` methods have set: which attributes are its models, optimizers and schedulers."""
+"""Models, optimizers and schedulers that `configure_` methods set or return."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_models_that_share_a_weight_are_refused_with_its_name() -> None:
 
 
 class Returning(TinyTrainer):
-    """What `TinyTrainer` sets as attributes, returned."""
+    """Returns the objects that `TinyTrainer` sets as attributes."""
 
     def configure_models(self) -> Any:
         return Deep(self.config.width, self.config.dropout)

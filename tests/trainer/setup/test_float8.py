@@ -1,4 +1,4 @@
-"""Float8 is refused where it cannot be, before anything is built. What it computes is tested where there is a GPU."""
+"""Float8 is refused on unsupported devices, before anything is built. Its results are tested only with a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pattern freezes is not trained, stays in evaluation mode, and costs no gradient, on one rank and on two."""
+"""Frozen parameters get no gradient, and frozen modules stay in evaluation mode, on one rank and two."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Finetunes(TinyTrainer):
 
 
 class Modes(Callback):
-    """Keeps which modules train, before every step."""
+    """Records the modules in training mode, before every step."""
 
     def __init__(self) -> None:
         self.modes: list[tuple[bool, ...]] = []

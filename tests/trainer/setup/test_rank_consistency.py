@@ -1,4 +1,4 @@
-"""Before the first update: the ranks train the same thing, and every weight has a value."""
+"""Checks before the first update: the ranks agree, and every weight has a value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OtherData(TinyTrainer):
 
 
 def _of_another_version(rank: int) -> type[TinyTrainer]:
-    """A class as an old copy of its file would give it, on one rank."""
+    """A class as in an old copy of its file, on one rank."""
     scope: dict[str, Any] = {"TinyTrainer": TinyTrainer, "__name__": "edited"}
     loss = "outputs" if rank == 0 else "{**outputs, 'loss': outputs['loss'] * 2}"
     source = (

@@ -1,4 +1,4 @@
-"""An update for which there is no memory begins again in smaller micro-batches, and is what it would have been."""
+"""An update that runs out of memory is repeated with smaller micro-batches, with equal results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Cramped(TinyTrainer):
 
 
 class Told(Callback):
-    """Keeps what it hears of memory, and how often an update begins."""
+    """Records out-of-memory messages, and the number of attempts at an update."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -114,7 +114,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_the_update_is_what_it_would_have_been_in_smaller_micro_batches() -> None:
-    """With dropout, noise, running statistics and what a step logs, to the bit."""
+    """Bitwise, with dropout, noise, running statistics and logged values."""
     halved = outcome(ALONE, room=2, micro_batch_size=8)
     assert len(halved["records"]["train/loss"]) == 4
     assert len(halved["reasons"]) == 2  # 8 -> 4 -> 2
@@ -151,7 +151,7 @@ def test_a_resumed_run_stays_with_it_unless_the_micro_batch_is_another_one(tmp_p
 
 
 class Whole(Cramped):
-    """Its data brings its own batches, of 8 rows."""
+    """Its data has batches of 8 rows."""
 
     def configure_dataloaders(self) -> Any:
         train, validation = super().configure_dataloaders()
@@ -182,7 +182,7 @@ class Named(Cramped):
 
 
 class StepsItself(Cramped):
-    """Has its second optimizer step when the first one has."""
+    """Its second optimizer steps after the first."""
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
@@ -224,7 +224,7 @@ def refused(error: type[Exception], match: str) -> Iterator[None]:
 
 
 def on_rank(world: World) -> list[dict[str, Any]]:
-    """Only one of the ranks has too little memory; then for none of its rows; then with shards."""
+    """One rank has too little memory, then too little for a single row, then sharded models."""
     halved = outcome(world, room=2, micro_batch_size=8, ranks=(1,))
     small = outcome(world, room=2, micro_batch_size=2, ranks=(1,))
     with refused(*((torch.OutOfMemoryError, "CUDA") if world.rank == 1 else (StepError, "rank 1 ran out of memory"))):
@@ -285,7 +285,7 @@ def test_all_ranks_halve_when_one_runs_out_of_memory() -> None:
 
 
 def without(world: World) -> dict[str, Any]:
-    """What DDP makes of it, on its own."""
+    """The result of plain DDP."""
     losses = Losses()
     trainer = Cramped(config(micro_batch_size=2, halve_on_out_of_memory=False), world=world, callbacks=[losses])
     trainer.fit()

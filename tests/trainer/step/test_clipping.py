@@ -1,4 +1,4 @@
-"""Norm and clipping are torch's, bit for bit, whatever kinds of gradients there are."""
+"""Norm and clipping are bitwise equal to torch's, for all kinds of gradients."""
 
 from __future__ import annotations
 

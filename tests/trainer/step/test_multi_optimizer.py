@@ -1,4 +1,4 @@
-"""Two optimizers that step in turn: nobody learns from what the loss of one leaves in the parameters of the other."""
+"""Two optimizers that step in turn: the loss of one does not add to the gradients of the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE = World.single("cpu")
 
 
 class Gan(Trainer[TinyConfig]):
-    """A generator and a critic that learn in every update, in an order that the class says."""
+    """A generator and a critic that are trained in every update, in an order set by the class."""
 
     first = "critic"
 

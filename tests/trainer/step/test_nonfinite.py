@@ -1,4 +1,4 @@
-"""Gradients that are NaN or infinite: raised, skipped or tried again, by all ranks alike, with nothing else touched."""
+"""NaN and infinite gradients: raised, skipped or retried by all ranks alike, without changes to other state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ExplodesOnce(Explodes):
 
 
 def _everything(trainer: Trainer[Any]) -> dict[str, Any]:
-    """All that a skipped update must leave alone, as it is now."""
+    """The current state that a skipped update must not change."""
     moments = {
         f"{number}/{name}": to_full_tensor(value).clone()
         for number, state in trainer.optimizers["optimizer"].state_dict()["state"].items()
@@ -74,7 +74,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 class Remembers(Callback):
-    """Keeps all states, which hooks fired, and the error at the end."""
+    """Records all states, the hooks that were called, and the final error."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
@@ -155,7 +155,7 @@ def _explode_on_ranks(world: World, folder: str) -> list[dict[str, Any]]:
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_names_it(tmp_path: Path) -> None:
-    """Under DDP, too, whose gradients have met when they are looked at: the losses tell whose fault it was."""
+    """Also under DDP, whose gradients are reduced before the check: the losses show the rank that caused it."""
     for rank in run_on_ranks(_explode_on_ranks, 2, str(tmp_path)):
         for result in rank:
             _assert_refused(result)
@@ -187,7 +187,7 @@ def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Late(nonfinite.AsyncScalar):
-        """Arrives when it is waited for: the update has been applied by then."""
+        """Arrives only when waited for, after the update has been applied."""
 
         def is_ready(self) -> bool:
             return False
@@ -346,7 +346,7 @@ def test_a_run_stopped_after_a_skipped_update_goes_on_behind_it_with_its_counts(
 
 
 class Diverges(TinyTrainer):
-    """Draws NaN with its random numbers: here in the second update, and not again when that is tried again."""
+    """Draws NaN with its random numbers in the second update, but not in its retry."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = super().training_step(batch, batch_idx)
@@ -404,7 +404,7 @@ def test_all_ranks_try_again_together() -> None:
 
 
 def test_where_norms_arrive_late_nothing_is_saved_that_is_not_finite(tmp_path: Path) -> None:
-    """Under "raise" no update waits for its norm on a GPU: weights may be spoilt, checkpoints are not."""
+    """Under "raise" no update waits for its norm on a GPU: weights may become NaN, but checkpoints do not."""
     optimizer_step.HOST_READABLE, before = (), optimizer_step.HOST_READABLE
     try:
         config = _config(checkpoint=CheckpointConfig(every=1))  # type: ignore[arg-type]
@@ -423,7 +423,7 @@ def test_where_norms_arrive_late_nothing_is_saved_that_is_not_finite(tmp_path: P
 def test_weights_whose_norms_are_still_on_their_way_do_not_leave_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: bool
 ) -> None:
-    """A loss that is not finite is seen in the log, and a step need not return one."""
+    """A non-finite loss appears in the log, and a step need not return a loss."""
 
     class Last(TinyTrainer):
         def configure_dataloaders(self) -> Any:

@@ -1,4 +1,4 @@
-"""One update: its gradient is that of the whole batch, however it is cut; it is measured, guarded and clipped."""
+"""One update: its gradient is that of the whole batch, however it is split; norm, NaN check and clipping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _config(**changes: Any) -> TinyConfig:
 
 
 class Gradients(Callback):
-    """Keeps the weights before the first update, and the gradients of every update as they are before clipping."""
+    """Records the weights before the first update, and the gradients of every update before clipping."""
 
     def __init__(self) -> None:
         self.before: dict[str, torch.Tensor] = {}
@@ -48,7 +48,7 @@ class Gradients(Callback):
 
 
 class Doubling(TinyTrainer):
-    """Its rows count twice, but for what weighs them; its first update is tried again."""
+    """prepare_batch doubles its rows, but not their weights; its first update is retried."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +73,7 @@ class Doubling(TinyTrainer):
 
 
 class Seen(Callback):
-    """The batches that hooks get, and the gradients of weights that have just moved."""
+    """The batches that hooks get, and the gradients after each update."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -134,7 +134,7 @@ class TokenTrainer(TinyTrainer):
 
 
 class CountingTrainer(TokenTrainer):
-    """Gives its weights as whole numbers of Python."""
+    """Returns its weights as Python integers."""
 
     def loss_weight(self, batch: Any) -> int:  # type: ignore[override]
         return int(super().loss_weight(batch))
@@ -166,7 +166,7 @@ def _of_plain_torch(before: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class _Sums:
-    """A world of two ranks that have the same, as far as adding up goes."""
+    """A world that sums as if two ranks had equal values."""
 
     size = 2
 
@@ -175,7 +175,7 @@ class _Sums:
 
 
 class _Kernels(TorchDispatchMode):
-    """Takes note of what is computed."""
+    """Records the operations that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_gradients_meet_once_per_update() -> None:
 
 
 class SgdTrainer(TinyTrainer):
-    """Moves the weights by the very gradient."""
+    """Moves the weights by exactly the gradient."""
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
@@ -617,7 +617,7 @@ def test_an_optimizer_that_nobody_knows_is_refused() -> None:
 
 
 class ZeroesItself(torch.optim.SGD):
-    """An optimizer with something of its own to do when the gradients go."""
+    """An optimizer that overrides zero_grad."""
 
     zeroed = 0
 

@@ -1,4 +1,4 @@
-"""Number formats: what computes in which, the loss scale of float16 on all ranks, and weights that are bfloat16."""
+"""Precision: dtypes of forward passes, the loss scale of float16 on all ranks, and bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _config(**changes: Any) -> TinyConfig:
 
 
 class Spy(Callback):
-    """Notes where autocast is on, and in which formats things are."""
+    """Records where autocast is enabled, and the dtypes."""
 
     def __init__(self) -> None:
         self.seen: dict[str, set[Any]] = {}
@@ -110,7 +110,7 @@ class Sgd(TinyTrainer):
 
 
 class ScaleFrom(Callback):
-    """Begins with another loss scale, and notes the gradients that hooks get to see."""
+    """Starts with another loss scale, and records the gradients that hooks see."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

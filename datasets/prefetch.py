@@ -32,8 +32,8 @@ _BYTES_AHEAD = 256 * 2**20
 _READY = 2
 
 
-class StreamContext(Protocol):
-    """What a stream needs to know about the run. `headway.trainer.data.protocols.ShardInfo` implements it."""
+class ShardInfo(Protocol):
+    """Which part of the data a rank reads, and how. Implemented by the trainer's class of the same name."""
 
     @property
     def rank(self) -> int: ...  # noqa: D102
@@ -58,7 +58,7 @@ class StreamSpec:
     """Everything that the batches of one rank depend on.
 
     Attributes:
-        context: rank, seed, batch size and device of the run.
+        shard: rank, seed, batch size and device of the run.
         source: the files.
         global_batch_size, shards, shuffle, tail: see `EpochPlan`.
         transforms: applied to the rows in this order.
@@ -66,7 +66,7 @@ class StreamSpec:
         engine: what runs the reading tasks.
     """
 
-    context: StreamContext
+    shard: ShardInfo
     source: Source
     global_batch_size: int
     shards: int
@@ -80,7 +80,7 @@ class StreamSpec:
         """Return the order of one epoch."""
         return EpochPlan(
             self.source.fragment_rows,
-            self.context.seed,
+            self.shard.seed,
             epoch,
             shards=self.shards,
             shuffle=self.shuffle,
@@ -91,7 +91,7 @@ class StreamSpec:
         """Yield this rank's reads of an epoch, without those that only the dropped tail needs."""
         plan = self.plan(epoch)
         end = plan.samples(self.global_batch_size, offset=offset)
-        for each in plan.reads(rank=self.context.rank, world_size=self.context.world_size, offset=offset):
+        for each in plan.reads(rank=self.shard.rank, world_size=self.shard.world_size, offset=offset):
             if each.slices[0].first_need < end:
                 yield each
 
@@ -105,7 +105,7 @@ class StreamSpec:
             group=int(source.fragment_groups[fragment]),
             num_rows=int(source.fragment_rows[fragment]),
             columns=tuple(source.columns),
-            order=(self.context.seed, epoch, fragment) if self.shuffle else None,
+            order=(self.shard.seed, epoch, fragment) if self.shuffle else None,
             ranges=tuple((each.start, each.stop) for each in slices),
         )
 
@@ -120,7 +120,7 @@ class StreamSpec:
 
     def own_rows(self, epoch: int, offset: int, count: int) -> list[str]:
         """Return the ids of this rank's part of some samples, in the order of its batch."""
-        rank, world_size = self.context.rank, self.context.world_size
+        rank, world_size = self.shard.rank, self.shard.world_size
         return self.row_names(self.plan(epoch).locate_on_rank(offset, count, rank=rank, world_size=world_size))
 
     def rows(self, epochs: Iterable[Iterable[ReadJob]]) -> Generator[Rows, None, None]:
@@ -138,8 +138,8 @@ class StreamSpec:
     @property
     def ahead_rows(self) -> int:
         """Rows to read ahead: one row group for each of the rank's shards, which the start of an epoch needs."""
-        shards = -(-self.shards // self.context.world_size)
-        wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.context.world_size)
+        shards = -(-self.shards // self.shard.world_size)
+        wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.shard.world_size)
         return min(wave, _BYTES_AHEAD // self.source.row_bytes)
 
 
@@ -205,30 +205,30 @@ class Prefetcher:
         return False
 
     def _items(self) -> Iterator[_Item]:
-        spec, context = self._spec, self._spec.context
+        spec, shard = self._spec, self._spec.shard
         epoch, offset = self.next_position
         asked: deque[Read] = deque()
 
         def epochs() -> Iterable[int]:
-            return count(epoch) if context.training else (epoch,)
+            return count(epoch) if shard.training else (epoch,)
 
         def jobs(of: int) -> Iterator[ReadJob]:
             for one in spec.reads(of, offset if of == epoch else 0):
                 asked.append(one)
                 yield spec.job(of, one.fragment, one.slices)
 
-        cuda = context.device.type == "cuda"
-        copies = torch.cuda.Stream(context.device) if cuda else None  # type: ignore[no-untyped-call]
+        cuda = shard.device.type == "cuda"
+        copies = torch.cuda.Stream(shard.device) if cuda else None  # type: ignore[no-untyped-call]
         with closing(spec.rows(map(jobs, epochs()))) as rows:
             buffers = ShardBuffers(asked, rows, spec.filler_row)
             for each in epochs():
                 place = offset if each == epoch else 0
                 batches = spec.plan(each).batches(
-                    rank=context.rank,
-                    world_size=context.world_size,
+                    rank=shard.rank,
+                    world_size=shard.world_size,
                     global_batch_size=spec.global_batch_size,
-                    micro_batch_size=context.micro_batch_size,
-                    by_shard=context.by_shard,
+                    micro_batch_size=shard.micro_batch_size,
+                    by_shard=shard.by_shard,
                     offset=place,
                 )
                 for batch, times in group_equal_batches(batches, spec.source.row_bytes):
@@ -236,7 +236,7 @@ class Prefetcher:
                     names = [partial(spec.own_rows, each, place + i * size, size) for i in range(times)]
                     place += times * size
                     made = buffers.batches(batch, names, pin_memory=cuda)
-                    yield (made, None) if copies is None else _copy_to_device(made, context.device, copies)
+                    yield (made, None) if copies is None else _copy_to_device(made, shard.device, copies)
                 buffers.clear()
                 yield None
 

@@ -16,7 +16,7 @@ from .engines import connected_to_ray
 from .errors import DataError
 from .paths import Paths, absolute
 from .plan import Tail, check_shards, default_shards
-from .prefetch import Prefetcher, StreamContext, StreamSpec
+from .prefetch import Prefetcher, ShardInfo, StreamSpec
 from .sources import Source, read_source
 from .transforms import Transform
 
@@ -107,7 +107,7 @@ class ParquetStream:
         """Files and row groups of the dataset."""
         return self._open.source
 
-    def setup(self, context: StreamContext) -> None:
+    def setup(self, shard: ShardInfo) -> None:
         """Read the files' footers and check that they fit the run.
 
         Raises:
@@ -115,22 +115,22 @@ class ParquetStream:
         """
         self.close()
         source = read_source(self.path, columns=self.columns)
-        size = context.global_batch_size
-        if size is None and not context.training and context.micro_batch_size:
-            size = context.micro_batch_size * context.world_size
+        size = shard.global_batch_size
+        if size is None and not shard.training and shard.micro_batch_size:
+            size = shard.micro_batch_size * shard.world_size
         if size is None:
             raise DataError(
                 "config.global_batch_size is not set: a ParquetStream needs it (samples of one update over all ranks)"
             )
         shards = self.shards or default_shards(size)
-        check_shards(shards, global_batch_size=size, world_size=context.world_size)
+        check_shards(shards, global_batch_size=size, world_size=shard.world_size)
         opened = StreamSpec(
-            context=context,
+            shard=shard,
             source=source,
             global_batch_size=size,
             shards=shards,
-            shuffle=self.shuffle and context.training,
-            tail=self.tail if context.training else "keep",
+            shuffle=self.shuffle and shard.training,
+            tail=self.tail if shard.training else "keep",
             transforms=self.transforms,
             readers=self.readers,
             engine=self._choose_engine(),
@@ -141,7 +141,7 @@ class ParquetStream:
                 "would drop them all. Use a smaller global_batch_size, or tail='keep'"
             )
         self._opened = opened
-        if context.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):
+        if shard.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):
             logger.info(
                 "%d rows make %d batches of %d; %d rows are dropped, different ones each epoch",
                 source.rows,
@@ -199,7 +199,7 @@ class ParquetStream:
         try:
             yield from prefetcher.epoch()
         finally:
-            if prefetcher.next_position != (epoch + 1, 0) or not opened.context.training:
+            if prefetcher.next_position != (epoch + 1, 0) or not opened.shard.training:
                 prefetcher.close()
                 if self._prefetcher is prefetcher:
                     self._prefetcher = None
@@ -219,5 +219,5 @@ class ParquetStream:
 
     @property
     def _open(self) -> StreamSpec:
-        assert self._opened is not None, "setup(context) must be called first"
+        assert self._opened is not None, "setup(shard) must be called first"
         return self._opened

@@ -1,4 +1,4 @@
-"""Every snippet of the README and of docs/ runs, page by page, in the order in which a reader meets them (K1).
+"""Every snippet of the README and of docs/ runs, page by page, in reading order.
 
 The blocks of a page share one folder, and its Python blocks one namespace. The folder has `examples/` in it, as the
 root of the repository has. A Python block with a title (```python title="digits.py") is also saved under that name. A
@@ -32,7 +32,7 @@ NOT_RUN = {
 PYTHON, SHELL = {"python"}, {"bash", "console"}
 OTHER = {"", "text", "yaml", "json", "toml", "mermaid", "diff", "html"}
 
-# The closing fence is indented as the opening one is: blocks stand in lists and tabs, too.
+# The closing fence is indented like the opening one: blocks may be inside lists and tabs.
 BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```\s*$", re.M | re.S
 )
@@ -40,7 +40,7 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of a page, with what it would run."""
+    """One fenced block of a page, with the code that it runs."""
 
     page: str
     line: int
@@ -50,7 +50,7 @@ class Block:
 
 
 def blocks_of(text: str, page: str) -> list[Block]:
-    """Returns what is to be run of a page."""
+    """Return the code to run of a page."""
     blocks = []
     for match in BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 2
@@ -75,7 +75,7 @@ def blocks_of(text: str, page: str) -> list[Block]:
 
 
 def commands_of(code: str) -> list[str]:
-    """Returns the lines of a shell block that are run: those after a `$ ` if there are any, the others are output."""
+    """Return the commands of a shell block: the lines after `$ ` if there are any; the others are output."""
     lines = code.replace("\\\n", "").splitlines()
     if any(line.startswith("$ ") for line in lines):
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -107,7 +107,7 @@ if __name__ == "__main__":  # A process that a snippet spawns imports this file.
 
 
 def run_page(text: str, page: str, folder: Path, *, timeout_s: float = 280) -> str:
-    """Runs all blocks of a page in a folder, in a fresh process, and returns what they printed."""
+    """Run all blocks of a page in a folder, in a fresh process, and return their output."""
     blocks = blocks_of(text, page)
     if not blocks:
         return ""
@@ -139,7 +139,7 @@ def test_every_snippet_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_links_of_pages_outside_docs_lead_somewhere(page: str) -> None:
-    """Those inside are checked where the site is built."""
+    """Internal links are checked when the site is built."""
     links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())
     assert [link for link in links if not (ROOT / link).exists()] == []
 

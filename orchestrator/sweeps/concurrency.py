@@ -16,25 +16,25 @@ from .schedulers import PBT
 from .search import Search
 
 _POLL_EVERY_S = 5.0
-# Between two trials, and before the first, processes start that have no place yet.
+# The processes of a trial take time to start before they have a placement group.
 _STARTING_S = 60.0
 
 Machines = Sequence[Mapping[str, float]]
-"""The resources of each machine, by Ray's names."""
+"""Resources of each machine, by Ray's names."""
 
 
 class ConcurrencyLimit:
-    """How many trials may train at this moment, and since when none does. Looks at the connected cluster.
+    """How many trials may train at the moment, and for how long none has. Polls the connected cluster.
 
     Args:
-        experiment: with the workers of one trial.
-        search: with a limit.
-        cpus: of a Ray of our own, that trials may take: others are for something else.
-        clock: seconds, from any beginning.
+        experiment: gives the workers of one trial.
+        search: gives the user's limit.
+        cpus: CPUs that trials may use if Ray was started here; the others are reserved for reading data.
+        clock: monotonic seconds.
 
     Attributes:
-        at_once: how many may train. Another thread reads it.
-        told: the same, for people.
+        max_concurrent: how many trials may train. Another thread reads it.
+        summary: the same as text.
 
     Raises:
         ConfigError: no trial could ever train.
@@ -48,7 +48,7 @@ class ConcurrencyLimit:
         cpus: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # To a Ray of our own no machine comes.
+        # No machine can join a Ray that was started here.
         self._scaling = experiment.scaling if cpus is None else replace(experiment.scaling, wait=None)
         self._search, self._cpus, self._clock = search, cpus, clock
         self._taken = placed_groups()
@@ -59,10 +59,10 @@ class ConcurrencyLimit:
         self.max_concurrent, self.summary = concurrency_for(self._scaling, search, machines)
 
     def poll(self) -> str | None:
-        """Looks again, if it has been some seconds; returns a line for people if there is something new.
+        """Update the limit if some seconds have passed, and return a line to print if something changed.
 
         Raises:
-            ConfigError: no trial has trained for as long as `Scaling.wait_timeout_s`.
+            ConfigError: no trial has trained for `Scaling.wait_timeout_s`.
         """
         now_s = self._clock()
         if now_s - self._looked_s < _POLL_EVERY_S:
@@ -89,10 +89,10 @@ class ConcurrencyLimit:
 
 
 def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
-    """Refuse a sweep for which there are not the machines, and whose trials wait for none.
+    """Check that the machines suffice, unless trials wait for machines.
 
     Raises:
-        ConfigError: not even one trial fits, or PBT has a single one at a time.
+        ConfigError: not even one trial fits, or PBT would train one trial at a time.
     """
     if trials_that_fit(scaling, machines) < 1 and scaling.wait is None:
         each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
@@ -101,47 +101,47 @@ def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
         )
         there = " and ".join(f"{count} with {size}" for size, count in sizes.items()) or "none"
         raise ConfigError(
-            f"a trial wants {scaling.min_workers} worker{'s'[: scaling.min_workers > 1]} with {each} on one machine "
-            f"each, and the machines are {there}: no trial can ever train; ask for less, or say how long to wait for "
-            "machines, as in scaling.wait=10m"
+            f"no trial fits: it needs {scaling.min_workers} worker{'s'[: scaling.min_workers > 1]} with {each} each, "
+            f"on one machine per worker, and the machines are {there}; lower scaling.workers or their resources, or "
+            "set scaling.wait=10m to wait for machines"
         )
-    at_once, told = concurrency_for(scaling, search, machines)
-    if isinstance(search.scheduler, PBT) and at_once == 1 < search.num_trials:
+    max_concurrent, summary = concurrency_for(scaling, search, machines)
+    if isinstance(search.scheduler, PBT) and max_concurrent == 1 < search.num_trials:
         raise ConfigError(
-            f"PBT passes on weights between trials that train at the same time, and there would be one at a time "
-            f"({told}): let workers share (scaling.cpus_per_worker=0.5), or take another scheduler"
+            f"PBT needs several concurrent trials, between which it copies weights, but only one fits ({summary}): let "
+            "workers share a CPU (scaling.cpus_per_worker=0.5), or use another scheduler"
         )
 
 
 def concurrency_for(scaling: Scaling, search: Search, machines: Machines) -> tuple[int, str]:
-    """Return how many trials may train at once, and the same in words.
+    """Return how many trials may train concurrently, and the same as text.
 
-    Where machines are waited for, as many as the search says: those that have no room yet make machines come.
+    If trials wait for machines, the user's limit applies alone: waiting trials make the cluster scale up.
 
     Args:
         scaling: the workers of one trial.
-        search: with a limit.
-        machines: that there are.
+        search: gives the user's limit.
+        machines: resources of the current machines.
     """
     fits = trials_that_fit(scaling, machines)
     room = max(fits, 1)
     is_pbt = isinstance(search.scheduler, PBT)
     wanted = search.concurrent or (search.num_trials if is_pbt else room)
-    at_once = min(wanted if scaling.wait else min(wanted, room), search.num_trials)
+    max_concurrent = min(wanted if scaling.wait else min(wanted, room), search.num_trials)
     total = {name: sum(machine.get(name, 0) for machine in machines) for name in scaling.worker_resources}
     has = ", ".join(f"{amount:g} {name}{'s'[: amount != 1]}" for name, amount in total.items())
-    told = f"{has}: {at_once} trial{'s'[: at_once > 1]} of {scaling} at once"
-    if at_once > fits:
-        told += f", with room for {fits or 'none'} now"
-    if is_pbt and at_once < search.num_trials:
-        told += f"; PBT wants all {search.num_trials} to train at once"
-    return at_once, told
+    summary = f"{has}: {max_concurrent} concurrent trial{'s'[: max_concurrent > 1]} of {scaling}"
+    if max_concurrent > fits:
+        summary += f", of which {fits or 'none'} fit{'s'[: fits == 1]} now"
+    if is_pbt and max_concurrent < search.num_trials:
+        summary += f"; PBT works best with all {search.num_trials} concurrent"
+    return max_concurrent, summary
 
 
 def trials_that_fit(scaling: Scaling, machines: Machines) -> int:
-    """Return how many trials there is room for: each worker on one machine, those of a trial on one or several.
+    """Return how many trials fit; the workers of one trial may be on several machines.
 
-    A trial whose number of workers may vary has as many as there is room for, so that others wait for its end.
+    An elastic trial takes all the workers that fit, up to its maximum, so others wait for its end.
     """
     there = slots(machines, scaling)
     return there // scaling.max_workers or int(there >= scaling.min_workers)

@@ -1,4 +1,4 @@
-"""`sweep(experiment, search)`: many runs of one experiment on Ray Tune, which go on after any end of their driver."""
+"""`sweep(experiment, search)`: many runs of one experiment on Ray Tune, resumable after any end of the driver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .search import Params, Search
 if TYPE_CHECKING:
     from .concurrency import ConcurrencyLimit
 
-# Until Ray Tune has let go of trials that are to end at once.
+# How long Ray Tune may take to abort its trials.
 _ABORT_TIMEOUT_S = 10.0
 
 
@@ -46,22 +46,22 @@ def sweep(
     verbose: bool = False,
     display: SweepConsole | None = None,
 ) -> SweepResult:
-    """Train trials of an experiment, or goes on with them, and shows how they stand.
+    """Run or resume a sweep, and show its progress.
 
     Uses the Ray that `fit` would use. In the main thread, the first SIGINT or SIGTERM saves a checkpoint of each trial
-    and ends the sweep as "interrupted"; a second Ctrl-C ends it at once. The same call again goes on: what has ended is
-    not trained again, what was under way goes on from its checkpoint, and suggestions are the same.
+    and ends the sweep as "interrupted"; a second Ctrl-C ends it immediately. The same call again resumes it: ended
+    trials are not trained again, others resume from their checkpoints, and suggestions are the same.
 
     Args:
-        experiment: what to train; the sweep has its name, and trials lie in its folder.
-        search: what to vary, what to look at, and how long.
-        retry_failed: trains trials that failed before again, each from its newest checkpoint.
-        verbose: shows what Ray prints.
-        display: where to show the sweep; by default on standard output.
+        experiment: what to train; gives the sweep its name, and the trials are in its folder.
+        search: the space, the metric and the budget.
+        retry_failed: train failed trials again, each from its newest checkpoint.
+        verbose: show Ray's output.
+        display: shows the sweep; by default on standard output.
 
     Raises:
-        ConfigError: what was asked for makes no sense, or there are not the machines for a single trial.
-        RunConflictError: the name is that of something else, or another driver has taken the sweep over.
+        ConfigError: the arguments are invalid, or the machines do not suffice for one trial.
+        RunConflictError: the name belongs to another run or sweep, or another driver has taken over the sweep.
         StorageError: the storage cannot be written.
     """
     quiet_environment(verbose=verbose)
@@ -72,7 +72,7 @@ def sweep(
     search.check(experiment)
     display = display or SweepConsole(search.metric, search.mode)
     check_resources(experiment.scaling)
-    # A Ray of our own has more CPUs, which are for reading data.
+    # A Ray started here has more CPUs than the machine; those are for reading data.
     cpus = usable_cpus() if will_start_own_ray() else None
     first = _first_valid_trial(experiment, search)
     if cpus is not None:
@@ -90,12 +90,12 @@ def sweep(
                 signals.install()
                 capacity = ConcurrencyLimit(experiment, search, cpus=cpus)
                 lead = SweepDriver(experiment, search, opened, signals, display)
-                # What trains in a Ray of our own ends with it.
+                # Trials in a Ray started here end with it.
                 status, reason = lead.run(capacity, leave_s=0.0 if is_own else _ABORT_TIMEOUT_S)
         except KeyboardInterrupt:
             status, reason = "interrupted", f"{signals.name} before training began"
         except RunConflictError:
-            # Its files are another driver's now.
+            # The sweep's files belong to another driver now.
             raise
         except BaseException as error:
             opened.update(status="failed", reason=summarize_error(error), ended=now())
@@ -106,10 +106,10 @@ def sweep(
 
 
 def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
-    """Return the first trial whose values go together.
+    """Return the first trial whose values are a valid combination.
 
     Raises:
-        ConfigError: there is none among them all: says what is wrong with the first one.
+        ConfigError: no trial is valid; gives the error of the first one.
     """
     wrong: ConfigError | None = None
     for index in range(search.num_trials):
@@ -139,7 +139,7 @@ class SweepDriver:
         self._signals, self._display = signals, display
         self._trials = {trial.name: trial for trial in sweep.trials()}
         self._waiting = [trial for trial in self._trials.values() if not trial.has_ended]
-        # That of all trials: it takes longer to find out than all else that a trial begins with.
+        # Shared by all trials, because it is the slowest part of starting one.
         self._provenance = provenance_of(experiment)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ class SweepDriver:
             {trial.name: trial.resume for trial in self._waiting if trial.resume != "auto"},
         )
         self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
-        # That were stopped one by one, by a person.
+        # Trials that a user stopped one by one.
         self._left: set[str] = set()
         self._stop: StopRequest | None = None
         self._stop_since_s = 0.0
@@ -161,13 +161,13 @@ class SweepDriver:
         """Run the trials, and return the final status and its reason.
 
         Args:
-            capacity: says how many may train at a time.
-            leave_s: how long to wait for Ray Tune when all is to end at once.
+            capacity: gives how many trials may train concurrently.
+            leave_s: how long to wait for Ray Tune when the sweep ends immediately.
 
         Raises:
-            ConfigError: no trial trains, and that for long.
-            StorageError: the folder of the sweep has been away for a minute.
-            TrainingFailedError: Ray Tune has failed, or that minute was over in its thread.
+            ConfigError: no trial has started in time.
+            StorageError: the sweep's folder has been unavailable for a minute.
+            TrainingFailedError: Ray Tune failed, or its thread could not use the storage for a minute.
         """
         done = sum(trial.has_ended for trial in self._trials.values())
         self._display.begin(self._experiment, self._search, capacity.summary, done=done, resuming=len(self._waiting))
@@ -193,20 +193,20 @@ class SweepDriver:
         return self._outcome()
 
     def _outcome(self) -> tuple[Any, str]:
-        """How a sweep has ended that nobody has stopped as a whole."""
+        """Return the status and reason of a sweep that was not stopped as a whole."""
         if self._left:
             return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
         return "completed", "all trials have ended"
 
     def _poll(self) -> str | None:
-        """As `_handle_requests`; None also where the storage is away for the moment."""
+        """Call `_handle_requests`; return None if the storage is unavailable for the moment."""
         return self._outage.tolerate(self._handle_requests, fail_now=lambda: self._signals.count > 1)
 
     def _handle_requests(self) -> str | None:
-        """Says that the driver lives, and passes a wish to end on to the trials.
+        """Send the driver's heartbeat, and forward requests to stop to the trials.
 
         Returns:
-            Why to leave without them, or None to wait for them.
+            The reason to leave without waiting for the trials, or None.
         """
         self._sweep.beat()
         if (count := self._signals.count) > self._signals_seen:
@@ -225,13 +225,13 @@ class SweepDriver:
         if asked.within_s is not None and time.monotonic() - self._stop_since_s > asked.within_s:
             self._stop_trials(replace(asked, abort=True))
             return f"{asked.reason}, without checkpoints after {human_duration(asked.within_s)}"
-        return f"{asked.reason}, at once" if asked.abort else None
+        return f"{asked.reason}, immediately" if asked.abort else None
 
     def _poll_machines(self, capacity: ConcurrencyLimit, thread: threading.Thread, leave_s: float) -> None:
         try:
             line = capacity.poll()
         except ConfigError:
-            # Trials must not begin now, when nobody minds them.
+            # No trial may start from now on: this driver leaves.
             self._is_over = True
             thread.join(leave_s)
             raise
@@ -242,7 +242,7 @@ class SweepDriver:
         with self._lock:
             training = list(self._training)
         for name in training:
-            # As what goes on with the sweep, whatever the sweep itself is called.
+            # "interrupted" whatever the status of the sweep, so that the trial resumes with it.
             request_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
 
     def _tune(self, capacity: ConcurrencyLimit) -> None:
@@ -283,13 +283,13 @@ class SweepDriver:
             self._error = error
 
     def _next(self) -> tuple[Trial, Params] | None:
-        """Return the trial to train next and what it is told, or None: first those that an earlier driver began.
+        """Return the next trial to train and its values, or None. Trials started by an earlier driver come first.
 
-        Where the storage is away, the same call again does the same.
+        May be repeated if the storage fails meanwhile.
         """
         if self._signals.count or self._stop is not None:
             return None
-        # Before a trial is taken from who trains it.
+        # First, so that no trial is taken from another driver.
         self._sweep.check_lease()
         while self._waiting or self._suggest():
             trial = self._waiting[0]
@@ -307,7 +307,7 @@ class SweepDriver:
         return None
 
     def _suggest(self) -> bool:
-        """Has one more trial wait, if there is to be one more."""
+        """Queue one more trial, unless all have been suggested."""
         index = len(self._trials)
         if index >= self._search.num_trials:
             return False
@@ -315,14 +315,14 @@ class SweepDriver:
         name = f"trial-{index:0{width}}"
         values = to_plain(self._search.suggest(index, [each.tried for each in self._trials.values()]))
         trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
-        # Before anything of it is there: whoever goes on tries the same.
+        # Before the trial has any files, so that a resumed sweep suggests the same values.
         self._sweep.note("trial_suggested", trial=name, index=index, values=values)
         self._trials[name] = trial
         self._waiting.append(trial)
         return True
 
     def _record_invalid(self, trial: Trial, error: ConfigError) -> None:
-        """Write down that no experiment has the values of a trial, each of which is fine with those of others."""
+        """Record that the values of a trial are not a valid combination."""
         failed = replace(trial, status="failed", error=summarize_error(error))
         self._log_end(failed)
         del self._waiting[0]
@@ -333,7 +333,7 @@ class SweepDriver:
         return self._search.trial(self._experiment, trial.name, trial.values)
 
     def _typed(self, trial: Trial, experiment: Experiment) -> Params:
-        """All that a trial is told, by path, as its config has it."""
+        """Return all settings of a trial by path, with the types of its config."""
         return {path: _get_path(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
 
     def _ended(self, name: str, error: str | None) -> None:
@@ -351,9 +351,9 @@ class SweepDriver:
             self._delete_surplus(self._search.keep_best_trials)
 
     def _record_end(self, name: str, error: str | None) -> Trial:
-        """Return a trial as its files say, once it stands in the journal if it has ended."""
+        """Return the state of a trial from its files, after recording its end in the journal if it has ended."""
         self._sweep.check_lease()
-        # What was ended at once has not failed.
+        # A trial that was aborted has not failed.
         if error is not None and self._stop is None:
             with suppress(ConfigError):
                 Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
@@ -376,25 +376,23 @@ class SweepDriver:
                 try:
                     deleted = delete_checkpoints(trial)
                 except OSError as error:
-                    self._display.line(f"the checkpoints of {trial.name} are not deleted: {error}", "yellow")
+                    self._display.line(f"could not delete the checkpoints of {trial.name}: {error}", "yellow")
                     continue
                 note = partial(self._sweep.note, "checkpoints_deleted", trial=trial.name, checkpoints=deleted)
                 retry_storage(note)
 
     def _exploited(self, name: str, checkpoint: str, values: Params) -> tuple[Params, str]:
-        """Write down that a trial goes on from another one's checkpoint with other values.
+        """Record that a trial resumes from another trial's checkpoint with other values.
 
         Returns:
-            All that it is told, and the checkpoint, which is not deleted before the trial has saved one of its own.
+            All its settings, and the checkpoint, which is kept until the trial has saved one itself.
         """
         tried = {path: to_plain(value) for path, value in values.items() if path in self._search.space}
         try:
             self._search.trial(self._experiment, name, tried)
         except ConfigError as error:
             (donor,) = [each for each in self._trials.values() if checkpoint.startswith(f"{each.run_dir}/")]
-            self._display.line(
-                f"{name} takes the values of {donor.name} as they are: {summarize_error(error)}", "yellow"
-            )
+            self._display.line(f"{name} uses the values of {donor.name} unchanged: {summarize_error(error)}", "yellow")
             tried = donor.values
         checkpoint, pinned = self._donors.keep(name, checkpoint)
         trial = replace(self._trials[name], values=tried, resume=checkpoint)
@@ -403,12 +401,12 @@ class SweepDriver:
         run = Run(trial.run_dir)
         experiment = self._trial_experiment(trial)
         run.folder.write("config.yaml", to_yaml(experiment))
-        self._display.line(f"{name} goes on from {checkpoint} with {shown(tried)}", "dim")
+        self._display.line(f"{name} resumes from {checkpoint} with {shown(tried)}", "dim")
         return self._typed(trial, experiment), checkpoint
 
     def _reported(self, name: str, report: Mapping[str, Any]) -> None:
         self._display.reported(name, report)
-        # It also hears of the report that had the trial changed.
+        # The report that led to the change arrives here, too.
         if self._donors.is_waiting(name) and retry_storage(lambda: self._sweep.has_saved_since_change(name)):
             self._donors.release(name)
 

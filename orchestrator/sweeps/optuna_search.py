@@ -1,4 +1,4 @@
-"""What Optuna's TPE suggests, given what earlier trials came to. A function of the journal; nothing is kept here."""
+"""Suggestions by Optuna's TPE: a pure function of the earlier trials; nothing is stored here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
 
 @dataclass(frozen=True, kw_only=True)
 class PastTrial:
-    """An earlier trial, as far as it is.
+    """The state of an earlier trial.
 
     Attributes:
-        values: what it tries, by path, plain.
-        state: "pruned": a scheduler has ended it; "training" also if it is yet to begin.
-        metric: the best value of the metric; None if none was finite.
-        steps: optimizer updates.
+        values: its values by path, as plain data.
+        state: "training" includes trials that have not started; "pruned" ones were stopped by a scheduler.
+        metric: best value of the metric; None if none was finite.
+        steps: completed updates.
     """
 
     values: Mapping[str, Any]
@@ -37,17 +37,17 @@ class PastTrial:
 def suggest(
     space: Mapping[str, Any], *, mode: Mode, seed: int, index: int, tried: Sequence[PastTrial]
 ) -> dict[str, Any]:
-    """Return what a trial is to try; equal arguments give equal values, in any process.
+    """Return the values of a trial; equal arguments give equal values in any process.
 
-    The first ten ended trials are random. A trial that trains counts as none of the best (a constant liar), so that
-    several at a time do not try the same; one that failed, or measured nothing finite, as worse than all others.
+    Suggestions are random until ten trials have ended. A running trial counts as bad (constant liar), so that
+    concurrent trials differ; one that failed, or has no finite value, counts as worse than all others.
 
     Args:
         space: values and axes, by path.
-        mode: "min" where lower is better.
-        seed: of the search.
-        index: of the trial.
-        tried: all earlier ones, in the order of their suggestions.
+        mode: "min" if lower is better.
+        seed: seed of the search.
+        index: index of the trial.
+        tried: all earlier trials, in the order of their suggestions.
 
     Raises:
         ConfigError: Optuna is not installed.
@@ -57,7 +57,7 @@ def suggest(
     optuna = required()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
-        # Of the joint estimate of fields that are not there in all trials.
+        # `group` (joint estimates with conditional fields) is experimental.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(
             seed=zlib.crc32(f"{seed} {index}".encode()), multivariate=True, group=True, constant_liar=True
@@ -86,8 +86,8 @@ def required() -> Any:
         import optuna
     except ImportError as error:
         raise ConfigError(
-            f"algorithm='tpe' is Optuna's, which cannot be imported here ({error}): pip install 'headway[optuna]', or "
-            "take algorithm='random'"
+            f"algorithm='tpe' needs Optuna, which cannot be imported ({error}): pip install 'headway[optuna]', or use "
+            "algorithm='random'"
         ) from error
     return optuna
 
@@ -96,17 +96,17 @@ def _past_trial(optuna: Any, space: Mapping[str, Any], tried: PastTrial) -> Any:
     axes = {path: axis.then if isinstance(axis, When) else axis for path, axis in space.items() if path in tried.values}
     axes = {path: axis for path, axis in axes.items() if isinstance(axis, Axis)}
     states = optuna.trial.TrialState
-    told: dict[str, Any] = {"state": states.RUNNING}
+    outcome: dict[str, Any] = {"state": states.RUNNING}
     if tried.state == "ended" and tried.metric is not None:
-        told = {"state": states.COMPLETE, "value": tried.metric}
+        outcome = {"state": states.COMPLETE, "value": tried.metric}
     elif tried.state == "pruned" and tried.metric is not None:
-        told = {"state": states.PRUNED, "intermediate_values": {tried.steps: tried.metric}}
+        outcome = {"state": states.PRUNED, "intermediate_values": {tried.steps: tried.metric}}
     elif tried.state != "training":
-        told = {"state": states.PRUNED, "intermediate_values": {0: math.nan}}
+        outcome = {"state": states.PRUNED, "intermediate_values": {0: math.nan}}
     return optuna.trial.create_trial(
         params={path: _to_optuna(axis, tried.values[path]) for path, axis in axes.items()},
         distributions={path: _distribution(optuna, axis) for path, axis in axes.items()},
-        **told,
+        **outcome,
     )
 
 
@@ -120,7 +120,7 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
         case RandInt(low=low, high=high):
             return found.IntDistribution(low, high)
         case Choice(values=values):
-            # Its values may be lists, which Optuna does not take: it chooses the place.
+            # Optuna rejects lists as categories, so it chooses an index.
             return found.CategoricalDistribution(range(len(values)))
 
 
@@ -138,7 +138,7 @@ def _suggest_one(trial: Any, path: str, axis: Any) -> Any:
 
 
 def _to_optuna(axis: Axis, value: Any) -> Any:
-    """A value of the journal as Optuna has it."""
+    """Convert a value from the journal to Optuna's parameter: for a `Choice`, its index."""
     if not isinstance(axis, Choice):
         return value
     return [json.dumps(to_plain(each)) for each in axis.values].index(json.dumps(to_plain(value)))

@@ -1,4 +1,4 @@
-"""The checkpoints that trials of a PBT are about to go on from: pinned, or their own run may delete them meanwhile."""
+"""Keep marks on the checkpoints that PBT trials will resume from; otherwise their own run might delete them first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..storage.events import Event
 
 
 class PBTCheckpoints:
-    """Keeps the checkpoints that trials are about to resume from. Checkpoints pinned by a user stay pinned.
+    """Keeps the checkpoints that trials will resume from. Keep marks set by a user stay.
 
     Args:
-        changes: events "trial_changed" of earlier lives of the sweep, in whose pins nobody can be told from them.
-        waiting: by trial, the checkpoint that it is still to go on from.
+        changes: "trial_changed" events of earlier starts of the sweep; they tell its keep marks from a user's.
+        waiting: by trial, the checkpoint that it has yet to resume from.
     """
 
     def __init__(self, changes: Iterable[Event], waiting: dict[str, str]) -> None:
@@ -26,13 +26,13 @@ class PBTCheckpoints:
         self._tidy()
 
     def keep(self, trial: str, checkpoint: str) -> tuple[str, bool]:
-        """Pins what a trial goes on from, or the newest one of the same run if that is gone by now.
+        """Mark the checkpoint that a trial resumes from, or the newest of the same run if that one is gone.
 
         Returns:
-            The path of the checkpoint, and whether the pin is the sweep's.
+            The path of the checkpoint, and whether the sweep set the mark.
 
         Raises:
-            CheckpointError: the run has no checkpoint any more.
+            CheckpointError: the run has no checkpoint left.
         """
         storage, name = split_path(checkpoint)
         for candidate in [name, *(entry.name for entry in reversed(scan(storage)) if entry.checkpoint is not None)]:
@@ -45,14 +45,14 @@ class PBTCheckpoints:
                 self._held[trial] = path
                 self._tidy()
                 return path, True
-        raise CheckpointError(f"{checkpoint} is gone, and there is no other one beside it for {trial} to go on from")
+        raise CheckpointError(f"{checkpoint} is gone, and its run has no other checkpoint for {trial} to resume from")
 
     def is_waiting(self, trial: str) -> bool:
         """Return whether a checkpoint is held for a trial."""
         return trial in self._held
 
     def release(self, trial: str) -> None:
-        """Gives the checkpoint that a trial went on from back to its run."""
+        """Remove the mark from the checkpoint that a trial has resumed from."""
         if self._held.pop(trial, None) is not None:
             self._tidy()
 

@@ -1,9 +1,9 @@
-"""A sweep's folder: its record, and the journal from which it goes on after its driver was killed at any moment.
+"""A sweep's folder: its record, and the journal from which it resumes, at whatever moment its driver was killed.
 
-In `<storage>/<name>/` lie
-`sweep.json`: who, when, what was asked for, how it stands; replaced as a whole, by the driver alone;
-`events.jsonl`: the journal: what was suggested to which trial, and what came of it;
-`trial-000/`, `trial-001/`, ...: the trials, each of them a run.
+`<storage>/<name>/` contains
+`sweep.json`: the record, replaced as a whole and only by the driver;
+`events.jsonl`: the journal of suggestions and results;
+`trial-000/`, `trial-001/`, ...: the trials, each a run.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from .search import Params
 
 PRUNED = "pruned by "
-"""The prefix of the reason of a run that a scheduler has stopped."""
+"""Prefix of the reason of a run that a scheduler stopped."""
 
 TrialStatus = Literal["pending", "running"] | Status
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRecord:
-    """What `sweep.json` says. Times are UTC, in ISO 8601.
+    """The contents of `sweep.json`. Times are UTC, in ISO 8601.
 
     Attributes:
-        id: unique.
-        name: of the sweep and of its folder.
-        status: "running" also when the driver died without a word.
-        reason: why it ended, in words.
-        search, experiment: what was asked for, as plain values.
-        trials: how many there will be.
-        created, started, ended: the first start, the last one, and its end.
-        driver: the process that leads it, or led it last.
+        id: unique id.
+        name: name of the sweep and its folder.
+        status: remains "running" if the driver was killed.
+        reason: why it ended.
+        search, experiment: the arguments as plain data.
+        trials: how many trials there will be.
+        created, started, ended: the first start, the last start, and its end.
+        driver: the process that drives it, or drove it last.
     """
 
     id: str
@@ -63,7 +63,7 @@ class SweepRecord:
 
     @classmethod
     def from_json(cls, text: str) -> SweepRecord:
-        """Read a record; fields that a later version added are passed over."""
+        """Read a record; ignores fields added by a later version."""
         plain = json.loads(text)
         known = {each.name for each in fields(cls)}
         settings = {name: value for name, value in plain.items() if name in known}
@@ -72,22 +72,22 @@ class SweepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One trial of a sweep, as its files say.
+    """The state of one trial, read from its files.
 
     Attributes:
-        name: of the trial and of its folder.
-        index: of its suggestion.
-        values: what it tries, by path; a `PBT` changes them.
-        status: "pending", "running", or how its run ended.
-        reason: why, in words.
-        error: what failed, in one line.
-        metric: the best value of the sweep's metric in it; None if none was finite.
-        steps: optimizer updates.
-        metrics: the last value of every metric.
-        run_dir: where its run lies.
-        best_checkpoint, last_checkpoint: paths in it.
-        resume: the checkpoint of another trial that it is to go on from, or "auto".
-        has_no_checkpoints: whether the sweep has deleted them, to make room.
+        name: name of the trial and its folder.
+        index: index of its suggestion.
+        values: its values by path; `PBT` changes them.
+        status: "pending", "running", or the status with which its run ended.
+        reason: why it ended.
+        error: its error, in one line.
+        metric: best value of the sweep's metric; None if none was finite.
+        steps: completed updates.
+        metrics: the last value of each metric.
+        run_dir: folder of its run.
+        best_checkpoint, last_checkpoint: paths.
+        resume: the checkpoint of another trial to resume from, or "auto".
+        has_no_checkpoints: whether the sweep has deleted its checkpoints to save space.
     """
 
     name: str
@@ -107,12 +107,12 @@ class Trial:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is never to be trained again by its sweep."""
+        """Whether the sweep will not train it again."""
         return self.status not in ("pending", "running", "interrupted")
 
     @property
     def tried(self) -> PastTrial:
-        """What a search learns from it."""
+        """Its outcome, from which a search learns."""
         from .optuna_search import PastTrial
 
         state: Literal["training", "ended", "pruned", "failed"] = "ended" if self.has_ended else "training"
@@ -124,13 +124,13 @@ class Trial:
 
 
 class Sweep:
-    """A sweep that has a folder.
+    """An existing sweep.
 
     Args:
-        sweep_dir: an absolute path, a URI, or the folder itself.
+        sweep_dir: its folder, also as an absolute path or a URI.
 
     Raises:
-        ConfigError: there is no sweep.
+        ConfigError: there is no sweep in the folder.
     """
 
     def __init__(self, sweep_dir: str | Folder) -> None:
@@ -153,30 +153,30 @@ class Sweep:
 
     @property
     def status(self) -> Literal["running"] | Status:
-        """How it stands; "interrupted" if its driver is gone without having said so."""
+        """Its status; "interrupted" if the driver died without recording its end."""
         if self.record.status == "running" and not self.record.driver.is_alive:
             return "interrupted"
         return self.record.status
 
     def note(self, kind: str, **details: Any) -> None:
-        """Write into the journal. For the driver alone."""
+        """Write to the journal. Only the driver may call this."""
         self._journal.add(kind, **details)
 
     def check_lease(self) -> None:
-        """Make sure that no other driver has claimed the sweep since: one that was silent for long is taken for dead.
+        """Check that no other driver has taken over, as it may after this one was silent for long.
 
         Raises:
-            RunConflictError: one has.
-            StorageError: nobody can tell.
+            RunConflictError: another driver has.
+            StorageError: the record cannot be read.
         """
         if lease_taken(self.folder, lease_of(asdict(self.record)), SWEEP_RECORD):
             raise RunConflictError(takeover_message(self.folder, "sweep"))
 
     def update(self, **changes: Any) -> None:
-        """Change the record, on storage too. For the driver alone; with another `driver` this one claims the sweep.
+        """Change the record and write it. Only the driver may call this; passing `driver` takes over the sweep.
 
         Raises:
-            RunConflictError: another driver has claimed it since; its record is left alone.
+            RunConflictError: another driver has taken over; its record is not overwritten.
         """
         if "driver" not in changes:
             self.check_lease()
@@ -186,12 +186,12 @@ class Sweep:
         self.record = record
 
     def beat(self) -> None:
-        """Tells others that the driver lives, if it has been a while."""
+        """Update the heartbeat in the record, if it is due."""
         if Driver.this().heartbeat - self.record.driver.heartbeat > HEARTBEAT_S:
             self.update()
 
     def trials(self) -> list[Trial]:
-        """Return the trials that have been suggested, in that order, each as far as it is."""
+        """Return the suggested trials in order, each in its current state."""
         found: dict[str, Trial] = {}
         changed: dict[str, Event] = {}
         ended: dict[str, Event] = {}
@@ -216,7 +216,7 @@ class Sweep:
         trials = self.folder.map(
             lambda trial: self._refreshed(trial, changed.get(trial.name), ended.get(trial.name)), found.values()
         )
-        # Its record has the old failure until it begins.
+        # The record shows the old failure until the trial starts.
         trials = [
             replace(trial, status="interrupted", error=None)
             if trial.name in retried - set(ended) and trial.status == "failed"
@@ -226,7 +226,7 @@ class Sweep:
         return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
 
     def retry_failed(self) -> None:
-        """Has the trials that failed be trained again. For the driver alone."""
+        """Queue the failed trials again. Only the driver may call this."""
         for trial in self.trials():
             if trial.status == "failed":
                 self.note("trial_retried", trial=trial.name)
@@ -238,7 +238,7 @@ class Sweep:
         return not times or _has_saved_since(self.folder.path(name), times[-1])
 
     def refreshed(self, trial: Trial) -> Trial:
-        """Return a trial as the files of its run say now."""
+        """Return the current state of a trial, from the files of its run."""
         return self._refreshed(trial, None, None)
 
     def _refreshed(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
@@ -262,7 +262,7 @@ class Sweep:
         if trial.has_ended and run is not None and _is_unfinished(run):
             return replace(trial, status="interrupted")
         if trial.status == "running" and self.status != "running":
-            # It was told to end at once, and its process may not have gone yet.
+            # It was aborted, and its process may still exist.
             return replace(trial, status="interrupted")
         return trial
 
@@ -272,7 +272,7 @@ def list_sweeps(storage: str, *, but: Collection[str] = ()) -> list[Sweep]:
 
     Args:
         storage: folder or URI.
-        but: names of folders not to look into, such as those of runs.
+        but: names of folders to skip, such as those of runs.
     """
     folder = Folder(absolute(storage))
     found = folder.map(_sweep_in, [folder.child(name) for name in folder.folders() if name not in but])
@@ -287,7 +287,7 @@ def _sweep_in(folder: Folder) -> Sweep | None:
 
 
 def _has_saved_since(run_dir: str, time_s: float) -> bool:
-    # What it was before saves once more when it is paused.
+    # The attempt before the change also saves, when it is paused.
     since = [event["event"] for event in read_events(Folder(run_dir)) if event["time"] > time_s]
     return "attempt_started" in since and "checkpoint_saved" in since[since.index("attempt_started") :]
 
@@ -298,12 +298,12 @@ def _without_checkpoints(trial: Trial) -> Trial:
 
 
 def is_committed(path: str) -> bool:
-    """Return whether a checkpoint is there: one that was pinned stays."""
+    """Return whether a checkpoint exists; those with a keep mark were not deleted."""
     return Folder(path).exists("manifest.json")
 
 
 def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
-    """The best finite value of a sweep's metric in a run: its record has that of evaluations, its log all others."""
+    """Return the best finite value of the sweep's metric, from the run's record or, for train/*, from its log."""
     metric = search["metric"]
     if metric.startswith("validation/"):
         return run.record.best_metric
@@ -331,6 +331,6 @@ def _with_run(trial: Trial, run: Run) -> Trial:
 
 
 def _is_unfinished(run: Run) -> bool:
-    """Return whether a run was stopped from outside, and not by a scheduler."""
+    """Return whether a run was stopped by a request, other than by a scheduler."""
     stop = read_stop_request(run.folder)
     return run.record.status == "stopped" and stop is not None and not stop.reason.startswith(PRUNED)

@@ -1,4 +1,4 @@
-"""What trials reported that have ended under an earlier driver of a sweep, from their files: its scheduler is new."""
+"""Reports of trials that ended under an earlier driver, read from their files, to replay into a new scheduler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .trial import make_report
 
 
 def reports_of_ended_trials(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
-    """Return the evaluations of trials that have ended, by name, as Ray Tune was told of them.
+    """Return the evaluations of ended trials by name, as they were reported to Ray Tune.
 
-    None for a `PBT`: it chooses among trials that train.
+    Empty for `PBT`, which chooses among running trials.
     """
     if search.scheduler is None or search.scheduler.pauses:
         return {}

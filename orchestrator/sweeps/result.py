@@ -1,4 +1,4 @@
-"""What came of a sweep, as its files say: for whoever called `sweep`, and for anybody later, without Ray."""
+"""The result of a sweep, read from its files, at the end or at any later time. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from .record import Sweep, Trial
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How one trial of a sweep ended, or stands.
+    """The result of one trial, or its current state.
 
     Attributes:
-        trial: its name, what it tried, how it ended, its error, its checkpoints.
+        trial: the state read from its files.
     """
 
     trial: Trial
 
     @property
     def name(self) -> str:
-        """Of the trial."""
+        """Name of the trial."""
         return self.trial.name
 
     @property
     def values(self) -> dict[str, Any]:
-        """What it tried, by dotted path."""
+        """Its hyperparameters, by dotted path."""
         return self.trial.values
 
     @property
     def status(self) -> str:
-        """How its run ended, or "pending" or "running"."""
+        """Status with which its run ended, or "pending" or "running"."""
         return self.trial.status
 
     @property
     def error(self) -> str | None:
-        """What failed, in one line."""
+        """Its error, in one line."""
         return self.trial.error
 
     @property
     def metric(self) -> float | None:
-        """The best value of the sweep's metric; None if none was finite."""
+        """Best value of the sweep's metric; None if none was finite."""
         return self.trial.metric
 
     @property
     def checkpoint(self) -> str | None:
-        """Path of its best checkpoint, or of the last one where none is the best."""
+        """Path of its best checkpoint, else of its last one."""
         return self.trial.best_checkpoint or self.trial.last_checkpoint
 
     @property
     def run_dir(self) -> str:
-        """Where its run lies."""
+        """Folder of its run."""
         return self.trial.run_dir
 
     @property
     def config(self) -> TrainerConfig:
-        """Its whole config."""
+        """Its complete config."""
         return Run(self.run_dir).experiment().config
 
     @property
@@ -75,15 +75,15 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """How a sweep ended, or stands.
+    """The result of a sweep, or its current state.
 
     Attributes:
-        sweep_dir: where its files lie.
-        status: "running", "completed", "stopped" or "interrupted".
-        reason: why, in words.
+        sweep_dir: its folder.
+        status: "running", "completed", "stopped", "interrupted" or "failed".
+        reason: why it ended.
         trials: in the order of their suggestions.
-        metric, mode: what was looked for.
-        signal: the number of the signal that interrupted it, if one did.
+        metric, mode: the objective.
+        signal: number of the signal that interrupted it, if any.
     """
 
     sweep_dir: str
@@ -99,8 +99,8 @@ class SweepResult:
         """Return the result of a sweep from its folder.
 
         Args:
-            sweep_dir: a path or a URI.
-            signal: that interrupted it.
+            sweep_dir: path or URI.
+            signal: number of the signal that interrupted it, if any.
 
         Raises:
             ConfigError: there is no sweep.
@@ -119,17 +119,17 @@ class SweepResult:
 
     @property
     def best(self) -> TrialResult | None:
-        """The trial with the best value of the metric, of equal ones the first; None if none has a finite one."""
+        """The trial with the best value of the metric, the first of equal ones; None if none has a finite value."""
         return next(iter(self.ranked()), None)
 
     @property
     def failed(self) -> list[TrialResult]:
-        """The trials that failed, each with its error."""
+        """The trials that failed."""
         return [each for each in self.trials if each.status == "failed"]
 
     @property
     def table(self) -> Table:
-        """One row per trial: its name, status, metric and steps, what it tried, and its error if it has one."""
+        """One row per trial: name, status, metric, steps, hyperparameters, and the error if there is one."""
         return Table(
             {
                 "trial": each.name,
@@ -151,13 +151,13 @@ class SweepResult:
         return self.table.dataframe()
 
     def ranked(self) -> list[TrialResult]:
-        """Return the trials that have a finite value of the metric and did not fail, the best first."""
+        """Return the trials that have a finite metric and did not fail, best first."""
         judged = [each for each in self.trials if each.metric is not None and each.status != "failed"]
         return sorted(judged, key=lambda each: (each.metric or 0.0) * (1 if self.mode == "min" else -1))
 
 
 def labels(paths: Iterable[str]) -> dict[str, str]:
-    """Return for each dotted path the shortest end of it that is no other's, for people."""
+    """Return a label for each dotted path: its shortest unique suffix."""
     parts = {path: path.split(".") for path in paths}
     ends = Counter(".".join(each[-size:]) for each in parts.values() for size in range(1, len(each) + 1))
     found = {}

@@ -1,4 +1,4 @@
-"""Which finished trials of a sweep lose their checkpoints for the sake of the disk. The best ones never do."""
+"""Deletes the checkpoints of finished trials that are not among the best."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ _DONE = ("completed", "stopped", "time_limit")
 
 
 def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
-    """Return the trials that came to their end and are not among the best so far.
+    """Return the finished trials that are not among the best so far.
 
-    Trials that failed are left as they are: somebody may want to look. As long as no trial has the metric, none is
-    better than another, and all are kept.
+    Failed trials keep their checkpoints for inspection. While no trial has the metric, all are kept.
 
     Args:
-        trials: of the sweep.
-        mode: of its metric.
+        trials: trials of the sweep.
+        mode: "min" if lower is better.
         keep: how many of the best to keep.
     """
     done = [trial for trial in trials if trial.status in _DONE]
@@ -35,7 +34,7 @@ def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
 
 
 def delete_checkpoints(trial: Trial) -> int:
-    """Delete the checkpoints of a trial that are not pinned, and return how many."""
+    """Delete the checkpoints of a trial without a keep mark, and return how many."""
     storage = open_storage(join(trial.run_dir, "checkpoints"))
     names = [entry.name for entry in scan(storage) if not is_kept(storage, entry.name)]
     for name in names:

@@ -1,4 +1,4 @@
-"""What ends trials of a sweep early, or changes them while they train. All of them count evaluations."""
+"""Schedulers, which stop trials of a sweep early or change them while they train. All count evaluations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from headway.trainer.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ASHA:
-    """Stops what is worse than most others after as many evaluations; asks at `grace` and at each multiple of it.
+    """Asynchronous successive halving: stops trials that are worse than most others at the same rung.
 
-    Asynchronous successive halving (Li et al. 2018, arXiv 1810.05934).
+    Rungs are at `grace` evaluations and `reduction` times the previous rung each. Source: Li et al. 2018, arXiv
+    1810.05934.
 
     Attributes:
-        grace: evaluations that every trial has.
-        reduction: of so many trials one goes on; also the factor between the number of evaluations at which it asks.
-        max_evaluations: as many as a trial has in the end.
+        grace: evaluations before a trial can be stopped.
+        reduction: one in this many trials continues at each rung; also the factor between two rungs.
+        max_evaluations: evaluations of a complete trial.
 
     Example:
         >>> ASHA(grace=2).reduction
@@ -33,25 +34,24 @@ class ASHA:
     def __post_init__(self) -> None:
         _check_positive_ints(self, "grace", "max_evaluations")
         if not self.reduction > 1:
-            raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
+            raise ConfigError(f"reduction must be > 1, got {self.reduction!r}")
         _check_grace(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperBand:
-    """Deals the trials to several `ASHA`, each of which asks for the first time later than the one before it.
+    """Distributes trials over several `ASHA` brackets, each with a later first rung than the previous one.
 
-    Where first evaluations say little of the last ones, one `ASHA` ends good trials too early; here some trials always
-    have the time to show. Asynchronous: no trial waits for others, unlike in the first Hyperband (Li et al. 2018, arXiv
-    1603.06560); the sizes of the brackets are its own, the rule inside of one is that of Li et al. 2020 (arXiv
-    1810.05934).
+    If early evaluations predict the final ones badly, `ASHA` alone stops good trials too early; here some trials always
+    get more time. Asynchronous: no trial waits for others. The bracket sizes are those of Hyperband (Li et al. 2018,
+    arXiv 1603.06560), the rule inside a bracket is that of ASHA (Li et al. 2020, arXiv 1810.05934).
 
     Attributes:
-        grace: evaluations that every trial has.
-        reduction: of so many trials of a bracket one goes on; also the factor between two looks at them, and between
-            the first looks of two brackets.
-        max_evaluations: as many as a trial has in the end. No look comes later.
-        brackets: how many; None: all that there is time for, the last of which ends no trial early.
+        grace: evaluations before a trial of the first bracket can be stopped.
+        reduction: one in this many trials of a bracket continues at each rung; also the factor between two rungs, and
+            between the first rungs of two brackets.
+        max_evaluations: evaluations of a complete trial; no rung is later.
+        brackets: number of brackets; None for the most that fit, the last of which stops no trial early.
 
     Example:
         >>> scheduler = HyperBand(max_evaluations=9)
@@ -68,21 +68,22 @@ class HyperBand:
     def __post_init__(self) -> None:
         _check_positive_ints(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
         if not self.reduction > 1:
-            raise ConfigError(f"reduction is above 1, not {self.reduction!r}")
+            raise ConfigError(f"reduction must be > 1, got {self.reduction!r}")
         _check_grace(self)
         if self.brackets is not None and self.brackets > self._most_brackets:
             raise ConfigError(
-                f"brackets is at most {self._most_brackets}: {self.max_evaluations} evaluations have no room for more"
+                f"brackets must be <= {self._most_brackets} with max_evaluations={self.max_evaluations}, "
+                f"got {self.brackets}"
             )
 
     @property
     def first_looks(self) -> list[float]:
-        """By bracket, the number of evaluations at which it ends trials for the first time."""
+        """The first rung of each bracket, in evaluations."""
         return [self.grace * self.reduction**each for each in range(self.brackets or self._most_brackets)]
 
     def bracket_of(self, index: int) -> int:
-        """Return the bracket of a trial, from 0: in turn, so that each has its share at any time."""
-        # Each bracket is to cost the same: s halvings, s + 1 looks, reduction**s trials for each that survives.
+        """Return the bracket of a trial, from 0; interleaved, so that each bracket has its share at any time."""
+        # All brackets cost the same: s halvings, s + 1 rungs, reduction**s trials for each survivor.
         halvings = [self._most_brackets - 1 - each for each in range(len(self.first_looks))]
         shares = [self.reduction**s / (s + 1) for s in halvings]
         dealt = [0] * len(shares)
@@ -99,11 +100,11 @@ class HyperBand:
 
 @dataclass(frozen=True, kw_only=True)
 class MedianStopping:
-    """Stops what is worse at its best than the mean of half of the others was up to then.
+    """Stops a trial whose best value is worse than the median of the other trials' running means.
 
     Attributes:
-        grace: evaluations that every trial has.
-        trials: so many others must be as far before any is stopped.
+        grace: evaluations before a trial can be stopped.
+        trials: this many others must have come as far before one is stopped.
 
     Example:
         >>> MedianStopping(grace=5).trials
@@ -120,15 +121,15 @@ class MedianStopping:
 
 @dataclass(frozen=True, kw_only=True)
 class PBT:
-    """Lets the worst trials go on from a checkpoint of the best ones, with other values. All trials train at once.
+    """Population based training: the worst trials resume from checkpoints of the best ones, with perturbed values.
 
-    Population based training (Jaderberg et al. 2017, arXiv 1711.09846).
+    All trials train concurrently. Source: Jaderberg et al. 2017, arXiv 1711.09846.
 
     Attributes:
-        vary: paths of the space that may change while a trial trains; empty: all `Uniform` and `LogUniform`.
-        every: evaluations between two such decisions.
-        quantile: this share of the trials counts as the best, and as the worst.
-        resample: how often a value is drawn anew, instead of being changed by a factor of 0.8 or 1.2.
+        vary: paths of the space that may change while a trial trains; empty for all `Uniform` and `LogUniform`.
+        every: evaluations between two decisions.
+        quantile: fraction of the trials that counts as best, and as worst.
+        resample: probability of drawing a new value, instead of scaling the old one by 0.8 or 1.2.
 
     Example:
         >>> PBT(vary=("config.learning_rate",), every=2).quantile
@@ -145,9 +146,9 @@ class PBT:
         _check_positive_ints(self, "every")
         object.__setattr__(self, "vary", tuple(self.vary))
         if not 0 < self.quantile <= 0.5:
-            raise ConfigError(f"quantile is above 0 and at most 0.5, not {self.quantile!r}")
+            raise ConfigError(f"quantile must be > 0 and <= 0.5, got {self.quantile!r}")
         if not 0 <= self.resample <= 1:
-            raise ConfigError(f"resample is a probability, not {self.resample!r}")
+            raise ConfigError(f"resample must be a probability from 0 to 1, got {self.resample!r}")
 
 
 Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
@@ -155,13 +156,11 @@ Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
 
 def _check_grace(scheduler: ASHA | HyperBand) -> None:
     if scheduler.grace > scheduler.max_evaluations:
-        raise ConfigError(
-            f"grace={scheduler.grace} is more than max_evaluations={scheduler.max_evaluations}, all that a trial has"
-        )
+        raise ConfigError(f"grace must be <= max_evaluations ({scheduler.max_evaluations}), got {scheduler.grace}")
 
 
 def _check_positive_ints(scheduler: Scheduler, *names: str) -> None:
     for name in names:
         value = getattr(scheduler, name)
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+            raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

@@ -1,4 +1,4 @@
-"""What a sweep looks for and how: one frozen object, the values that it suggests, and what can be wrong with it."""
+"""The definition of a search, its suggestions, and its validation."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
 
 Algorithm = Literal["random", "grid", "tpe"]
 Params: TypeAlias = dict[str, Any]
-"""What a trial tries, by dotted path."""
+"""Hyperparameters of a trial, by dotted path."""
 
-# So many random trials are looked at for one in which a value can be.
+# Random trials tried to find one in which a value is valid.
 _MOST_SAMPLES = 50
 _AXES = (Uniform, LogUniform, RandInt, Choice)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What to vary, what to look at, and how long.
+    """The space, the metric and the budget of a sweep.
 
     Attributes:
-        space: by the dotted paths of overrides: `Uniform`, `LogUniform`, `RandInt`, `Choice`, or one of them inside of
-            `When`. Any other value, a list too, is set in all trials.
-        metric: the name of a metric in the log; of its values in a trial the best one counts.
-        mode: "min" where lower is better, "max" where higher is.
-        trials: how many; None: the whole grid, or 10.
-        concurrent: how many train at once; None: as many as there are machines for.
-        algorithm: "random"; "grid": every combination of choices; or "tpe": by what earlier trials came to, with Optuna
-            (`pip install 'headway[optuna]'`).
-        scheduler: what ends trials early, or changes them: `ASHA`, `HyperBand`, `MedianStopping`, `PBT`.
-        seed: of the suggestions: the n-th one is always the same, for "tpe" if earlier trials are.
-        keep_best_trials: the checkpoints of so many of the best finished trials stay, those of others are deleted; None
-            deletes none.
+        space: by dotted path, as in overrides: `Uniform`, `LogUniform`, `RandInt`, `Choice`, or one of these inside
+            `When`. Any other value, also a list, is set in all trials.
+        metric: name of a metric in the log; a trial is judged by its best value.
+        mode: "min" if lower is better, "max" if higher is better.
+        trials: number of trials; None for the whole grid, or 10.
+        concurrent: the most trials at a time; None for as many as fit on the machines.
+        algorithm: "random", "grid" (every combination of choices), or "tpe" (Optuna's, which learns from earlier
+            trials; `pip install 'headway[optuna]'`).
+        scheduler: stops trials early or changes them: `ASHA`, `HyperBand`, `MedianStopping`, `PBT`.
+        seed: seed of the suggestions. The n-th is always the same; for "tpe" given equal earlier trials.
+        keep_best_trials: keep the checkpoints of only this many of the best finished trials; None keeps all.
 
     Example:
         >>> search = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=20, seed=1)
@@ -64,38 +63,40 @@ class Search:
 
     def __post_init__(self) -> None:
         if not isinstance(self.space, Mapping) or not self.space:
-            raise ConfigError(f"space says what to vary, by path, not {self.space!r}")
+            raise ConfigError(f"space must be a non-empty dict of axes by path, got {self.space!r}")
         object.__setattr__(self, "space", dict(self.space))
         for name, choices in (("mode", Mode), ("algorithm", Algorithm)):
             if (value := getattr(self, name)) not in get_args(choices):
-                raise ConfigError(f"{name} is one of {', '.join(get_args(choices))}, not {value!r}")
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
         for name in ("trials", "concurrent", "keep_best_trials"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+                raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
         if not self.metric.startswith(("validation/", "train/")):
-            raise ConfigError(f'metric is the name of a metric in the log, as "validation/loss", not {self.metric!r}')
+            raise ConfigError(f"metric must start with 'validation/' or 'train/', got {self.metric!r}")
         if self.scheduler is not None and not isinstance(self.scheduler, get_args(Scheduler)):
             kinds = ", ".join(each.__name__ for each in get_args(Scheduler))
-            raise ConfigError(f"scheduler is one of {kinds}, not {self.scheduler!r}")
+            raise ConfigError(f"scheduler must be one of {kinds}, got {self.scheduler!r}")
         if self.keep_best_trials is not None and isinstance(self.scheduler, PBT):
-            raise ConfigError("keep_best_trials deletes what a trial of PBT may be about to go on from: leave it out")
+            raise ConfigError(
+                "keep_best_trials cannot be used with PBT: it could delete a checkpoint that a trial resumes from"
+            )
         if self.algorithm == "tpe" and isinstance(self.scheduler, PBT):
             raise ConfigError(
-                "PBT changes what trials try while they train, so that tpe has nothing to learn from them"
+                "algorithm='tpe' cannot be used with PBT, which changes the values of trials while they train"
             )
         self._check_space()
 
     @property
     def num_trials(self) -> int:
-        """How many trials there will be."""
+        """Number of trials."""
         if self.algorithm == "grid":
             return min(len(self._grid), self.trials or len(self._grid))
         return self.trials or 10
 
     @property
     def varied(self) -> dict[str, Axis]:
-        """The axes that a `PBT` changes while trials train."""
+        """The axes that `PBT` changes while trials train; empty for other schedulers."""
         if not isinstance(self.scheduler, PBT):
             return {}
         return {path: self.space[path] for path in self.scheduler.vary} or {
@@ -103,14 +104,14 @@ class Search:
         }
 
     def suggest(self, index: int, tried: Sequence[PastTrial] = ()) -> Params:
-        """Return what a trial is to try: a function of the seed and the index, and for "tpe" of what came of others.
+        """Return the values of a trial: a function of the seed, the index and, for "tpe", the earlier trials.
 
         Args:
-            index: of the trial, from 0.
-            tried: the trials before it, as far as they are.
+            index: index of the trial, from 0.
+            tried: the earlier trials in their current state.
 
         Raises:
-            ConfigError: Optuna is needed and not installed.
+            ConfigError: Optuna is needed but not installed.
         """
         if self.algorithm == "grid":
             return dict(self._grid[index])
@@ -124,17 +125,17 @@ class Search:
             if isinstance(axis, When) and not axis.holds(values):
                 continue
             axis = axis.then if isinstance(axis, When) else axis
-            # One stream for each field: a field more does not change what is tried for the others.
+            # One generator per field, so that adding a field does not change the values of the others.
             values[path] = axis.draw(random.Random(f"{self.seed} {index} {path}")) if isinstance(axis, _AXES) else axis
         return values
 
     def grid(self) -> list[Params]:
-        """Return all combinations of choices, the last field changing fastest."""
+        """Return all combinations of choices; the last field changes fastest."""
         return list(self._grid)
 
     @cached_property
     def _grid(self) -> list[Params]:
-        # A million of them take a second to make, and are asked for at each trial.
+        # Cached: a million combinations take a second to make, and each trial needs them.
         grid: list[Params] = [{}]
         for path, axis in self.space.items():
             longer = []
@@ -149,16 +150,18 @@ class Search:
         return grid
 
     def check(self, experiment: Experiment) -> None:
-        """Refuse what no trial of an experiment could be.
+        """Check that the search fits an experiment.
 
         Raises:
-            ConfigError: names the path, the value, and the nearest valid name.
+            ConfigError: it does not; names the path, the value, and the nearest valid name.
         """
         if self.algorithm == "tpe":
             optuna_search.required()
         for path, axis in self.space.items():
             if path.split(".")[0] in ("name", "trainer", "storage"):
-                raise ConfigError(f"{path} is the sweep's own: a space has paths below config and retries")
+                raise ConfigError(
+                    f"{path} cannot be searched: it is set by the sweep; use paths below config or retries"
+                )
             found = axis.then if isinstance(axis, When) else axis
             for value in found.samples() if isinstance(found, _AXES) else (found,):
                 self._check_value(experiment, path, value)
@@ -175,10 +178,10 @@ class Search:
             )
 
     def _check_value(self, experiment: Experiment, path: str, value: Any) -> None:
-        """Refuse a value with which no trial could train, whatever it tries besides."""
+        """Check that a value is valid in at least one trial."""
         wrong: ConfigError | None = None
         for conditions in self._conditions(path):
-            # Alone, or else beside what trials may try: a width that only some numbers of heads take.
+            # By itself, else with values of other axes: a width may be valid only for some numbers of heads.
             for others in ({}, *map(self._sample, range(_MOST_SAMPLES))):
                 try:
                     override(experiment, {**others, **conditions, path: value})
@@ -189,20 +192,20 @@ class Search:
         raise ConfigError(f"space: {wrong}") from wrong
 
     def _conditions(self, path: str) -> list[Params]:
-        """Return the ways in which an axis can be there: what other fields must be."""
+        """Return the values of other fields for which an axis applies, as alternatives."""
         axis = self.space[path]
         if not isinstance(axis, When):
             return [{}]
         return [{**above, axis.path: value} for above in self._conditions(axis.path) for value in axis.wanted]
 
     def trial(self, experiment: Experiment, name: str, values: Params) -> Experiment:
-        """Return the experiment of one trial, whose run lies in the folder of the sweep."""
+        """Return the experiment of one trial. Its run is in the folder of the sweep."""
         settings = self.settings(experiment, values)
         changed: Experiment = override(experiment, settings)
         return replace(changed, name=name, storage=experiment.run_dir)
 
     def settings(self, experiment: Experiment, values: Params) -> Params:
-        """Return the values of a trial, and what it is told besides, for the sake of the sweep."""
+        """Return the values of a trial with the settings that the sweep needs."""
         return {**self._besides(experiment), **values}
 
     def _besides(self, experiment: Experiment) -> Params:
@@ -219,41 +222,39 @@ class Search:
         before: set[str] = set()
         for path, axis in self.space.items():
             if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-                raise ConfigError(f"{path!r} is no path: write it as in config.learning_rate")
+                raise ConfigError(f"space: {path!r} is not a dotted path such as config.learning_rate")
             if isinstance(axis, When):
                 if axis.path not in before:
                     raise ConfigError(f"{path} depends on {axis.path}, which must come before it in the space")
                 if not isinstance(axis.then, _AXES):
-                    raise ConfigError(f"{path}: When takes an axis such as Choice, not {axis.then!r}")
+                    raise ConfigError(f"{path}: When needs an axis such as Choice, got {axis.then!r}")
                 self._check_occurs(path, axis)
             found = axis.then if isinstance(axis, When) else axis
             if self.algorithm == "grid" and isinstance(found, (Uniform, LogUniform, RandInt)):
-                raise ConfigError(f"{path} is a {type(found).__name__}, which has no end: a grid takes Choice([...])")
+                raise ConfigError(f"{path}: a grid needs Choice([...]), got a {type(found).__name__}")
             before.add(path)
         if not any(isinstance(axis, (*_AXES, When)) for axis in self.space.values()) and self.num_trials > 1:
             raise ConfigError(
-                f"nothing in the space varies, so that {self.num_trials} trials would be one and the same: give it an "
-                "axis such as LogUniform or Choice, or trials=1"
+                f"nothing in the space varies, so all {self.num_trials} trials would be equal: add an axis such as "
+                "LogUniform or Choice, or set trials=1"
             )
         if isinstance(self.scheduler, PBT):
             axes = {path: axis for path, axis in self.space.items() if isinstance(axis, (*_AXES, When))}
             if unknown := [path for path in self.scheduler.vary if path not in axes]:
-                raise ConfigError(f"PBT varies {', '.join(unknown)}, which the space has no axis for")
+                raise ConfigError(f"PBT(vary=...) names {', '.join(unknown)}, for which the space has no axis")
             conditional = [axis for axis in axes.values() if isinstance(axis, When)]
             if tied := [path for path in self.varied if axes[path] in conditional] + [
                 axis.path for axis in conditional if axis.path in self.varied
             ]:
                 raise ConfigError(
-                    f"PBT varies {', '.join(tied)}, which another field depends on or which depends on another one: "
-                    "what is there would change while a trial trains; name other fields in PBT(vary=...)"
+                    f"PBT cannot vary {', '.join(tied)}, which depends on another field or on which one depends: the "
+                    "fields of a trial would change while it trains; name other fields in PBT(vary=...)"
                 )
             if not self.varied:
-                raise ConfigError(
-                    "PBT has nothing to vary: give the space a Uniform or a LogUniform that is no part of a When"
-                )
+                raise ConfigError("PBT has nothing to vary: add a Uniform or LogUniform outside of When to the space")
 
     def _check_occurs(self, path: str, axis: When) -> None:
-        """Refuse a condition that never holds."""
+        """Check that a condition can hold."""
         above = self.space[axis.path]
         above = above.then if isinstance(above, When) else above
         if isinstance(above, (Uniform, LogUniform, RandInt)):
@@ -261,28 +262,28 @@ class Search:
         there = above.values if isinstance(above, Choice) else (above,)
         if never := [value for value in axis.wanted if value not in there]:
             raise ConfigError(
-                f"{path} is there when {axis.path} is {' or '.join(map(repr, never))}, which it never is: it is one of "
-                f"{', '.join(map(repr, there))}"
+                f"{path} applies when {axis.path} is {' or '.join(map(repr, never))}, which never happens: its values "
+                f"are {', '.join(map(repr, there))}"
             )
 
 
 def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search") -> tuple[Experiment, Search]:
-    """Return the experiment of a target, and the search that its file has beside it, both with their overrides.
+    """Return the experiment of a target and the search in the same file, both with overrides.
 
     Args:
-        target: what `resolve` takes.
-        overrides: as "config.max_epochs=3" and "search.trials=20".
-        name: of the search in the file or module of the target.
+        target: a target as for `resolve`.
+        overrides: such as "config.max_epochs=3" and "search.trials=20".
+        name: name of the search in the file or module of the target.
 
     Raises:
-        ConfigError: there is none, or an override is wrong.
+        ConfigError: there is no such search, or an override is invalid.
     """
     of_search = [each.removeprefix("search.") for each in overrides if each.startswith("search.")]
     experiment = resolve(target, [each for each in overrides if not each.startswith("search.")])
     found = load_named(target, name)
     if not isinstance(found, Search):
-        raise ConfigError(f"{name} in {target} is a {type(found).__name__}, not a Search")
+        raise ConfigError(f"{name} in {target} must be a Search, got a {type(found).__name__}")
     values = parse_overrides(of_search)
-    # The paths of the space have dots of their own: one of them is set in all trials, the others stay as they are.
+    # The keys of the space contain dots: set one in all trials, and leave the others unchanged.
     fixed = {path.removeprefix("space."): values.pop(path) for path in list(values) if path.startswith("space.")}
     return experiment, override(found, {**values, **({"space": {**found.space, **fixed}} if fixed else {})}, "search")

@@ -1,4 +1,4 @@
-"""What a sweep may try for one field, and how a value of it is drawn. Arithmetic only."""
+"""The axes of a search space, and how values are drawn from them. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headway.trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Uniform:
-    """A number between two, each as likely.
+    """A float with a uniform distribution.
 
     Attributes:
-        low, high: the limits.
+        low, high: limits, inclusive.
 
     Example:
         >>> Uniform(0.0, 0.5).high
@@ -29,20 +29,20 @@ class Uniform:
         _check_limits(self, self.low, self.high)
 
     def draw(self, generator: random.Random) -> float:
-        """Return one."""
+        """Return a random value."""
         return generator.uniform(self.low, self.high)
 
     def samples(self) -> tuple[float, ...]:
-        """Return values that stand for all, to be checked."""
+        """Return typical values, for validation."""
         return (self.low, self.low + 0.382 * (self.high - self.low), self.high)
 
 
 @dataclass(frozen=True)
 class LogUniform:
-    """A number between two, each order of magnitude as likely.
+    """A float with a log-uniform distribution.
 
     Attributes:
-        low, high: the limits, above zero.
+        low, high: limits, inclusive; > 0.
 
     Example:
         >>> LogUniform(1e-4, 1e-1).low
@@ -55,24 +55,24 @@ class LogUniform:
     def __post_init__(self) -> None:
         _check_limits(self, self.low, self.high)
         if not self.low > 0:
-            raise ConfigError(f"LogUniform begins above zero, not at {self.low!r}")
+            raise ConfigError(f"LogUniform: low must be > 0, got {self.low!r}")
 
     def draw(self, generator: random.Random) -> float:
-        """Return one."""
+        """Return a random value."""
         drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         return min(max(drawn, self.low), self.high)
 
     def samples(self) -> tuple[float, ...]:
-        """Return values that stand for all, to be checked."""
+        """Return typical values, for validation."""
         return (self.low, math.sqrt(self.low * self.high), self.high)
 
 
 @dataclass(frozen=True)
 class RandInt:
-    """A whole number between two, each as likely.
+    """An integer with a uniform distribution.
 
     Attributes:
-        low, high: the first and the last one.
+        low, high: limits, inclusive.
 
     Example:
         >>> RandInt(1, 3).samples()
@@ -85,23 +85,23 @@ class RandInt:
     def __post_init__(self) -> None:
         _check_limits(self, self.low, self.high)
         if type(self.low) is not int or type(self.high) is not int:
-            raise ConfigError(f"RandInt takes whole numbers, not {self.low!r} and {self.high!r}")
+            raise ConfigError(f"RandInt: low and high must be integers, got {self.low!r} and {self.high!r}")
 
     def draw(self, generator: random.Random) -> int:
-        """Return one."""
+        """Return a random value."""
         return generator.randint(self.low, self.high)
 
     def samples(self) -> tuple[int, ...]:
-        """Return values that stand for all, to be checked."""
+        """Return typical values, for validation."""
         return (self.low, self.high)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values, each as likely; a grid takes them in turn.
+    """One of several values with equal probability; a grid tries each.
 
     Attributes:
-        values: what there is to choose from; a list among them is one value.
+        values: the values; a nested list is one value.
 
     Example:
         >>> Choice([64, 128]).values
@@ -112,17 +112,17 @@ class Choice:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, (list, tuple, range)):
-            raise ConfigError(f"Choice takes a list of values, not {self.values!r}")
+            raise ConfigError(f"Choice: values must be a list, got {self.values!r}")
         object.__setattr__(self, "values", tuple(self.values))
         if not self.values:
-            raise ConfigError("Choice needs a value to choose")
+            raise ConfigError("Choice: values must not be empty")
 
     def draw(self, generator: random.Random) -> Any:
-        """Return one."""
+        """Return a random value."""
         return generator.choice(self.values)
 
     def samples(self) -> tuple[Any, ...]:
-        """Return all values, to be checked."""
+        """Return all values, for validation."""
         return self.values
 
 
@@ -131,12 +131,12 @@ Axis: TypeAlias = Uniform | LogUniform | RandInt | Choice
 
 @dataclass(frozen=True)
 class When:
-    """An axis that is there only where another one has a certain value; elsewhere the field stays as it is.
+    """An axis that applies only if another one has a certain value; otherwise the field keeps its default.
 
     Attributes:
-        path: of the other one, which comes before this one in the space.
-        values: one value, or a tuple of several.
-        then: the axis.
+        path: path of the other axis, which must come earlier in the space.
+        values: its value, or a tuple of several.
+        then: the conditional axis.
 
     Example:
         >>> When("config.schedule", "cosine", RandInt(0, 100)).holds({"config.schedule": "constant"})
@@ -148,12 +148,12 @@ class When:
     then: Axis
 
     def holds(self, values: dict[str, Any]) -> bool:
-        """Return whether it is there, given the values so far."""
+        """Return whether the axis applies, given the values drawn so far."""
         return self.path in values and values[self.path] in self.wanted
 
     @property
     def wanted(self) -> tuple[Any, ...]:
-        """The values of the other one with which it is there."""
+        """The values of the other axis for which this one applies."""
         return self.values if isinstance(self.values, tuple) else (self.values,)
 
 
@@ -161,6 +161,6 @@ def _check_limits(axis: Any, low: Any, high: Any) -> None:
     name = type(axis).__name__
     for limit in (low, high):
         if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not math.isfinite(limit):
-            raise ConfigError(f"{name} lies between two numbers, not {low!r} and {high!r}")
+            raise ConfigError(f"{name}: low and high must be finite numbers, got {low!r} and {high!r}")
     if not low < high:
-        raise ConfigError(f"{name} goes from the lower number to the higher one, not from {low!r} to {high!r}")
+        raise ConfigError(f"{name}: low must be less than high, got {low!r} and {high!r}")

@@ -1,6 +1,6 @@
-"""What runs in the process of one trial: the supervision of its run, with the training in the same process.
+"""Runs one trial in its process: the driver of its run and, for a single worker, also the training.
 
-Ray Tune hears of evaluations only. A trial of one worker trains right here; one of several has Ray Train start them.
+The workers of a larger trial are started by Ray Train. Only evaluations are reported to Ray Tune.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..train.worker_group import make_task, retry_policy, run_worker_group
 if TYPE_CHECKING:
     from .search import Search
 
-# What a scheduler takes for the value of an evaluation that gave none.
+# Reported to the scheduler for an evaluation without a finite value.
 _WORST = 1e30
 _POINTER = "headway.json"
 PAUSED = "paused by the scheduler"
@@ -51,17 +51,17 @@ PAUSED = "paused by the scheduler"
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTask:
-    """What the sweep's driver tells all trials.
+    """The settings that the sweep's driver passes to all trials.
 
     Attributes:
-        experiment: pickled, without the values of a trial: its trainer's class from a user's file travels by value.
-        sweep_dir: of the sweep.
-        metric, mode: what is looked for.
+        experiment: pickled, without the values of a trial; classes from a user's file are pickled by value.
+        sweep_dir: folder of the sweep.
+        metric, mode: the objective.
         pauses: whether the scheduler needs a checkpoint of each evaluation.
-        may_change: whether a trial goes on with other values than it began with.
-        trains_here: whether a trial trains in the process that Ray Tune gives it, and has no workers of its own.
-        imports: folders that the driver imports from, besides its packages.
-        current_dir: of the driver.
+        may_change: whether the values of a trial may change while it trains.
+        trains_here: whether a trial trains in the process that Ray Tune starts, without further workers.
+        imports: folders that the driver imports from, besides its installed packages.
+        current_dir: the driver's current directory.
     """
 
     experiment: bytes
@@ -76,8 +76,8 @@ class SweepTask:
 
 
 def run_trial(config: dict[str, Any], task: SweepTask) -> None:
-    """Train one trial to its end, whatever it is; its run says which."""
-    # A trial that is paused still writes a checkpoint.
+    """Train one trial until it ends, and record the end in its run. Raises no error of the training."""
+    # Time for a paused trial to write its checkpoint.
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
     if os.path.isdir(task.current_dir):
         os.chdir(task.current_dir)
@@ -104,34 +104,34 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
         result = RunDriver(
             experiment, run, StopSignals(), display, verbose=False, spares=False,
             train=train_here if task.trains_here else run_worker_group,
-            # The driver does, where no trial has its workers: one waits for others to end as well.
+            # The sweep's driver enforces the wait: a trial may have to wait for others to end.
             enforce_wait=False,
             resume_options=ResumeOptions(resume=resume, accept_changes=task.may_change),
         ).run()  # fmt: skip
         if result.status == "completed":
             _check_metric(task.metric, result.metrics, "a trial")
     except RunConflictError:
-        # Another process trains it now, and its files are that one's.
+        # The trial's files belong to another process now.
         return
     except Exception as error:
         run.update(status="failed", reason="", error=summarize_error(error), ended=now())
         write_driver_ended(run, "failed")
         return
     if task.may_change:
-        # A checkpoint of another trial brings that one's best value with it.
+        # A checkpoint of another trial contains that trial's best value.
         best = retry_storage(lambda: _best_of_own_evaluations(run, task))
         result = replace(result, best_metric=best.value, best_step=best.step)
     close(run, result, display)
     if reporter.was_paused:
-        # As Ray Tune ends the function of a trial that it pauses.
+        # Ray Tune expects a paused trial's function to end this way.
         sys.exit(0)
 
 
 def _best_of_own_evaluations(run: Run, task: SweepTask) -> Best:
-    """The best value among the evaluations that a run has made itself."""
+    """Return the best value of a run's own evaluations."""
     best = Best(task.mode)
     for event in read_events(run.folder):
-        # Of two after the same step each is one of other weights, where it went on from a checkpoint of before.
+        # Evaluations after the same step may be of different weights, if the trial resumed from an earlier checkpoint.
         if event["event"] == "evaluated" and task.metric in event["metrics"]:
             best.update(event["metrics"][task.metric], step=event["step"])
     return best
@@ -146,9 +146,9 @@ def _train_here(
     resume_options: ResumeOptions,
     verbose: bool,
 ) -> dict[str, Any]:
-    """Train in this process, again and again as the retries of the experiment allow. A process that dies is Tune's."""
+    """Train in this process, with the retries of the experiment. If the process dies, Ray Tune restarts it."""
     task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
-    # Who would give notice is Ray Train.
+    # Notices come from Ray Train, which does not run here.
     task = replace(task, polls_preemption=False)
     watch = retry_policy(experiment, run, since=since)
     while True:
@@ -159,13 +159,13 @@ def _train_here(
 
 
 class EventTuneReporter(RunConsole):
-    """Reports the evaluations of a run of several workers to Ray Tune, from their events. Prints nothing.
+    """Reports the evaluations of a multi-worker run to Ray Tune, from its events. Prints nothing.
 
-    The workers do not wait for it; what the scheduler says they hear as any wish to stop.
+    The workers do not wait for it; they receive the scheduler's decision as a request to stop.
 
     Args:
-        task: of the sweep.
-        run: of the trial. Evaluations that an earlier process of it has made count, too.
+        task: settings of the sweep.
+        run: run of the trial. Evaluations of an earlier process are counted, too.
     """
 
     def __init__(self, task: SweepTask, run: Run) -> None:
@@ -177,7 +177,7 @@ class EventTuneReporter(RunConsole):
         """Report an evaluation.
 
         Raises:
-            ConfigError: it does not give the metric of the sweep.
+            ConfigError: the evaluation lacks the metric of the sweep.
         """
         if event["event"] != "evaluated":
             return
@@ -188,12 +188,12 @@ class EventTuneReporter(RunConsole):
 
 
 def _count_up_to(steps: Collection[int], step: int) -> int:
-    """How many there are: what comes after a restart is counted on, and what is made again has the same number."""
+    """Return how many there are. Counting goes on across restarts, and repeated evaluations keep their number."""
     return sum(each <= step for each in steps)
 
 
 def make_report(asked: SweepTask | Search, value: float, evaluations: int, step: int) -> dict[str, Any]:
-    """Return what Ray Tune is told of an evaluation; one that measured nothing finite is the worst."""
+    """Return the report of an evaluation to Ray Tune; a non-finite value is reported as the worst."""
     worst = _WORST if asked.mode == "min" else -_WORST
     is_finite = math.isfinite(value)
     return {
@@ -203,39 +203,39 @@ def make_report(asked: SweepTask | Search, value: float, evaluations: int, step:
 
 def _check_metric(metric: str, metrics: Mapping[str, float], of: str) -> None:
     if metric not in metrics:
-        raise ConfigError(f"metric is {metric!r}, but {of} gives {', '.join(metrics) or 'none'}")
+        raise ConfigError(f"metric is {metric!r}, but {of} logs {', '.join(metrics) or 'no metric'}")
 
 
 class TuneReportCallback(Callback):
     """Reports the sweep's metric of a single-worker trial to Ray Tune, and follows the scheduler's decision.
 
     Args:
-        task: of the sweep.
-        run: of the trial.
+        task: settings of the sweep.
+        run: run of the trial.
 
     Attributes:
-        was_paused: whether the scheduler wants to go on with the trial later.
+        was_paused: whether the scheduler paused the trial, to resume it later.
     """
 
     def __init__(self, task: SweepTask, run: Run) -> None:
         self.was_paused = False
         self._task, self._run = task, run
-        # What waits for its checkpoint: the number of the evaluation, its step and its value.
+        # Evaluations that wait for their checkpoint: (number, step, value).
         self._evaluated: list[tuple[int, int, float]] = []
-        # With a metric of the training the records of it are what a scheduler counts.
+        # Steps with a log record of a train/* metric, which a scheduler counts like evaluations.
         self._logged: set[int] = set()
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
-        """Takes note of what was reported before this attempt."""
+        """Read which steps earlier attempts have reported."""
         if self._task.metric.startswith("train/"):
             self._logged = set(metric_by_step(self._run.folder, self._task.metric))
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Reports, or asks for the checkpoint that goes with the report."""
+        """Report the evaluation, or request the checkpoint to report with it."""
         if not self._task.metric.startswith("validation/"):
             return
         _check_metric(self._task.metric, metrics, "an evaluation")
-        # The loop counts it when all callbacks have heard of it.
+        # The loop increases its counter after the callbacks.
         evaluated = (trainer.progress.evaluations + 1, trainer.global_step, metrics[self._task.metric])
         if self._task.pauses:
             self._evaluated.append(evaluated)
@@ -244,14 +244,14 @@ class TuneReportCallback(Callback):
             self._report(trainer, *evaluated)
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Report a metric of the training."""
+        """Report a train/* metric."""
         if self._task.metric.startswith("train/") and self._task.metric in metrics:
             step = trainer.global_step
             self._logged.add(step)
             self._report(trainer, _count_up_to(self._logged, step), step, metrics[self._task.metric])
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Report the evaluation before, with a pointer to the checkpoint; one that came while it was saved waits."""
+        """Report the evaluations up to this checkpoint, with a pointer to it."""
         while self._evaluated and self._evaluated[0][1] <= checkpoint.step:
             self._report(trainer, *self._evaluated.pop(0), str(checkpoint.path))
 
@@ -270,11 +270,11 @@ class TuneReportCallback(Callback):
                     Path(folder, _POINTER).write_text(json.dumps(pointer))
                     tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))
         except SystemExit:
-            # Ray Tune ends a paused trial so, inside of the report.
+            # Raised by Ray Tune inside the report to pause the trial.
             self.was_paused = True
             trainer.request_stop(PAUSED, status="interrupted")
             return
-        # Who ends at once saves nothing, and hears of it from the bridge.
+        # `RunCallback` handles an abort, which saves nothing.
         if (asked := read_stop_request(self._run.folder)) is not None and not asked.abort:
             trainer.request_stop(asked.reason, status=asked.status)
 
@@ -282,15 +282,15 @@ class TuneReportCallback(Callback):
 class KeepOwnHyperparameters(Callback):
     """Keeps this trial's optimizer hyperparameters when it resumes from a checkpoint of another trial.
 
-    A checkpoint has the settings that it was saved with. Where a schedule moves the learning rate, it goes on from
-    where it is, in proportion to the new one.
+    Restoring a checkpoint restores the hyperparameters that it was saved with. A learning rate set by a schedule keeps
+    its position in the schedule, scaled to this trial's initial value.
     """
 
     def __init__(self) -> None:
         self._wanted: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
-        """Takes note of the settings as the config has them."""
+        """Store the hyperparameters that follow from the config."""
         self._wanted = [
             (group, {name: value for name, value in group.items() if name != "params"})
             for optimizer in trainer.optimizers.values()
@@ -298,7 +298,7 @@ class KeepOwnHyperparameters(Callback):
         ]
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
-        """Put them in force."""
+        """Apply the stored hyperparameters."""
         groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
         for group, (_, wanted) in zip(groups, self._wanted, strict=True):
             if "initial_lr" in wanted and group.get("initial_lr"):
@@ -311,14 +311,14 @@ class KeepOwnHyperparameters(Callback):
 
 @lru_cache(maxsize=1)
 def _experiment_of(pickled: bytes) -> Any:
-    """Once in a process, which trains one trial after another."""
+    """Unpickle the experiment. Cached: a process trains one trial after another."""
     return ray.cloudpickle.loads(pickled)
 
 
 def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
-    """Return a dataclass with the values at some dotted paths, which the driver has checked; others are passed over.
+    """Return a dataclass with the values at dotted paths, which the driver has checked; ignores other paths.
 
-    Without the types of the fields, unlike `config.override`: a class that came by value cannot tell them.
+    Unlike `config.override`, it does not use the types of fields, which a class pickled by value cannot resolve.
     """
     changes: dict[str, Any] = {}
     names = {each.split(".")[0] for each in values}
@@ -329,20 +329,20 @@ def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _resume_from(run: Run, resume: str) -> str:
-    """Return "auto", or the checkpoint of another trial that the driver says, until this one has saved its own."""
+    """Return "auto" once this trial has saved a checkpoint; before, what the driver chose."""
     checkpoint = tune.get_checkpoint()
     has_saved = checkpoint is not None and read_pointer(checkpoint)["run_dir"] == run.run_dir
     return "auto" if has_saved else resume
 
 
 def trial_resources(scaling: Scaling) -> Any:
-    """Return what the process of a trial reserves: as the only worker, or next to nothing beside workers."""
-    # Ray Tune refuses nothing at all, and any part of a CPU would be missing for the workers.
+    """Return the resources of a trial's process: those of its single worker, or almost none beside workers."""
+    # Ray Tune rejects an empty reservation, and any fraction of a CPU would be missing for the workers.
     return tune.PlacementGroupFactory([scaling.worker_resources if scaling.is_single_worker else {"memory": 1}])
 
 
 def read_pointer(checkpoint: Any) -> dict[str, str]:
-    """Return the run and the checkpoint of ours that a checkpoint of Ray Tune points to."""
+    """Return Headway's run and checkpoint that a checkpoint of Ray Tune points to."""
     with checkpoint.as_directory() as folder:
         pointer: dict[str, str] = json.loads(Path(folder, _POINTER).read_text())
     return pointer

@@ -1,4 +1,4 @@
-"""What Ray Tune calls in a process that it has started for trials. Imports next to nothing until it is called."""
+"""The function that Ray Tune calls in a trial process. Imports almost nothing until it is called."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def train_trial(config: dict[str, Any], packed: bytes, trains_here: bool) -> None:
-    """Train one trial in a process that trains one after another.
+    """Train one trial. A process trains several, one after another.
 
     Args:
-        config: the values of the trial.
-        packed: its `SweepTask`, pickled: reading it imports torch and most of Headway.
-        trains_here: what that says of the same name.
+        config: values of the trial.
+        packed: the pickled `SweepTask`; unpickling it imports torch and most of Headway.
+        trains_here: its field of this name.
     """
     _import_all(trains_here)
     from .trial import run_trial
@@ -24,17 +24,17 @@ def train_trial(config: dict[str, Any], packed: bytes, trains_here: bool) -> Non
 
 @functools.cache
 def _import_all(trains_here: bool) -> None:
-    """Imports torch and Headway while Python's collector rests, once in a process.
+    """Import torch and Headway once per process, with the garbage collector disabled.
 
-    What modules are made of lives as long as the process. The collector would look at all of it again and again, which
-    takes the better part of a second and finds nothing; nor does it look there later.
+    The objects of modules live as long as the process. Scanning them takes most of a second and frees nothing, so they
+    are frozen for later collections, too.
     """
     gc.disable()
     try:
         from . import trial  # noqa: F401
 
         if trains_here:
-            # The first optimizer would import it.
+            # Otherwise the first optimizer would import it.
             import torch._dynamo  # noqa: F401
     finally:
         gc.freeze()

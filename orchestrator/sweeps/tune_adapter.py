@@ -1,6 +1,6 @@
-"""Ray Tune under a sweep: trials in the order of the journal, a scheduler that stops them gently, and what it is told.
+"""Runs the trials of a sweep on Ray Tune: a searcher over the journal, and a scheduler that stops trials gracefully.
 
-Runs in a thread of the driver. What trials do is in the files of their runs; nothing here is kept by Ray Tune.
+Runs in a thread of the driver. All state is in the journal and the runs; Ray Tune's own state is not used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .trial_process import train_trial
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
-    # Its own state is never read: the journal is ours.
+    # Ray Tune's own state is never read.
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "TUNE_WARN_THRESHOLD_S": "60",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -78,17 +78,17 @@ def tune_trials(
     """Run trials until there are no more.
 
     Args:
-        sweep: with the journal.
-        search: what was asked for.
-        task: what trials are told.
-        next_trial: returns the trial to train next and its typed values, or None when there is none left.
-        on_end: is told the name of each trial that has ended, and an error that its own files do not know.
-        on_report: is told what a trial has reported.
-        on_exploit: is told the name, the donor's checkpoint and the new values of a trial that goes on with them;
-            returns these typed, and the checkpoint to go on from.
-        is_over: says whether to leave all trials as they are.
-        resources: of one trial.
-        at_once: says how many trials may train at the moment.
+        sweep: the sweep, with its journal.
+        search: the definition of the search.
+        task: settings for all trials.
+        next_trial: returns the next trial and its typed values, or None if there is none.
+        on_end: called with the name of each trial that has ended, and an error that is not in its files, or None.
+        on_report: called with the name and report of a trial.
+        on_exploit: called when PBT changes a trial, with its name, the other trial's checkpoint and the new values;
+            returns the typed values and the checkpoint to resume from.
+        is_over: returns True to abort all trials.
+        resources: resources of one trial.
+        at_once: returns how many trials may train at the moment.
         max_failures: how often the process of a trial may die.
     """
     kind = type(search.scheduler).__name__
@@ -128,18 +128,18 @@ def tune_trials(
 
 @contextmanager
 def _tune_storage(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, FileSystem | None]]:
-    """Gives Ray Tune a place for files that nobody reads later, and how to reach it; None as any disk.
+    """Yield a temporary path for Ray Tune's files, and its file system; None for the local one.
 
     Args:
-        folder: of the sweep.
-        are_shared: whether trials on other machines read them: those that are paused, or that go on from another one.
+        folder: folder of the sweep.
+        are_shared: whether other machines read the files, because trials are paused or exploit others.
     """
     if not are_shared:
         with tempfile.TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True) as place:
             yield place, None
         return
     try:
-        # In the way that all else goes: Ray Tune would ask pyarrow, which knows few stores, and not how to reach ours.
+        # Through fsspec, as everywhere: Ray Tune would use pyarrow, with fewer stores and without our options.
         filesystem, path = fsspec.core.url_to_fs(folder.path(_TUNE_FOLDER))
         yield path, None if folder.is_local else PyFileSystem(FSSpecHandler(filesystem))
     finally:
@@ -149,7 +149,7 @@ def _tune_storage(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, Fi
 
 @contextmanager
 def _log_errors_only(logger: logging.Logger) -> Iterator[None]:
-    """Of Ray Tune's log: it warns of files of loggers that are off."""
+    """Log only errors in this context: Ray Tune warns about loggers that are disabled."""
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -163,7 +163,7 @@ def _name(trial: TuneTrial) -> str:
 
 
 class NotPickled:
-    """Base of objects that Ray Tune pickles for its own restore, which Headway does not use: pickles as nothing."""
+    """Pickles as a bare object. Ray Tune pickles its parts for its own restore, which is not used."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (object, ())
@@ -172,13 +172,12 @@ class NotPickled:
 class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
     """Gives Ray Tune one trial after another while there is room, and forwards their reports.
 
-    Not as its callback: where it is given any, Ray Tune imports all that it knows, with MLflow and wandb: two seconds.
+    A callback could not do that: given any, Ray Tune imports all its integrations, which takes two seconds.
 
     Args:
-        next_trial: returns the next one and its values, or None.
-        scheduler: which knows how many trials train.
-        on_end: is told the name of each that has ended, and an error.
-        on_report: is told what one has reported.
+        next_trial: returns the next trial and its values, or None.
+        scheduler: knows how many trials train.
+        on_end, on_report: see `tune_trials`.
     """
 
     def __init__(
@@ -201,19 +200,19 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
         return {**values, "trial": trial.name, "resume": trial.resume}
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **_: Any) -> bool:
-        """Takes none: the search is ours."""
+        """Accept and ignore them."""
         return True
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Passes it on."""
+        """Forward it."""
         self._on_report(self._names[trial_id], result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Passes it on."""
+        """Forward it."""
         self._on_end(self._names[trial_id], self._scheduler.training_error(trial_id) if error else None)
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing: the journal has it."""
+        """Save nothing: the state is in the journal."""
 
     def restore(self, checkpoint_path: str) -> None:
         """Restore nothing."""
@@ -223,7 +222,7 @@ class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
     """Aborts all trials without checkpoints.
 
     Args:
-        is_over: says when.
+        is_over: returns True to abort.
     """
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
@@ -234,7 +233,7 @@ class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
         return False
 
     def stop_all(self) -> bool:
-        """Return whether it is time."""
+        """Return whether to abort."""
         return self._is_over()
 
 
@@ -242,12 +241,11 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
     """Stops trials through their runs, so that they save a checkpoint first; limits how many run concurrently.
 
     Args:
-        inner: which decides.
-        sweep: whose trials they are.
-        kind: its name, for people.
-        at_once: says how many may train at the moment.
-        on_exploit: is told when a trial goes on from another one's checkpoint, with other values.
-        earlier_reports: by name, the reports of trials that ended under an earlier driver of the sweep.
+        inner: Ray's scheduler, which decides.
+        sweep: the sweep.
+        kind: name of the scheduler, for reasons.
+        at_once, on_exploit: see `tune_trials`.
+        earlier_reports: reports of trials that ended under an earlier driver, by name.
     """
 
     def __init__(
@@ -275,33 +273,32 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
 
     def training_error(self, trial_id: str) -> str:
-        """Return the last line of what has ended a trial, from the file that Ray Tune keeps of it on this machine."""
+        """Return the last line of a trial's error, from Ray Tune's file on this machine."""
         lines = Path(self._controller.get_trial(trial_id).error_file).read_text().strip().splitlines()
         return lines[-1] if lines else "its process died"
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Takes none: the inner one has its own."""
+        """Accept and ignore them: the inner scheduler has them already."""
         return True
 
     def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
-        """Passes it on."""
+        """Forward it."""
         if self._controller is None:
-            # Or the process of a trial is started when that of the one before it is up: one that ends sooner hands its
-            # own on, and short trials never train but one at a time.
-            # How many there are at a time is for `has_room` to say.
+            # By default Ray Tune starts processes one after another, and a short trial hands its process on before the
+            # next is up, so short trials would never run concurrently. `has_room` limits them instead.
             controller.update_max_pending_trials(sys.maxsize)
             self._replay(controller)
         self._controller = controller
         self._inner.on_trial_add(ControllerWithoutSearch(controller), trial)
 
     def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
-        """Passes it on."""
+        """Forward it."""
         self._inner.on_trial_error(controller, trial)
 
     def on_trial_result(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
-        """Lets the inner one decide; a trial that is to be stopped is asked to end, and goes on until it does."""
+        """Let the inner scheduler decide. A pruned trial gets a request to stop, and continues until it has saved."""
         if trial.trial_id in self._stopped:
-            # Inner ones do not expect to hear of it again.
+            # The inner scheduler expects no more reports of a stopped trial.
             return str(TrialScheduler.CONTINUE)
         before = trial.config
         decision = str(self._inner.on_trial_result(controller, trial, result))
@@ -316,38 +313,38 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
             retry_storage(lambda: request_stop(folder, StopRequest(reason=reason)))
             return str(TrialScheduler.CONTINUE)
         if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once():
-            # It makes room for a trial that waits, and there is room for all.
+            # PBT pauses to make room for a waiting trial, but all have room.
             return str(TrialScheduler.CONTINUE)
         return decision
 
     def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
-        """Passes it on, unless it has never reported: inner ones take any last report for one of an evaluation."""
+        """Forward it, unless the trial never reported: the inner scheduler takes the last report for an evaluation."""
         if "evaluations" in result:
             self._inner.on_trial_complete(controller, trial, result)
 
     def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
-        """Passes it on."""
+        """Forward it."""
         self._inner.on_trial_remove(controller, trial)
 
     def choose_trial_to_run(self, controller: Any) -> TuneTrial | None:
-        """Lets the inner one choose, if there is room for one that was paused."""
+        """Let the inner scheduler choose; a paused trial only if there is room."""
         chosen = self._inner.choose_trial_to_run(controller)
         if chosen is not None and chosen.status == TuneTrial.PAUSED and not self.has_room():
             return None
         return chosen
 
     def debug_string(self) -> str:
-        """Return that of the inner one."""
+        """Return the debug text of the inner scheduler."""
         return str(self._inner.debug_string())
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing: the journal has it."""
+        """Save nothing: the state is in the journal."""
 
     def restore(self, checkpoint_path: str) -> None:
         """Restore nothing."""
 
     def _replay(self, controller: Any) -> None:
-        """Tells the inner one of the trials that it has not seen."""
+        """Replay the trials that ended under an earlier driver into the inner scheduler."""
         for name, reports in self._earlier_reports.items():
             if not reports:
                 continue
@@ -367,10 +364,10 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
 
 
 class ReplayedTrial:
-    """The attributes that a scheduler reads of a trial, for a trial that ended under an earlier driver.
+    """The attributes of a trial that schedulers read, for one that ended under an earlier driver.
 
     Args:
-        name: of the trial.
+        name: name of the trial.
     """
 
     status = TuneTrial.TERMINATED
@@ -392,7 +389,7 @@ class ControllerWithoutSearch:
 
 
 class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]
-    """In place of what prints how trials stand. Ray Tune makes it, by its name in the environment."""
+    """Replaces Ray Tune's progress table. Ray Tune creates it by its name in the environment."""
 
     def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
         """Print nothing."""
@@ -402,7 +399,7 @@ class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]
 
 
 def _with_no_progress_output(callbacks: str | None) -> str:
-    """Return the names of callbacks, among them once what keeps Ray Tune from printing."""
+    """Return the names of callbacks with `NoProgressOutput` added once."""
     silence = f"{__name__}.{NoProgressOutput.__name__}"
     return ",".join([*(name for name in (callbacks or "").split(",") if name not in ("", silence)), silence])
 
@@ -417,7 +414,7 @@ def _scheduler(search: Search) -> TrialScheduler:
         case HyperBand() as wanted:
             return SeededHyperBand(wanted, **common)
         case MedianStopping(grace=grace, trials=trials):
-            # It would pause a trial while another one comes up, to hear of more of them first.
+            # An infinite time slice: otherwise it pauses trials until more of the others have reported.
             return MedianStoppingRule(
                 **common, grace_period=grace, min_samples_required=trials, min_time_slice=math.inf
             )
@@ -440,7 +437,7 @@ class SeededHyperBand(AsyncHyperBandScheduler):  # type: ignore[misc]
             **common,
             grace_period=wanted.grace,
             reduction_factor=wanted.reduction,
-            # It rounds down a quotient of logarithms.
+            # Ray Tune rounds a quotient of logarithms down.
             max_t=wanted.max_evaluations * (1 + 1e-9),
             brackets=len(wanted.first_looks),
             stop_last_trials=False,
@@ -448,7 +445,7 @@ class SeededHyperBand(AsyncHyperBandScheduler):  # type: ignore[misc]
         self._wanted = wanted
 
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """Put it into its bracket."""
+        """Assign the trial to its bracket."""
         index = int(_name(trial).rpartition("-")[2])
         self._trial_info[trial.trial_id] = self._brackets[self._wanted.bracket_of(index)]
 
@@ -458,7 +455,7 @@ def _mutation(axis: Axis, generator: random.Random) -> Any:
 
 
 def _clamp_to_axes(values: dict[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Brings what was changed by a factor back between the limits."""
+    """Clamp perturbed values to the limits of their axes, in place."""
     for path, axis in axes.items():
         if path in values and isinstance(axis, (Uniform, LogUniform, RandInt)):
             value = min(max(values[path], axis.low), axis.high)

@@ -27,8 +27,8 @@ def write(path: Path, ids: range, *, length: int = 4, group: int = 16, **columns
     return path
 
 
-def context_of(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-    """What the trainer tells a stream; `headway.trainer.data.protocols.ShardInfo` by shape."""
+def shard_info(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+    """Return an object with the attributes of `headway.trainer.data.protocols.ShardInfo`."""
     defaults = {"global_batch_size": 8, "micro_batch_size": None, "accumulation": 1, "seed": 0, "training": True}
     fixed = {"rank": rank, "world_size": world_size, "device": torch.device("cpu"), "by_shard": False}
     return SimpleNamespace(**{**fixed, **defaults, **options})

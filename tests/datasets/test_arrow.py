@@ -19,7 +19,7 @@ from headway.datasets.row_groups import ReadJob, chunks, read, read_table, trans
 from headway.datasets.sources import read_source
 from headway.datasets.stream import ParquetStream
 
-from .conftest import context_of
+from .conftest import shard_info
 
 
 def _column(*values: Any) -> Any:
@@ -155,7 +155,7 @@ def test_lists_of_numbers_are_tensors_however_ragged(tmp_path: Path, arrow: Any,
     """One tensor where all rows are of one shape, here a list; else tensors in lists, here a tuple of rows."""
     _write(tmp_path, arrow, [rows])
     stream = ParquetStream(tmp_path, engine="threads", shuffle=False, shards=1)
-    stream.setup(context_of(global_batch_size=4))
+    stream.setup(shard_info(global_batch_size=4))
     column = next(iter(stream.epoch(0))).micro_batches[0]["c"]
     stream.close()
 

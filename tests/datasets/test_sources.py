@@ -18,7 +18,7 @@ from headway.datasets.show import describe, read_row
 from headway.datasets.sources import read_source
 from headway.datasets.stream import ParquetStream
 
-from .conftest import context_of, write
+from .conftest import shard_info, write
 from .test_stream import steps
 
 
@@ -151,7 +151,7 @@ def test_what_is_read_alike_may_be_written_differently(tmp_path: Path) -> None:
         pq.write_table(pa.table(rows, schema=schema), tmp_path / f"{index}.parquet")
     assert read_source(tmp_path).columns == ["x", "s", "m"]
     stream = ParquetStream(tmp_path, engine="threads", shards=1)
-    stream.setup(context_of(global_batch_size=3))
+    stream.setup(shard_info(global_batch_size=3))
     (batch,) = stream.epoch(0)
     stream.close()
     columns = batch.micro_batches[0]
@@ -203,7 +203,7 @@ def test_chained_uris_are_read_in_any_process(
     monkeypatch.chdir(tmp_path)
     stream = ParquetStream(uri.format(tmp_path), engine="threads", shuffle=False, shards=1)
     monkeypatch.chdir("/")
-    stream.setup(context_of(global_batch_size=4))
+    stream.setup(shard_info(global_batch_size=4))
     assert [each.name for each in stream.source.files] == names
     batch = next(iter(stream.epoch(0)))
     stream.close()
@@ -214,7 +214,7 @@ def test_chained_uris_are_read_in_any_process(
 
 def test_no_path_at_all() -> None:
     with pytest.raises(DataError, match="path is empty"):
-        ParquetStream([], engine="threads").setup(context_of())
+        ParquetStream([], engine="threads").setup(shard_info())
 
 
 @pytest.mark.parametrize("content", [b"", b"not Parquet at all, but long enough to be", b"PAR1" + bytes(40) + b"PAR1"])

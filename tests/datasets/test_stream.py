@@ -23,14 +23,14 @@ from headway.trainer import NonFiniteError, Trainer, TrainerConfig
 from headway.trainer.data.protocols import HasRowIds, ShardInfo, SupportsPeek, is_stream
 from headway.trainer.distributed.world import World
 
-from .conftest import context_of, write
+from .conftest import shard_info, write
 
 
 def opened(
     path: Any, *, rank: int = 0, world_size: int = 1, context: dict[str, Any] | None = None, **options: Any
 ) -> ParquetStream:
     stream = ParquetStream(path, **{"engine": "threads", **options})
-    stream.setup(context_of(rank, world_size, **(context or {})))
+    stream.setup(shard_info(rank, world_size, **(context or {})))
     return stream
 
 
@@ -149,7 +149,7 @@ def test_who_reads_from_a_stream_that_is_opened_again_is_told(folder: Path) -> N
     stream = opened(folder)
     batches = stream.epoch(0)
     next(batches)
-    stream.setup(context_of(0, 1, training=False))
+    stream.setup(shard_info(0, 1, training=False))
     with pytest.raises(DataError, match="opened again, while an iterator"):
         list(batches)
 
@@ -422,7 +422,7 @@ def test_a_relative_path_means_the_same_in_another_process(folder: Path, monkeyp
     monkeypatch.chdir(folder.parent)
     stream = pickle.loads(pickle.dumps(ParquetStream("data", engine="threads")))
     monkeypatch.chdir("/")
-    stream.setup(context_of())
+    stream.setup(shard_info())
     assert len(list(stream.epoch(0))) == 12
     stream.close()
 
@@ -463,7 +463,7 @@ def test_what_does_not_fit_is_refused_before_a_row_is_read(
 ) -> None:
     stream = ParquetStream(folder, engine="threads", **options)
     with pytest.raises(DataError, match=message):
-        stream.setup(context_of(**context))
+        stream.setup(shard_info(**context))
 
 
 @pytest.mark.parametrize("options", [{"tail": "pad"}, {"engine": "spark"}, {"readers": 0}])

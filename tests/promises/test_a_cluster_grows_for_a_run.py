@@ -1,4 +1,4 @@
-"""A real autoscaler: a run that wants more than there is makes a machine come, which goes when it has ended (I8)."""
+"""A real autoscaler starts a machine for a run that lacks resources, and stops it after the run."""
 
 from __future__ import annotations
 

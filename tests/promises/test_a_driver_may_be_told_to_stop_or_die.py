@@ -1,4 +1,4 @@
-"""A run of another process is stopped by name, and a driver that was killed is started again: nothing is lost."""
+"""Stopping a run of another process by name, and restarting a killed driver, lose nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_driver_is_killed_and_the_next_one_is_stopped(tmp_path: Path) -> None:
         drivers.append(start(tmp_path))
         wait_for(lambda: events(run_dir, "training")[1:] != [], drivers[1])
         assert not any(is_there(worker["pid"]) for worker in workers), "two attempts must not train it at a time"
-        # As far as it had saved: the first checkpoint comes with the end of the first epoch.
+        # It resumes from the last checkpoint; the first one is saved at the end of the first epoch.
         saved = [event["step"] for event in events(run_dir, "checkpoint_saved")]
         first = events(run_dir, "training")[1]["step"]
         assert first == max(saved, default=0)

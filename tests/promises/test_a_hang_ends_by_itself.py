@@ -1,4 +1,4 @@
-"""Two Ray workers, one of which stops in the middle: it is named, the stacks are written, and the run goes on (C13)."""
+"""One of two Ray workers hangs: it is reported, all stacks are written, and the run restarts and continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WaitsConfig(OnRayConfig):
 
 
 class Waits(OnRay):
-    """Is slow where a run may be slow, and waits for ever for its data where that is asked for."""
+    """A trainer that is slow where that is legitimate, and can hang while reading data."""
 
     def configure_dataloaders(self) -> Any:
         return self._batches, self._batches
@@ -41,7 +41,7 @@ class Waits(OnRay):
         config: Any = self.config
         for number in range(STEPS):
             if number == 0:
-                time.sleep(config.slow_s)  # the first batch of the training, and of every evaluation
+                time.sleep(config.slow_s)  # the first batch of training and of each evaluation
             if self.training and number == config.hang_at and self.world.rank == 1:
                 time.sleep(3600)
             yield {"id": torch.arange(8), "x": torch.ones(8, 6), "y": torch.zeros(8, dtype=torch.int64)}
@@ -71,7 +71,7 @@ def experiment(storage: Path, *, hang_timeout: str, max_failures: int, **config:
 
 
 def stop_worker_at(step: int, run_dir: str, stopped: list[Event]) -> None:
-    """Sends SIGSTOP to the worker of rank 1 when the run has logged a step."""
+    """Send SIGSTOP to the worker of rank 1 once the run has logged a step."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if any(record["step"] >= step for record in read_records(f"{run_dir}/metrics.jsonl")):

@@ -1,6 +1,6 @@
-"""A save that is killed leaves the checkpoint before it, never half of one. Real processes, real SIGKILL (B1, B11).
+"""A save that is killed leaves the previous checkpoint, never half of one. Real processes, real SIGKILL.
 
-One process imports torch and forks the victims, so that twenty of them cost seconds and not minutes.
+One process imports torch and forks the victims, so that twenty of them take seconds, not minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Everywhere:
-    """A state that holds the step in every corner: in tensors, among them a sharded one, and beside them."""
+    """Return a state that contains the step everywhere: in tensors, also a sharded one, and in plain values."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -49,7 +49,7 @@ class Everywhere:
 
 
 class Alike:
-    """A state of which each rank has its own."""
+    """A state that differs between ranks."""
 
     def __init__(self, shared: Everywhere) -> None:
         self.shared = shared
@@ -63,7 +63,7 @@ class Alike:
 
 
 def restore(root: str, world: World) -> tuple[CheckpointStore, Everywhere, int]:
-    """Goes on as a run does; -1 is the step of a run that has no checkpoint yet."""
+    """Resume as a run does; step -1 means that there is no checkpoint yet."""
     store = CheckpointStore(root, world=world, keep_last=2)
     store.remove_leftovers()
     checkpoint = store.newest_good()
@@ -93,7 +93,7 @@ def victim(root: str, rank: int, size: int, meeting: str) -> None:
 
 
 def nursery() -> None:
-    """Reads "<root> <size> <meeting>", forks as many and prints their ids; an empty line: waits until all are dead."""
+    """Read "<root> <size> <meeting>", fork `size` processes and print their ids; wait for them on an empty line."""
     children: list[int] = []
     for line in sys.stdin:
         if not line.strip():
@@ -151,7 +151,7 @@ def test_the_newest_checkpoint_loads_after_every_kill(
             assert forks.stdout.readline() == "saving\n"
             time.sleep(chance.uniform(0.0, 0.15 * size))
         finally:
-            for pid in chance.sample(pids, len(pids)):  # one rank goes, the others notice for a moment
+            for pid in chance.sample(pids, len(pids)):  # one rank dies shortly before the others
                 os.kill(pid, signal.SIGKILL)
                 time.sleep(0.01 * (size - 1))
             ended = ask("")

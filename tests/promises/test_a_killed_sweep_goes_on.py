@@ -1,4 +1,4 @@
-"""The driver of a sweep is killed, and then a trial: what has ended is not trained again, the rest goes on."""
+"""After its driver, and then a trial, is killed, a sweep resumes: ended trials are not trained again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest
             },
         )  # fmt: skip
     try:
-        # One has ended, and another one has saved something.
+        # One trial has ended, and another has saved a checkpoint.
         wait_for(
             lambda: bool(events(sweep_dir, "trial_ended") and events(sweep_dir / "trial-001", "checkpoint_saved")),
             lambda: first.poll() is None,
@@ -108,13 +108,13 @@ def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest
 
     assert killed
     assert [trial.status for trial in results.trials] == ["completed"] * 4
-    # What had ended is as it was.
+    # The ended trial is unchanged.
     assert {name: (sweep_dir / name / "run.json").read_text() for name in ended} == before
-    # The same suggestions, each made once.
+    # The suggestions are the same, and each was made once.
     assert [event["index"] for event in events(sweep_dir, "trial_suggested")] == [0, 1, 2, 3]
     assert [trial.values for trial in results.trials] == [search.suggest(index) for index in range(4)]
     assert all(trial.values == suggested.get(trial.name, trial.values) for trial in results.trials)
-    # What was under way went on from its checkpoint, by the driver's death and by its own.
+    # The other trials resumed from their checkpoints, after the death of the driver and of the trial.
     for name in ("trial-001", "trial-003"):
         run = Run(str(sweep_dir / name))
         assert (run.record.steps, run.record.attempts) == (72, 2)
@@ -129,5 +129,5 @@ def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest
 
 
 def steps_of(run_dir: Path) -> list[Any]:
-    """The steps of the records of the training."""
+    """Return the steps of the log records."""
     return [record["step"] for record in read_records(run_dir / "metrics.jsonl") if "train/loss" in record]

@@ -1,6 +1,6 @@
-"""Two Ray workers, one killed in the middle of an epoch: the run that ends is the run that would have been (C6).
+"""After one of two Ray workers is killed mid-epoch, the result equals that of an undisturbed run.
 
-And the same config in one process, without Ray's workers, has the same losses (I1).
+The same config in one process, without Ray, has the same losses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def experiment(name: str, storage: Path, data: str, **config: Any) -> Experiment
 
 
 def kill_worker_at(step: int, run_dir: str, killed: list[Event]) -> None:
-    """Sends SIGKILL to the worker of rank 1 when the run has logged a step."""
+    """Send SIGKILL to the worker of rank 1 once the run has logged a step."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if any(record["step"] >= step for record in read_records(f"{run_dir}/metrics.jsonl")):
@@ -66,14 +66,14 @@ def kill_worker_at(step: int, run_dir: str, killed: list[Event]) -> None:
 
 
 def trained(experiment: Experiment) -> dict[str, torch.Tensor]:
-    """The weights at the end of a run, loaded into this process from its last checkpoint."""
+    """Return the final weights of a run, loaded from its last checkpoint."""
     trainer = OnRay(experiment.config, run_dir=experiment.run_dir, trackers=())  # type: ignore[arg-type]
     assert trainer.fit().status == "completed"
     return weights(trainer)
 
 
 def metrics(run_dir: str) -> dict[int, dict[str, float]]:
-    """What the run has logged of the training itself; how fast it was differs."""
+    """Return the logged metrics without speeds, which differ."""
     kept = ("train/loss", "validation/loss", "grad_norm", "lr", "epoch")
     return {
         record["step"]: {name: record[name] for name in kept if name in record}
@@ -95,7 +95,7 @@ def reference(ray_session: None, tmp_path_factory: pytest.TempPathFactory, data:
 def test_the_run_that_lost_a_worker_is_the_run_that_did_not(
     reference: tuple[Experiment, RunResult], tmp_path: Path, data: str
 ) -> None:
-    """C6: bit-equal weights, metrics and order of the samples."""
+    """Weights, metrics and the order of samples are bit-equal."""
     never_killed, undisturbed = reference
     killed_one = experiment("killed", tmp_path, data, pause_s=0.02)
     killed: list[Event] = []
@@ -112,14 +112,14 @@ def test_the_run_that_lost_a_worker_is_the_run_that_did_not(
     lost = next(each for each in events if each["event"] == "group_failed")
     assert (lost["rank"], lost["attempt"], lost["text"]) == (1, 1, "the worker of rank 1 died")
     restored = next(each for each in events if each["event"] == "restored")
-    # The save of step 15 may have been under way when the worker died.
+    # The save of step 15 may not have finished when the worker died.
     assert 10 <= restored["step"] < STEPS
     assert restored["step"] % 5 == 0
 
     account = goodput_report(events)
     assert (account.starts, account.attempts) == (1, 2)
     assert sum(account.seconds.values()) == pytest.approx(account.wall_s, rel=0.005)
-    # The main rank, which lost its peer, has said so, unless Ray has ended it first.
+    # The main rank reports that it lost its peer, unless Ray ended it first.
     reached = max((each["step"] for each in events if each["event"] == "rank_failed"), default=restored["step"])
     assert account.steps_again >= reached - restored["step"]
     assert (account.seconds["lost work done again"] > 0) is (account.steps_again > 0)
@@ -146,7 +146,7 @@ def test_every_row_was_seen_once_in_every_epoch(reference: tuple[Experiment, Run
 
 
 def test_one_process_and_two_ray_workers_have_the_same_losses(ray_session: None, tmp_path: Path, data: str) -> None:
-    """I1, as far as there is no job server."""
+    """The losses equal those without Ray."""
     on_ray = experiment("on-ray", tmp_path, data, dropout=0.0, max_epochs=None, max_steps=20)
     assert fit(on_ray).status == "completed"
     alone = OnRay(on_ray.config, run_dir=tmp_path / "alone")  # type: ignore[arg-type]
@@ -158,11 +158,11 @@ def test_one_process_and_two_ray_workers_have_the_same_losses(ray_session: None,
 
 
 def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_path: Path, data: str) -> None:
-    """They were there before the kill, idle, and had imported torch; what reads the data does not use them up."""
+    """Spares existed before the kill, idle, with torch imported; reading data does not use them up."""
     spared = experiment("spared", tmp_path, data, max_epochs=None, max_steps=10_000, pause_s=0.05)
     spared = replace(spared, retries=Retries(spares=True))
     spares: set[int] = set()
-    # What earlier tests have left in this Ray, idle and with torch too, is of another kind.
+    # Idle processes of earlier tests in this Ray also have torch, but another environment.
     before = {int(each) for each in os.listdir("/proc") if each.isdigit()}
 
     def kill_when_there_are_spares() -> None:
@@ -186,7 +186,7 @@ def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_pa
 
 
 def _attempts(folder: Folder, count: int) -> list[Event]:
-    """The beginnings of so many attempts, once there are as many."""
+    """Wait for this many "attempt_started" events, and return them."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         found = [event for event in read_events(folder) if event["event"] == "attempt_started"]
@@ -197,14 +197,14 @@ def _attempts(folder: Folder, count: int) -> list[Event]:
 
 
 def _warm(pid: int) -> set[int]:
-    """The processes of the parent of a worker that have no work, and have torch all the same."""
+    """Return the idle processes with torch among the siblings of a worker."""
 
     def parent(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
 
     found = set()
     for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        # It may end meanwhile.
+        # It may have ended meanwhile.
         with contextlib.suppress(OSError):
             is_idle = Path(f"/proc/{each}/cmdline").read_bytes().startswith(b"ray::IDLE")
             if is_idle and parent(each) == parent(pid) and b"libtorch_cpu" in Path(f"/proc/{each}/maps").read_bytes():

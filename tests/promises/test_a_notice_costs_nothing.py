@@ -1,7 +1,7 @@
-"""A machine is taken away with notice: all ranks save once, train on until it goes, and go on from there (C4).
+"""A machine is preempted with notice: all ranks save once, train until it is gone, and resume from there.
 
-On a cluster of two local nodes, in a process of its own: one node is drained as a cloud's notice has it drained, then
-removed, and another one comes.
+Runs in a separate process, on a cluster of two local nodes: one node is drained, as by a cloud's notice, then removed,
+and another one joins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEADLINE_S = 30
 
 
 class Endless(OnRay):
-    """Trains until a file says that it is enough."""
+    """A trainer that runs until a file exists."""
 
     def configure_dataloaders(self) -> Any:
         import torch
@@ -56,7 +56,7 @@ def wait_for(what: Any) -> Any:
 
 
 def patiently(start: Callable[[], T]) -> T:
-    """Starts a node; Ray gives up after 30 s, which on a machine that does much else may not be enough."""
+    """Start a node, with retries: Ray gives up after 30 s, too soon on a busy machine."""
     for _ in range(3):
         try:
             return start()
@@ -67,7 +67,7 @@ def patiently(start: Callable[[], T]) -> T:
 
 
 def main(storage: str) -> None:
-    """Rehearses, and prints what came of it."""
+    """Run the scenario, and print the results."""
     import ray
     from ray.cluster_utils import Cluster
     from ray.core.generated import autoscaler_pb2
@@ -95,7 +95,7 @@ def main(storage: str) -> None:
     def step() -> int:
         return max((record["step"] for record in read_records(f"{experiment.run_dir}/metrics.jsonl")), default=0)
 
-    # One CPU each: one worker each.
+    # One CPU per node: one worker per node.
     head = {"num_cpus": 1, "include_dashboard": False}
     cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
     second = patiently(lambda: cluster.add_node(num_cpus=1))
@@ -104,7 +104,7 @@ def main(storage: str) -> None:
 
     results: list[RunResult] = []
     before = signal.getsignal(signal.SIGTERM)
-    # Nodes are added in the main thread; a run in another one leaves the signals alone (C3).
+    # Nodes are added in the main thread; a run in another thread does not touch signal handlers.
     trainer = threading.Thread(target=lambda: results.append(fit(experiment)))
     trainer.start()
     try:

@@ -1,4 +1,4 @@
-"""A real cluster of several nodes: a run takes the machine that comes, and goes on without the one that dies (I4)."""
+"""On a real cluster of several nodes, a run scales up when a node joins, and continues without one that dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IN_EPOCH = ROWS // BATCH
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A head that holds no worker, and one node that holds one."""
+    """Start a head without room for workers, and one node with room for one."""
     with machines(monkeypatch, 1) as cluster:
         yield cluster
 
@@ -46,7 +46,7 @@ def _wait(until: Callable[[], Any], driver: subprocess.Popen[str], *, timeout_s:
 
 
 def _rows(run_dir: Path) -> dict[int, set[int]]:
-    """The rows of every update over all ranks; what an attempt had done in vain counts as its successor saw it."""
+    """Return the rows of each update over all ranks; repeated updates count as the last attempt made them."""
     seen: dict[int, dict[int, set[int]]] = {}
     for file in run_dir.glob("rows-*.jsonl"):
         for line in file.read_text().splitlines():
@@ -85,7 +85,7 @@ def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster
         _wait(lambda: events("checkpoint_saved")[-1]["step"] > at, driver)
         cluster.remove_node(node, allow_graceful=False)
         _wait(lambda: len(events("training")) == 3, driver)
-        # What the dead group had made in vain has been made again, and more.
+        # The updates lost with the dead group were repeated, and more were made.
         furthest = max(_rows(run_dir)) + IN_EPOCH
         _wait(lambda: max(_records(run_dir)) > furthest, driver)
         driver.terminate()
@@ -94,13 +94,13 @@ def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster
         driver.kill()
     assert driver.returncode == 128 + signal.SIGTERM
 
-    # One attempt more for each change, and only the death of the node was a failure.
+    # One more attempt per change; only the death of the node was a failure.
     assert [each["world_size"] for each in events("attempt_started")] == [1, 2, 1]
     assert [each["attempt"] for each in events("group_failed")] == [2]
     left, end = events("attempt_ended")
     assert (left["attempt"], left["status"]) == (1, "resizing")
     grown, shrunk = ({name: each[name] for name in ("from", "to", "step")} for each in events("resized"))
-    # To grow costs no update: the second group goes on where the first has left.
+    # Scaling up costs no update: the second group resumes where the first ended.
     assert grown == {"from": 1, "to": 2, "step": left["step"]}
     assert (shrunk["from"], shrunk["to"]) == (2, 1)
     assert shrunk["step"] in [each["step"] for each in events("checkpoint_saved")]
@@ -110,7 +110,7 @@ def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster
     assert (record.status, record.attempts, record.workers, record.steps) == ("interrupted", 3, 1, end["step"])
     assert (record.min_workers, record.max_workers) == (1, 2)
 
-    # The same rows in the same updates, the same rates and the same losses as in one process that nothing befell.
+    # Rows of each update, learning rates and losses equal those of one undisturbed process.
     config = OnRayConfig(
         data=data, global_batch_size=BATCH, max_steps=end["step"], evaluate_every=None, log_every=Duration(1, "steps")
     )

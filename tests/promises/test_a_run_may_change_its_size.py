@@ -1,4 +1,4 @@
-"""One epoch on 1, 3, 2, 4 and 1 ranks in turn is the epoch that one rank would have made (A4, I4)."""
+"""One epoch on 1, 3, 2, 4 and 1 ranks in turn equals the epoch of a single rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.on_ray import OnRay, OnRayConfig, write_rows
 from tests.tiny import weights
 
 ROWS, BATCH, SEED = 200, 16, 11
-# Neither 16 nor the last batch of 8 divides by 3. Records are due every 4 updates: each leg is cut inside an interval.
+# Neither 16 nor the last batch of 8 divides by 3. Logging is every 4 updates: each leg ends inside an interval.
 LEGS: tuple[tuple[int, int | None], ...] = ((1, 3), (3, 5), (2, 8), (4, 10), (1, None))
 
 
 class Dies(Callback):
-    """Asks for a checkpoint after an update, and fails on every rank when it is there."""
+    """Requests a checkpoint after an update, and fails on every rank once it is saved."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -59,7 +59,7 @@ def _records(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def _rows(run_dir: Path) -> dict[int, set[int]]:
-    """The rows of every update over all ranks; what an attempt had done in vain counts as its successor saw it."""
+    """Return the rows of each update over all ranks; repeated updates count as the last attempt made them."""
     seen: dict[int, dict[int, set[int]]] = {}
     for file in run_dir.glob("rows-*.jsonl"):
         for line in file.read_text().splitlines():
@@ -91,7 +91,7 @@ def test_an_epoch_on_any_sequence_of_world_sizes_is_the_same_epoch(tmp_path: Pat
     for name, value in undisturbed["weights"].items():
         torch.testing.assert_close(legs[-1][0]["weights"][name], value, atol=1e-5, rtol=1e-5)
 
-    # A rank that joins has numbers of its own: not those that it, or its like, had before.
+    # A rank that joins draws new random numbers, not those of an earlier rank.
     for leg, rank, joined_after in ((legs[1], 2, saved[0]), (legs[3], 2, saved[2]), (legs[3], 3, saved[2])):
         seed_everything(SEED, rank=rank, step=joined_after)
         assert leg[rank]["seed"] == torch.initial_seed()

@@ -1,4 +1,4 @@
-"""A real cluster of three nodes under a sweep: the trial of the node that dies goes on elsewhere (J3)."""
+"""On a real cluster of three nodes, the trial of a node that dies resumes on another one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_trial_of_a_dead_machine_goes_on_elsewhere(monkeypatch: pytest.Monke
             env={**os.environ, "RAY_ADDRESS": cluster.address},
         )  # fmt: skip
         try:
-            # One on each of the nodes that hold any.
+            # One trial on each node that has room.
             wait_for(lambda: all(len(events(f"trial-00{index}", "checkpoint_saved")) >= 4 for index in (0, 1)))
             survivor, victim = (_pid(sweep_dir / f"trial-00{index}") for index in (0, 1))
             (node,) = [each for each in list(cluster.worker_nodes) if _raylet_of(each) == _parent_of(victim)]
@@ -84,7 +84,7 @@ def test_the_trial_of_a_dead_machine_goes_on_elsewhere(monkeypatch: pytest.Monke
     assert [trial.status for trial in result.trials] == ["completed"] * 3
     assert [Run(trial.run_dir).record.steps for trial in result.trials] == [48] * 3
     assert [Run(trial.run_dir).record.attempts for trial in result.trials] == [1, 2, 1]
-    # From its own last checkpoint, and no step is recorded twice.
+    # It resumed from its last checkpoint, and no step is recorded twice.
     first, second = [each["step"] for each in events("trial-001", "training")]
     assert first == 0
     assert second in (24, 30)

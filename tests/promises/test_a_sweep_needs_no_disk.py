@@ -1,4 +1,4 @@
-"""A sweep whose files lie in a bucket that only fsspec can reach: `PBT` passes checkpoints on there (B12, J1)."""
+"""A `PBT` sweep whose files are in a bucket that only fsspec can reach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.promises.test_an_object_store_is_as_good_as_a_disk import settings as
 
 pytestmark = [
     pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400),
-    # s3fs keeps a loop and sessions of its own, which end with the process.
+    # s3fs keeps an event loop and sessions until the process ends.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]  # fmt: skip
 
@@ -37,7 +37,7 @@ def test_a_population_trains_in_a_bucket(
     settings: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     s3fs = pytest.importorskip("s3fs")
-    # What fsspec alone heeds: Ray's own way to the bucket goes elsewhere.
+    # Only fsspec reads this setting; pyarrow, which Ray would use, goes elsewhere.
     variables = {name: value for name, value in settings.items() if name != "AWS_ENDPOINT_URL"}
     variables["FSSPEC_S3_ENDPOINT_URL"] = settings["AWS_ENDPOINT_URL"]
     for name, value in settings.items():

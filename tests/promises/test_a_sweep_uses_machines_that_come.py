@@ -1,4 +1,4 @@
-"""A real cluster without machines: a sweep waits for the first (I8), and takes the second one into use (J6)."""
+"""On a real cluster without machines, a sweep waits for the first one, and also uses the second one."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def test_a_sweep_waits_for_its_first_machine_and_takes_the_second_one(
         finally:
             driver.kill()
     assert driver.returncode == 0, printed.read_text()
-    assert "0 CPUs: 1 trial of 1 worker at once, with room for none now\n" in printed.read_text()
-    assert "2 CPUs: 2 trials of 1 worker at once\n" in printed.read_text()
+    assert "0 CPUs: 1 concurrent trial of 1 worker, of which none fit now\n" in printed.read_text()
+    assert "2 CPUs: 2 concurrent trials of 1 worker\n" in printed.read_text()
     assert [trial.status for trial in SweepResult.read(str(sweep_dir)).trials] == ["completed"] * 2

@@ -1,4 +1,4 @@
-"""Checkpoints in an S3 bucket: a real server process on loopback, reached by s3fs as a user would (B12)."""
+"""Checkpoints in an S3 bucket: a real server process on loopback, accessed through s3fs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
 ALONE = World.single("cpu")
-# s3fs keeps a loop and sessions of its own, which end with the process.
+# s3fs keeps an event loop and sessions until the process ends.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -101,7 +101,7 @@ def test_a_run_is_saved_there_and_goes_on_from_there_bit_by_bit(bucket: str) -> 
     result = again.fit()
     assert result.resumed_from == f"{bucket}/line/checkpoints/step-00000005"
     torch.testing.assert_close(weights(again), weights(undisturbed), rtol=0, atol=0)
-    # The last two, the best, and the one that it went on from.
+    # The last two, the best, and the one that it resumed from.
     store = CheckpointStore(f"{bucket}/line/checkpoints", world=ALONE)
     kept = [each.step for each in store.list()]
     assert kept[-2:] == [10, 12]

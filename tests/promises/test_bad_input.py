@@ -1,4 +1,4 @@
-"""What cannot work ends in an error of ours that says what to do, before a single step is made."""
+"""Invalid input ends in a Headway error that says what to do, before the first update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALONE = World.single("cpu")
 
 
 class Steps(Callback):
-    """Counts updates that were begun and that were completed."""
+    """Counts updates started and completed."""
 
     def __init__(self) -> None:
         self.begun = self.completed = 0
@@ -44,7 +44,7 @@ class Steps(Callback):
 
 
 class Minimal(Trainer[TrainerConfig]):
-    """All that a trainer needs."""
+    """A minimal trainer."""
 
     def configure_models(self) -> None:
         self.model = nn.Linear(6, 3)

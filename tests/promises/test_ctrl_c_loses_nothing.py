@@ -1,4 +1,4 @@
-"""Ctrl-C at `headway fit` ends the run within seconds with a checkpoint, and the next start goes on (C1, C9, I2)."""
+"""Ctrl-C at `headway fit` ends the run within seconds with a checkpoint, and the next start resumes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen[str]) -> N
 def test_ctrl_c_saves_and_the_next_start_goes_on(tmp_path: Path, ray_session: None) -> None:
     (tmp_path / "line.py").write_text(TARGET)
     overrides = ["config.max_steps=400", "config.log_every=5", "scaling.workers=2", f"storage={tmp_path}/runs"]
-    # A terminal sends Ctrl-C to the whole process group: the driver, and the Ray that it started.
+    # A terminal sends Ctrl-C to the whole process group: the driver and the Ray that it started.
     process = subprocess.Popen(
         [sys.executable, "-m", "headway.orchestrator", "fit", "line.py", *overrides],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True,
@@ -79,7 +79,7 @@ def test_ctrl_c_saves_and_the_next_start_goes_on(tmp_path: Path, ray_session: No
     assert str(run.record.last_checkpoint).endswith(f"step-{steps:08d}")
     assert "to resume, start it again" in out
     assert "Traceback" not in out
-    # What the person sees is the run: nothing of Ray's.
+    # The output shows the run and nothing of Ray.
     assert not re.search(r"raylet|ray::|RayTrainWorker|placement group|WARNING|INFO ", out), out
 
     result = fit(resolve(str(tmp_path / "line.py"), overrides))

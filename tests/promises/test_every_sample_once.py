@@ -34,7 +34,7 @@ def _leg(world: World, run_dir: str, drop_last: bool, stop_at: int | None) -> tu
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 13), (True, 12)])
 def test_103_rows_on_4_then_3_then_1_ranks(tmp_path: Any, drop_last: bool, steps: int) -> None:
-    """Keeping the tail makes 13 updates of an epoch, dropping it 12; no rank waits for another for ever."""
+    """An epoch has 13 updates with the tail kept, 12 with it dropped; no rank deadlocks."""
     seen: dict[int, list[int]] = {}
     validation = []
     for world_size, stop_at in ((4, 4), (3, 8), (1, None)):
@@ -50,7 +50,7 @@ def test_103_rows_on_4_then_3_then_1_ranks(tmp_path: Any, drop_last: bool, steps
     assert ranks[0][1:3] == (2 * steps, 2 * (96 if drop_last else 103))
     for epoch in (0, 1):
         batches = [seen[step] for step in range(epoch * steps, (epoch + 1) * steps)]
-        # Eight rows, or the tail of seven: which four ranks share out, so that one of them repeats a row of it.
+        # Eight rows, or the tail of seven, which four ranks share, so that one of them repeats a row.
         assert [len(set(batch)) for batch in batches] == [8] * 12 + [7] * (not drop_last)
         rows = [row for batch in batches for row in set(batch)]
         assert len(rows) == len(set(rows)) == (96 if drop_last else 103)

@@ -1,4 +1,4 @@
-"""Exact mode: 1, 2, 3 and 4 ranks give the same bits, and what cannot be kept is refused with the reason."""
+"""In exact mode 1, 2, 3 and 4 ranks give the same bits, and unsupported settings are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALONE = World.single("cpu")
 
 
 class Uneven(TinyTrainer):
-    """Rows weigh 0.1 to 0.9, which no float holds; the step logs a number of its own, and draws random numbers."""
+    """Row weights 0.1 to 0.9, which floats cannot represent; logs a metric and draws random numbers in the step."""
 
     def loss_weight(self, batch: Any) -> torch.Tensor:
         return (batch["id"] % 9 + 1).double().sum() / 10
@@ -53,7 +53,7 @@ class Uneven(TinyTrainer):
 
 
 class SomeParameters(Uneven):
-    """Two optimizers, and a parameter that only some parts use."""
+    """Two optimizers, and a parameter that only some micro-batches use."""
 
     def configure_models(self) -> None:
         super().configure_models()
@@ -73,7 +73,7 @@ class SomeParameters(Uneven):
 
 
 class Overflows(Uneven):
-    """Its first gradients are too large for float16, times the first scale of the loss."""
+    """Its first gradients, times the initial loss scale, overflow float16."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = super().training_step(batch, batch_idx)
@@ -92,7 +92,7 @@ class Streamed(Uneven):
 
 
 class DrawsBetween(Callback):
-    """Draws random numbers between two updates, as a callback that samples does."""
+    """Draws random numbers between updates, like a callback that samples."""
 
     def __init__(self) -> None:
         self.drawn: list[float] = []
@@ -156,7 +156,7 @@ def _fit(
 
 
 def _differences(results: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """Names what does not have the same bits."""
+    """Return the names of the values whose bits differ."""
     found = []
     for kind in ("weights", "moments"):
         assert results[kind].keys() == reference[kind].keys()
@@ -169,7 +169,7 @@ def _differences(results: dict[str, Any], reference: dict[str, Any]) -> list[str
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """103 rows in two Parquet files of several row groups, where `Streamed` looks for them."""
+    """Write 103 rows in two Parquet files with several row groups, where `Streamed` reads them."""
     folder = tmp_path_factory.mktemp("exact")
     (folder / "rows").mkdir()
     data = Rows(103)
@@ -185,13 +185,13 @@ CASES: dict[str, tuple[type[TinyTrainer], dict[str, Any]]] = {
     "pieces": (Streamed, {"micro_batch_size": 1, "precision": "bf16"}),
     "some parameters": (SomeParameters, {"parallel": ParallelConfig(find_unused_parameters=True)}),
     "float16": (Overflows, {"precision": "fp16"}),
-    # Not exact, and without anything random: the least that may differ.
+    # Not exact, and without randomness: the least that may differ.
     "usual mode": (Streamed, {"exact": False, "dropout": 0.0, "noise": 0.0}),
 }
 
 
 def _fit_all(world: World, folder: str, goes_on: int | None, begins: bool) -> dict[str, dict[str, Any]]:
-    """Everything at one number of ranks, in processes that are started once."""
+    """Run all cases on one number of ranks, in one group of processes."""
     warnings.filterwarnings("ignore", "never.weight")
     results = {
         case: _fit(world, kind, _config(**changes), f"{folder}/{case} {world.size}")
@@ -201,7 +201,7 @@ def _fit_all(world: World, folder: str, goes_on: int | None, begins: bool) -> di
     if goes_on is not None:
         results["gone on"] = _fit(world, Uneven, _config(), f"{folder}/begun {goes_on}")
     if begins:
-        # Between two flushes of the log, in the middle of an epoch.
+        # Between two flushes of the log, mid-epoch.
         _fit(world, Uneven, _config(), f"{folder}/begun {world.size}", stop_at=4)
     if world.size == 3:
         results["wide"] = _fit(world, TinyTrainer, _config(max_steps=1, width=1000))
@@ -215,7 +215,7 @@ Results = Callable[[int], list[dict[str, dict[str, Any]]]]
 
 @pytest.fixture(scope="module")
 def results(rows: Path) -> Results:
-    """All results at a number of ranks, rank by rank; runs go on from 1 to 4 ranks and from 2 to 3."""
+    """Return all results by number of ranks, rank by rank; runs resume from 1 on 4 ranks, and from 2 on 3."""
     folder = str(rows)
 
     @cache
@@ -232,9 +232,9 @@ def results(rows: Path) -> Results:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("case", ["loader", "pieces", "some parameters", "float16"])
 def test_the_number_of_ranks_does_not_show_in_any_bit(results: Results, case: str, world_size: int) -> None:
-    """Weights, moments, all that is logged and what is drawn between updates, over a tail and several evaluations."""
+    """Compares weights, moments, logs and random numbers between updates, over a tail and several evaluations."""
     reference = results(1)[0][case]
-    # Where updates are skipped, an epoch ends with an earlier one.
+    # Skipped updates are not counted, so an epoch ends at an earlier step.
     assert sorted(reference["records"]) == ([3, 5, 6, 9] if case == "float16" else [3, 5, 6, 7, 9])
     assert ("skipped_steps" in reference["records"][9]) == (case == "float16")
     for rank in results(world_size):
@@ -250,7 +250,7 @@ def test_without_it_the_bits_differ(results: Results) -> None:
 
 def test_a_run_goes_on_at_another_number_of_ranks(results: Results, rows: Path) -> None:
     reference = results(1)[0]["loader"]
-    results(3)  # begins the run
+    results(3)  # starts the run
     from_three = _fit(ALONE, Uneven, _config(), str(rows / "begun 3"))
     for result in (from_three, *(rank["gone on"] for world_size in (3, 4) for rank in results(world_size))):
         assert _differences(result, reference) == []
@@ -287,13 +287,13 @@ def test_switching_it_is_a_change_that_is_named(tmp_path: Path) -> None:
 
 
 def test_another_cut_is_a_change_that_is_named(tmp_path: Path) -> None:
-    """Without exact mode a run may go on with other micro-batches: the result is the same but for the last bits."""
+    """Without exact mode a run may resume with other micro-batches: only the last bits of the result differ."""
     _fit(ALONE, Uneven, _config(), str(tmp_path), 4)
     with pytest.raises(ResumeError, match="config.micro_batch_size: 2 -> 4"):
         _fit(ALONE, Uneven, _config(micro_batch_size=4), str(tmp_path))
 
 
-# ---- What it refuses -----------------------------------------------------------------------------------------------
+# ---- What it rejects -----------------------------------------------------------------------------------------------
 
 
 class Normed(TinyTrainer):
@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[type[TinyTrainer], dict[str, Any], str]] = {
 def test_what_cannot_be_kept_is_refused_before_training(case: str) -> None:
     kind, changes, reason = REFUSED[case]
     if case == "iterable":
-        # A global batch size alone is refused with an iterable, by the stream.
+        # With an iterable, the stream rejects a global batch size alone.
         changes = {"global_batch_size": 16}
         reason = "needs data that can be cut to size"
     trainer = kind(_config(**changes), world=ALONE, printer=lambda text: None)
@@ -415,7 +415,7 @@ def test_a_step_may_call_backward_itself_and_a_frozen_norm_may_stay() -> None:
 
 
 def test_it_learns_what_the_usual_mode_learns() -> None:
-    """The same gradient, but for rounding: with nothing random in it."""
+    """The gradient is the same up to rounding; nothing in it is random."""
     config = _config(dropout=0.0, noise=0.0)
     exact = _fit(ALONE, TinyTrainer, config)
     usual = _fit(ALONE, TinyTrainer, dataclasses.replace(config, exact=False))

@@ -1,4 +1,4 @@
-"""A real head of Ray and real jobs: the losses of one process, the exit code of the run, and a stop that saves."""
+"""Real jobs on a real Ray head: the losses of one process, the exit code of the run, and a stop that saves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Line(Trainer[LineConfig]):
         return nn.functional.mse_loss(self.model(batch[0]), batch[1]) * scale
 """
 SETTINGS = ["config.global_batch_size=8", "config.log_every=1", "scaling.workers=2"]
-# A run without limits, that does not end before it is told to.
+# A run without limits, which ends only when it is stopped.
 LONG = ["config.max_steps=100000", "config.pause_s=0.02"]
 
 
@@ -73,7 +73,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def headway(project: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """The command line, which finds Headway in this checkout; the head and its nodes do not."""
+    """Run the command line with Headway from this checkout, which the head and its nodes do not see."""
     path = os.pathsep.join((str(ROOT / "build/types"), str(ROOT)))
     return subprocess.Popen(
         [sys.executable, "-m", "headway.orchestrator", *arguments],
@@ -115,12 +115,12 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
         )
     )  # fmt: skip
     assert "color blue" in out
-    # The nodes have no Headway of this checkout but the one that came with the job.
+    # The nodes have only the copy of Headway that came with the job.
     assert "py_modules_files" in out
     assert "Traceback" not in out
     run = Run(str(storage / "line"))
     assert (run.status, run.record.steps, run.record.workers) == ("completed", 9, 2)
-    # Named from the folder that was submitted, not from its copy on the cluster: `headway rerun` finds it here.
+    # The target is relative to the submitted folder, not its copy on the cluster, so `headway rerun` works here.
     assert run.record.trainer.startswith("line.py:")
     assert not [file for file in storage.rglob("*.*") if file.is_file() and b"hush-hush" in file.read_bytes()]
 
@@ -138,7 +138,7 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
     assert out.count("ValueError: a bad batch") >= 1
     assert Run(str(storage / "failing")).status == "failed"
 
-    # By hand, as the README has it.
+    # As in the README.
     package = project.parent / "headway"
     package.mkdir()
     for part in ("trainer", "datasets", "orchestrator"):
@@ -155,7 +155,7 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
     assert by_hand.returncode == 0, by_hand.stdout + by_hand.stderr
     assert losses(storage / "hand") == losses(storage / "line")
 
-    # The same run, of another config.
+    # The same run with another config.
     refused = done(headway(project, *submit, "config.max_steps=9", "config.pause_s=0.5"), code=2)
     assert "was started with another config" in refused
     listed = done(headway(project, "jobs", "ls", "--address", head)).splitlines()
@@ -180,7 +180,7 @@ def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: st
 
     following = headway(project, *submit)
     wait_for_step(steps + 20, storage / "line")
-    # The one who looks on goes; the job stays, and is found by the name of its run.
+    # The follower is interrupted; the job runs on, and is found by the name of its run.
     following.send_signal(signal.SIGINT)
     out = done(following, code=130)
     assert "is still running. To follow it again: headway jobs logs line-" in out
@@ -188,7 +188,7 @@ def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: st
     assert "Traceback" not in out
     wait_for_step(max(losses(storage / "line")) + 20, storage / "line")
 
-    # The way that Ray has to stop a job saves, too.
+    # Ray's own command to stop a job saves a checkpoint, too.
     job = out.split("submitted as ")[1].split(";")[0]
     stop = [str(Path(sys.executable).parent / "ray"), "job", "stop", job, "--address", head, "--no-wait"]
     subprocess.run(stop, env=heads.environment(), capture_output=True, timeout=120, check=True)

@@ -1,4 +1,4 @@
-"""What broke in four other trainers, and does not here; most of it has its test elsewhere, next to what it is about.
+"""Defects of four other trainers, which Headway must not have; most are tested next to the code in question.
 
 The ids are those of the inventory of defects: D of Dream Trainer, E of EasyDeL, M of mini.trainer, Q of qurious.
 """
@@ -47,7 +47,7 @@ def _config(**changes: Any) -> TinyConfig:
 
 
 class Does(Callback):
-    """Calls a function after a certain update."""
+    """Calls a function after a given update."""
 
     def __init__(self, step: int, function: Callable[[], Any]) -> None:
         self.step, self.function = step, function
@@ -76,7 +76,7 @@ def test_no_exception_is_swallowed_and_none_ends_only_its_epoch(error: BaseExcep
         trackers=[Fails()] if where == "tracker" else [],
     )
     if where == "tracker" and isinstance(error, Exception):
-        # A record that cannot be written is worth a warning, and no run.
+        # A record that cannot be written causes a warning; it does not end the run.
         with pytest.warns(UserWarning, match="Fails"):
             assert trainer.fit().steps == 12
         return
@@ -97,7 +97,7 @@ def test_the_signal_that_came_is_the_one_that_is_told(name: str, tmp_path: Path)
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-# ---- Data, and going on --------------------------------------------------------------------------------------------
+# ---- Data and resume --------------------------------------------------------------------------------------------
 
 
 def test_data_that_ends_before_max_steps_is_read_again_and_the_end_is_in_order(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_run_begins_again_at_an_older_checkpoint_and_saves_over_the_later_ones
 
 
 class Scored(TinyTrainer):
-    """An evaluation gives the scores in turn; one of None has no rows."""
+    """Evaluations return these scores in turn; None stands for one without rows."""
 
     scores: tuple[float, ...] = ()
 
@@ -239,7 +239,7 @@ def test_training_after_a_load_changes_the_model_that_was_given(tmp_path: Path) 
     assert not torch.equal(restored[0], model.weight)
 
 
-# ---- What goes in, and what comes out ------------------------------------------------------------------------------
+# ---- Input and output ------------------------------------------------------------------------------
 
 
 def test_batches_are_not_changed_and_nothing_in_them_is_dropped(tmp_path: Path) -> None:

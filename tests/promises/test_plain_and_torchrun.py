@@ -17,7 +17,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The example, without dropout, which draws other numbers on other ranks; and a Ray that cannot be imported."""
+    """The example without dropout, which differs between ranks, and with a Ray that cannot be imported."""
     text = DIGITS.read_text()
     for before, after in (
         ("nn.Dropout(0.1)", "nn.Dropout(0.0)"),
@@ -70,7 +70,7 @@ def test_alone_and_on_two_ranks_the_losses_are_equal(folder: Path) -> None:
     for step, record in one.items():
         assert two[step] == pytest.approx(record, rel=1e-4), step
 
-    # What two ranks have trained, one process takes up, and finds that nothing is left to do.
+    # One process resumes the run of two ranks, and finds nothing left to do.
     again = _python(folder, "digits.py")
     assert again.stdout.startswith("completed: ")
     assert _losses(folder / "runs" / "digits-alone") == two
@@ -127,7 +127,7 @@ else:
     ],
 )
 def test_a_trainer_is_of_use_after_fit(folder: Path, strategy: str, outlives: str, says: str) -> None:
-    """`fit` ends the process group that the trainer began, and whoever goes on joins another."""
+    """`fit` destroys the process group that the trainer created, and a later call creates another."""
     (folder / "after.py").write_text(AFTER_FIT)
     done = _python(folder, *TORCHRUN, "after.py", strategy, outlives)
     assert done.returncode == 0, done.stderr

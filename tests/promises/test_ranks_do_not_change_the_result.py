@@ -57,7 +57,7 @@ def _fit_on_ranks(world: World, run_dir: str | None, config: TinyConfig, stop_at
 
 
 def _global_batches(ranks: list[dict[str, Any]]) -> dict[int, set[int]]:
-    """The rows of every update; those that only keep a rank in step do not matter, they are in it anyway."""
+    """Return the rows of each update as a set, in which rows repeated as padding do not matter."""
     batches: dict[int, set[int]] = {}
     for rank in ranks:
         for step, rows in rank["seen"]:
@@ -93,7 +93,7 @@ def test_micro_batches(reference: dict[str, Any], micro_batch_size: int) -> None
     [("ddp", 2, 4), ("ddp", 3, 8), ("fsdp", 2, 8), ("fsdp", 3, 4), ("hsdp", 4, 8)],
 )
 def test_ranks_and_strategies(reference: dict[str, Any], strategy: str, world_size: int, micro_batch_size: int) -> None:
-    """Neither 16 nor the last batch of 7 divides by 3 ranks: they carry different weights, and the result stays."""
+    """Neither 16 nor the last batch of 7 divides by 3 ranks: their weights differ, and the result does not."""
     ranks = run_on_ranks(_fit_on_ranks, world_size, None, _config(strategy, micro_batch_size=micro_batch_size))
     _assert_same(ranks, reference)
 
@@ -117,7 +117,7 @@ def test_options_for_memory_and_speed_do_not_change_the_result(
 
 
 class ShardsItself(TinyTrainer):
-    """Wraps its model in its own way; Headway leaves it as it is."""
+    """Wraps its model itself; Headway leaves it unchanged."""
 
     def configure_models(self) -> None:
         super().configure_models()
@@ -155,7 +155,7 @@ def test_bf16_computes_forward_only(reference: dict[str, Any]) -> None:
 def test_resuming_at_other_ranks_and_strategies(
     reference: dict[str, Any], tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
 ) -> None:
-    """Interrupted in the middle of an epoch and gone on with elsewhere: the remaining rows once, the same losses."""
+    """Interrupted mid-epoch and resumed on other ranks: each remaining row once, and the same losses."""
     legs = []
     for (strategy, world_size), stop_at in ((first, 4), (second, None)):
         config = _config(strategy, micro_batch_size=8)

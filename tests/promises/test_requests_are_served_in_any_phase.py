@@ -1,4 +1,4 @@
-"""A request that comes while two ranks do whatever they do is served by both at one update, and costs nothing (C2)."""
+"""A request made in any phase of two ranks is handled by both after the same update, and costs nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASES = ("first step", "waiting for data", "evaluation", "saving")
 
 
 class Asked(TinyTrainer):
-    """On rank 1, in a phase, another thread asks for something, twice; nobody is in a hurry."""
+    """Makes a request twice from another thread of rank 1, in a given phase."""
 
     phase = ""
     ask: Any = None
@@ -43,7 +43,7 @@ class Asked(TinyTrainer):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == AT and batch_idx == 1:
             self.reach("evaluation")
-        # What an evaluation draws, the training must not draw again.
+        # The training must not repeat the random numbers of an evaluation.
         torch.rand(1)
         time.sleep(0.01)
         return super().validation_step(batch, batch_idx)
@@ -60,7 +60,7 @@ class Asked(TinyTrainer):
 
 
 class Watches(Callback):
-    """Keeps the order of what happens."""
+    """Records the order of events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -107,7 +107,7 @@ def _everywhere(world: World, folder: str) -> None:
         )
         result = stopped.fit()
         assert (result.status, result.reason) == ("interrupted", "asked"), phase
-        # The update in hand is made; the agreement of the ranks is read after the next one.
+        # The current update is completed; the ranks agree on the request after the next one.
         assert asked_at <= result.steps <= asked_at + (0 if phase == "evaluation" else 3), (phase, result.steps)
         assert world.all_gather_object(result.steps) == [result.steps] * world.size
         if phase != "saving":
@@ -126,7 +126,7 @@ def _everywhere(world: World, folder: str) -> None:
         saved = [step for event, step in watches.events if event == "saved"]
         assert saved == sorted(saved)
         if phase == "saving":
-            # The evaluation of step 4 gives way as well, and what was saved before it does not know of it.
+            # The evaluation of step 4 is interrupted, too, and the checkpoint saved before does not contain it.
             assert sorted({*saved}) == list(range(1, STEPS + 1)), saved
             assert len(saved) <= STEPS + 1
             continue

@@ -1,4 +1,4 @@
-"""A resumed run is the run that would have been: same weights, same losses, same rows, bit for bit."""
+"""A resumed run equals an uninterrupted one: same weights, losses and rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 18  # six whole batches of 16 in each of three epochs of 103 rows
 
 
 def _train(world: World, run_dir: str, stops: list[int], config: TinyConfig = CONFIG) -> dict[str, Any]:
-    """Trains to the end, interrupted after each of the given updates; returns all that a person could compare."""
+    """Train to the end, interrupted after each of the given updates, and return everything comparable."""
     records: dict[int, dict[str, float]] = {}
     seen: list[tuple[int, list[int]]] = []
     for stop in [*stops, None]:
@@ -36,7 +36,7 @@ def _train(world: World, run_dir: str, stops: list[int], config: TinyConfig = CO
         trainer = TinyTrainer(config, run_dir=run_dir, world=world, callbacks=callbacks)
         result = trainer.fit()
         assert result.status == ("completed" if stop is None else "interrupted")
-        # On several ranks a stop is agreed on one update later.
+        # On several ranks a stop takes effect one update later.
         assert stop is None or trainer.global_step - stop in (0, 1)
         seen += trainer.seen
         for step, each in losses.records.items():
@@ -60,7 +60,7 @@ def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(mine, theirs)
     for key in ("seen", "epochs", "scheduler"):
         assert one[key] == other[key], key
-    # An interruption adds a record of the interval that it broke off; it takes none away.
+    # An interruption adds a record of the partial interval; it removes none.
     for step, record in other["records"].items():
         assert {name: one["records"][step].get(name) for name in record} == record, step
     assert len(other["records"]) >= 6
@@ -96,7 +96,7 @@ def test_two_ranks_each_with_its_own_random_numbers(tmp_path: Path, strategy: st
 
 
 def test_worker_processes_augment_by_the_row(tmp_path: Path) -> None:
-    """What a row draws depends on (seed, epoch, row) alone, so loader workers need no state to resume."""
+    """The random numbers of a row depend only on (seed, epoch, row), so loader workers need no state to resume."""
     world = World.single("cpu")
     config = TinyConfig(**{**vars(CONFIG), "num_workers": 1, "max_epochs": None, "max_steps": 8})
     results = {}
@@ -145,7 +145,7 @@ class _Normalised(TinyTrainer):
 
 
 class _OfRank(Callback):
-    """Has a state that is another one on each rank, whatever it is told to share."""
+    """Has a state that differs between ranks, although it is declared shared."""
 
     def __init__(self, rank: int) -> None:
         self.both = [torch.full((2,), float(rank)), torch.full((3,), float(rank))]
@@ -167,7 +167,7 @@ def _running_statistics(world: World, folder: str) -> None:
     assert not torch.equal(others[0], others[1]), "the next forward pass gives all ranks those of the main one"
     callback = _OfRank(world.rank)
     resumed = _Normalised(config, run_dir=f"{folder}/b", world=world, callbacks=[callback])
-    # Saved in the background, and, at the end, at once.
+    # Saved in the background and, at the end, synchronously.
     resumed.fit(resume=f"{folder}/a/checkpoints/step-00000003")
     for name, value in weights(reference).items():
         assert torch.equal(value, weights(resumed)[name]), name

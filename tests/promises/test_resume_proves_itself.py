@@ -1,4 +1,4 @@
-"""A resumed run is compared with the one that saved, before its first update: here, with faults planted in between."""
+"""Before its first update, a resumed run is compared with the run that saved: here with planted faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:
-    """Six updates in an epoch."""
+    """Has six updates per epoch."""
     settings = {
         "max_epochs": 2,
         "global_batch_size": 16,
@@ -48,14 +48,14 @@ def _trainer(folder: Path | str, *callbacks: Any, of: type[TinyTrainer] = TinyTr
 
 
 def _interrupted(folder: Path, **changes: Any) -> Path:
-    """Trains eight updates, so two into the second epoch, and returns the newest checkpoint."""
+    """Train eight updates, two of them in the second epoch, and return the newest checkpoint."""
     result = _trainer(folder, StopAt(8), **changes).fit()
     assert result.last_checkpoint is not None
     return Path(result.last_checkpoint)
 
 
 def _reseal(checkpoint: Path) -> None:
-    """Makes the checksums right again, as an error of ours would that comes before them."""
+    """Recompute the checksums, as if the fault had come before they were taken."""
     said, files = parse_manifest(str(checkpoint), (checkpoint / MANIFEST).read_bytes())
     sums = {name: FileChecksum.of(checkpoint / name) for name in files}
     (checkpoint / MANIFEST).write_bytes(write_manifest(said, sums))
@@ -146,12 +146,12 @@ def test_another_order_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_another_batch_size(tmp_path: Path) -> None:
     _interrupted(tmp_path)
     _refused(tmp_path, r"config.global_batch_size: 16 -> 8\n  samples of an update: 16 -> 8", global_batch_size=8)
-    # What may differ, because the result does not: how an update is cut into forward passes.
+    # The split of an update into forward passes may differ: it does not change the result.
     assert _trainer(tmp_path, micro_batch_size=4).fit().steps == 12
 
 
 class Sized(TinyTrainer):
-    """Says in no config how large its batches are."""
+    """Its config does not contain the batch size."""
 
     rows = 16
 
@@ -231,7 +231,7 @@ class OtherStep(TinyTrainer):
         return {name: 2 * value for name, value in super().training_step(batch, batch_idx).items()}
 
     def on_log(self, metrics: Any) -> None:
-        """No part of what is learned."""
+        """Not part of what is learned."""
 
 
 def test_other_code_of_the_step_is_warned_of(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_file_replaced_by_another_of_equal_size(tmp_path: Path) -> None:
     _write(data / "1.parquet", 1)
     resumed = _trainer(tmp_path / "run", of=of)
     assert resumed.fit().steps == 16
-    # One row of each logical shard in turn: on one rank, these are the rows of the first batch.
+    # One row of each logical shard in turn: on one rank, the rows of the first batch.
     assert {int(row.rpartition(":")[2]) for row in next_rows["first"]} <= set(resumed.seen[0][1])
 
 
@@ -288,7 +288,7 @@ def _saves(world: World, folder: str, strategy: str) -> dict[str, torch.Tensor]:
 
 
 def _goes_on(world: World, folder: str) -> list[str]:
-    """How each of several ways to go on ends."""
+    """Return the outcome of each of several ways to resume."""
     ends = []
     for strategy in ("ddp", "fsdp"):
         here = f"{folder}-{strategy}"
@@ -325,7 +325,7 @@ def test_rank_files_that_have_changed_places(tmp_path: Path) -> None:
 
 
 class OwnBatches(TinyTrainer):
-    """Reads batches that nobody can cut."""
+    """Reads batches that cannot be split."""
 
     def configure_dataloaders(self) -> Any:
         rows = Rows(64)
@@ -351,7 +351,7 @@ def test_another_number_of_ranks_does_not_change_the_batch_in_silence(tmp_path: 
         of=OwnBatches, **own,
     )  # fmt: skip
 
-    # As the messages say: what an update takes stays.
+    # As the messages say: the samples per update are unchanged.
     kept = _trainer(read, max_epochs=1)
     assert kept.fit(accept_changes=True).samples == 6 * 16
     assert {step: len(rows) for step, rows in kept.seen} == {step: 8 for step, _ in kept.seen}
@@ -363,7 +363,7 @@ def test_another_number_of_ranks_does_not_change_the_batch_in_silence(tmp_path: 
 
 @pytest.mark.parametrize(("of", "drop_last"), [(TinyTrainer, True), (TinyTrainer, False), (Streamed, True)])
 def test_larger_batches_in_the_midst_of_an_epoch_finish_it(tmp_path: Path, of: Any, drop_last: bool) -> None:
-    """As many updates have been made as a whole epoch of the larger batches has, and half of the rows are left."""
+    """As many updates were made as an epoch of the larger batches has, and half of the rows are left."""
     _write(tmp_path / "rows.parquet", 0, rows=103)
     of = type("Of", (of,), {"folder": tmp_path / "rows.parquet"})
     settings = {"of": of, "max_epochs": 1, "drop_last": drop_last}

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run with a checkpoint of the very update, whatever it does, however often they come."""
+"""SIGTERM and SIGINT end a run with a checkpoint of the current update, in any phase and however often they arrive."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CONFIG = TinyConfig(
 
 
 class Patient(TinyTrainer):
-    """Has an evaluation that takes a while."""
+    """Has a slow evaluation."""
 
     def configure_dataloaders(self) -> Any:
         return super().configure_dataloaders()[0], DataLoader(Rows(64), batch_size=1)
 
 
 class Announces(Callback):
-    """Tells the other process what the run does, and gives it the time to act."""
+    """Reports the phases of the run to the other process, and gives it time to act."""
 
     def __init__(self, tell: Any) -> None:
         self.tell = tell
@@ -100,8 +100,8 @@ def reference() -> Patient:
     ],
 )
 def test_nothing_is_lost(tmp_path: Path, reference: Patient, signals: list[str], doing: str, step: int) -> None:
-    """Also where a terminal and `torchrun` both send one: the second within a second changes nothing."""
-    # A process of its own has a main thread that Python delivers signals to.
+    """A terminal and `torchrun` may both send one: the second within a second has no effect."""
+    # In a separate process, whose main thread receives the signals.
     processes = forking()
     here, there = processes.Pipe()
     process = processes.Process(target=_run, args=(str(tmp_path), there, 1 if doing == "saving" else None))
@@ -121,7 +121,7 @@ def test_nothing_is_lost(tmp_path: Path, reference: Patient, signals: list[str],
         process.kill()
     _, status, reason, steps, seen = told
     assert (status, reason in signals) == ("interrupted", True)
-    # While a checkpoint is being saved, training goes on.
+    # Training continues while a checkpoint is saved.
     assert 0 <= steps - step <= (6 if doing == "saving" else 2)
     assert len(seen) == 2 * steps, "two micro-batches an update"
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
@@ -136,7 +136,7 @@ def test_nothing_is_lost(tmp_path: Path, reference: Patient, signals: list[str],
 
 
 class Stuck(Callback):
-    """Waits for ever in an update."""
+    """Hangs in an update."""
 
     def __init__(self, tell: Any) -> None:
         self.tell = tell
@@ -154,7 +154,7 @@ def _get_stuck(tell: Any) -> None:
 
 
 def test_a_second_ctrl_c_is_for_the_impatient() -> None:
-    # A process of its own has a main thread that Python delivers signals to.
+    # In a separate process, whose main thread receives the signals.
     processes = forking()
     here, there = processes.Pipe()
     process = processes.Process(target=_get_stuck, args=(there,))

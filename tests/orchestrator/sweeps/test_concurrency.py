@@ -21,23 +21,47 @@ FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
 @pytest.mark.parametrize(
     ("scaling", "machines", "asked", "at_once", "told"),
     [
-        (Scaling(), FOURS, {"concurrent": 3}, 3, "8 CPUs: 3 trials of 1 worker at once"),
-        (Scaling(), FOURS, {"trials": 5}, 5, "8 CPUs: 5 trials of 1 worker at once"),
+        (Scaling(), FOURS, {"concurrent": 3}, 3, "8 CPUs: 3 concurrent trials of 1 worker"),
+        (Scaling(), FOURS, {"trials": 5}, 5, "8 CPUs: 5 concurrent trials of 1 worker"),
         # The CPUs of two machines are of no use to one worker.
-        (Scaling(cpus_per_worker=3), FOURS, {}, 2, "8 CPUs: 2 trials of 1 worker at once"),
-        (Scaling(cpus_per_worker=3, workers=2), FOURS, {}, 1, "8 CPUs: 1 trial of 2 workers at once"),
-        (Scaling(workers=3), FOURS, {}, 2, "8 CPUs: 2 trials of 3 workers at once"),
-        (Scaling(cpus_per_worker=0.5, gpus_per_worker=0.5), FOURS, {}, 2, "8 CPUs, 1 GPU: 2 trials of 1 worker"),
+        (Scaling(cpus_per_worker=3), FOURS, {}, 2, "8 CPUs: 2 concurrent trials of 1 worker"),
+        (Scaling(cpus_per_worker=3, workers=2), FOURS, {}, 1, "8 CPUs: 1 concurrent trial of 2 workers"),
+        (Scaling(workers=3), FOURS, {}, 2, "8 CPUs: 2 concurrent trials of 3 workers"),
+        (
+            Scaling(cpus_per_worker=0.5, gpus_per_worker=0.5),
+            FOURS,
+            {},
+            2,
+            "8 CPUs, 1 GPU: 2 concurrent trials of 1 worker",
+        ),
         # Those of any number have all that there is, and others would wait for their end.
-        (Scaling(workers=(1, 4)), FOURS, {}, 2, "8 CPUs: 2 trials of 1 to 4 workers at once"),
-        (Scaling(workers=(1, 9)), FOURS, {}, 1, "8 CPUs: 1 trial of 1 to 9 workers at once"),
+        (Scaling(workers=(1, 4)), FOURS, {}, 2, "8 CPUs: 2 concurrent trials of 1 to 4 workers"),
+        (Scaling(workers=(1, 9)), FOURS, {}, 1, "8 CPUs: 1 concurrent trial of 1 to 9 workers"),
         # Machines come for whoever waits for them.
-        (Scaling(wait="9m"), [], {"concurrent": 8}, 8, "0 CPUs: 8 trials of 1 worker at once, with room for none now"),
-        (Scaling(wait="9m"), FOURS, {"concurrent": 9}, 9, "8 CPUs: 9 trials of 1 worker at once, with room for 8 now"),
-        (Scaling(wait="9m"), FOURS, {"trials": 20}, 8, "8 CPUs: 8 trials of 1 worker at once"),
-        (Scaling(wait="9m"), [], {}, 1, "0 CPUs: 1 trial of 1 worker at once, with room for none now"),
-        (Scaling(wait="9m"), FOURS, {"scheduler": PBT()}, 10, "10 trials of 1 worker at once, with room for 8 now"),
-        (Scaling(cpus_per_worker=2), FOURS, {"scheduler": PBT()}, 4, "4 trials of 1 worker at once; PBT wants all 10"),
+        (
+            Scaling(wait="9m"),
+            [],
+            {"concurrent": 8},
+            8,
+            "0 CPUs: 8 concurrent trials of 1 worker, of which none fit now",
+        ),
+        (
+            Scaling(wait="9m"),
+            FOURS,
+            {"concurrent": 9},
+            9,
+            "8 CPUs: 9 concurrent trials of 1 worker, of which 8 fit now",
+        ),
+        (Scaling(wait="9m"), FOURS, {"trials": 20}, 8, "8 CPUs: 8 concurrent trials of 1 worker"),
+        (Scaling(wait="9m"), [], {}, 1, "0 CPUs: 1 concurrent trial of 1 worker, of which none fit now"),
+        (Scaling(wait="9m"), FOURS, {"scheduler": PBT()}, 10, "10 concurrent trials of 1 worker, of which 8 fit now"),
+        (
+            Scaling(cpus_per_worker=2),
+            FOURS,
+            {"scheduler": PBT()},
+            4,
+            "4 concurrent trials of 1 worker; PBT works best with all 10",
+        ),
     ],
 )
 def test_as_many_trials_train_at_once_as_machines_hold_or_are_to_come(
@@ -55,11 +79,11 @@ def test_as_many_trials_train_at_once_as_machines_hold_or_are_to_come(
         (
             Scaling(cpus_per_worker=6),
             {},
-            "a trial wants 1 worker with 6 CPU on one machine each, and the machines are 2 with 4 CPU: no trial can",
+            "it needs 1 worker with 6 CPU each, on one machine per worker, and the machines are 2 with 4 CPU; lower",
         ),
-        (Scaling(workers=9), {}, "a trial wants 9 workers with 1 CPU on one machine each"),
-        (Scaling(gpus_per_worker=2), {}, "1 with 4 CPU, 1 GPU and 1 with 4 CPU, 0 GPU: no trial can ever train"),
-        (Scaling(), {"scheduler": PBT(), "concurrent": 1}, "PBT passes on weights between trials that train at the"),
+        (Scaling(workers=9), {}, "no trial fits: it needs 9 workers with 1 CPU each"),
+        (Scaling(gpus_per_worker=2), {}, "1 with 4 CPU, 1 GPU and 1 with 4 CPU, 0 GPU; lower"),
+        (Scaling(), {"scheduler": PBT(), "concurrent": 1}, "PBT needs several concurrent trials, between which it"),
     ],
 )
 def test_what_no_machine_holds_is_refused(scaling: Scaling, asked: dict[str, Any], message: str) -> None:
@@ -113,7 +137,7 @@ def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_
 
     # As long as one trains, nobody gives up; when it has lost its machine, the wait begins anew.
     cluster.machines, cluster.taken = [{"CPU": 4.0}, {"CPU": 5.0}], {"of somebody else", "of a trial"}
-    assert cluster.poll(capacity, after_s=40) == "9 CPUs: 4 trials of 1 worker at once"
+    assert cluster.poll(capacity, after_s=40) == "9 CPUs: 4 concurrent trials of 1 worker"
     assert capacity.max_concurrent == 4
     assert cluster.poll(capacity, after_s=1000) is None
     cluster.machines, cluster.taken = [{"CPU": 1.0}], set()

@@ -131,7 +131,7 @@ def test_the_journal_of_a_dead_driver_gives_what_it_would_have_suggested(tmp_pat
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="tpe has nothing to learn"):
+    with pytest.raises(ConfigError, match="algorithm='tpe' cannot be used with PBT"):
         Search(space={RATE: Uniform(0, 1)}, algorithm="tpe", scheduler=PBT())
     monkeypatch.setitem(sys.modules, "optuna", None)
     experiment = Experiment(name="tpe", trainer=TinyTrainer, config=TinyConfig(max_steps=4), storage=str(tmp_path))

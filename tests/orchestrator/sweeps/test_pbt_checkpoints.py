@@ -150,5 +150,5 @@ def test_what_is_gone_is_replaced_by_the_newest_and_what_a_person_has_pinned_sta
     assert donors.keep("trial-001", there) == (there, False)
     donors.release("trial-001")
     assert pinned(there)
-    with pytest.raises(CheckpointError, match="no other one beside it"):
+    with pytest.raises(CheckpointError, match="its run has no other checkpoint"):
         donors.keep("trial-001", str(begun / "pbt/trial-001/checkpoints/step-00000001"))

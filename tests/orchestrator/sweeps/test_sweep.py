@@ -210,7 +210,7 @@ def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
 
     # They go on from there, and at once means without a checkpoint.
     _, second = train_until(lambda: stop_run("long", str(tmp_path), now=True))
-    assert (second.status, second.reason) == ("stopped", "headway runs stop, at once")
+    assert (second.status, second.reason) == ("stopped", "headway runs stop, immediately")
     assert [trial.status for trial in second.trials] == ["interrupted"] * 2
     assert [trial.trial.steps for trial in second.trials] == saved
     for trial, steps in zip(second.trials, saved, strict=True):

@@ -164,7 +164,7 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
 
     # Workers of its own tell of evaluations by their events.
     if metric.startswith("validation/"):
-        with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation gives validation/loss"):
+        with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation logs validation/loss"):
             EventTuneReporter(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
 
 

@@ -85,7 +85,7 @@ def test_ranks_that_differ_are_named_with_what_differs() -> None:
     config, model, data, code, module, many = found[0]
     assert [line.split(":")[0].strip() for line in module.splitlines()[1:]] == ["code.layers.Scaled"]
     assert " on ranks 0, 2, " in module
-    # I6: the ranks' copies of the file differ in this method alone; where they lie does not matter.
+    # The ranks' copies of the file differ only in this method; their location does not matter.
     assert [line.split(":")[0].strip() for line in code.splitlines()[1:]] == ["code.training_step"]
     assert " on rank 0, " in code
     assert " on ranks 1, 2" in code

@@ -70,28 +70,40 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log)
 
 
+@pytest.fixture(autouse=True)
+def warm_workers_on_ray(request: pytest.FixtureRequest) -> None:
+    """Give the Ray of a test warm workers, also one that the test starts itself."""
+    if request.node.get_closest_marker("ray"):
+        request.getfixturevalue("warm_workers")
+
+
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def warm_workers() -> Iterator[None]:
+    """Fork the workers of every Ray that is started from now on from a process that has imported what they need."""
+    with warm_process() as variables, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_session(warm_workers: None) -> Iterator[None]:
     """A Ray on this machine with four logical CPUs: two for workers, two for reading data."""
     import ray
 
-    with warm_process() as variables:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            for attempt in range(3):
-                try:
-                    quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-                    # "local": and never the cluster that something else has started on this machine.
-                    ray.init("local", num_cpus=4, **quiet)
-                    break
-                except Exception as error:
-                    # Ray waits for its raylet for half a minute, and a machine may be too busy for that.
-                    if attempt == 2 or "timed out during startup" not in str(error):
-                        raise
-                    ray.shutdown()
-        yield
-        ray.shutdown()
+    for attempt in range(3):
+        try:
+            quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+            # "local": and never the cluster that something else has started on this machine.
+            ray.init("local", num_cpus=4, **quiet)
+            break
+        except Exception as error:
+            # Ray waits for its raylet for half a minute, and a machine may be too busy for that.
+            if attempt == 2 or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+    yield
+    ray.shutdown()
 
 
 @contextlib.contextmanager

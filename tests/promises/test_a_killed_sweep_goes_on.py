@@ -71,7 +71,7 @@ def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest
             cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             env={
                 **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), os.environ["PYTHONPATH"])),
             },
         )  # fmt: skip
     try:

@@ -45,7 +45,7 @@ def test_a_population_trains_in_a_bucket(
     bucket = f"runs-{uuid.uuid4().hex[:8]}"
     s3fs.S3FileSystem().mkdir(bucket)
     (tmp_path / "population.py").write_text(TARGET)
-    path = os.pathsep.join((str(ROOT / "build/types"), str(ROOT)))
+    path = os.pathsep.join((str(ROOT / "build/types"), str(ROOT), os.environ["PYTHONPATH"]))
     environment = {name: value for name, value in os.environ.items() if name not in settings}
     done = subprocess.run(
         [sys.executable, "-m", "headway.orchestrator", "sweep", "population.py", f"storage=s3://{bucket}"],

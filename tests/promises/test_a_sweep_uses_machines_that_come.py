@@ -58,7 +58,7 @@ def test_a_sweep_waits_for_its_first_machine_and_takes_the_second_one(
             assert time.monotonic() < deadline, printed.read_text()
             time.sleep(0.05)
 
-    path = os.pathsep.join((str(ROOT / "build/types"), str(ROOT)))
+    path = os.pathsep.join((str(ROOT / "build/types"), str(ROOT), os.environ["PYTHONPATH"]))
     monkeypatch.setenv("PYTHONPATH", path)
     with machines(monkeypatch, 0) as cluster, printed.open("w") as file:
         driver = subprocess.Popen(

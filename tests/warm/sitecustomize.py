@@ -12,8 +12,13 @@ _WORKER = os.path.join("ray", "_private", "workers", "setup_worker.py")
 _DIRECT = os.path.join("ray", "_private", "workers", "default_worker.py")
 
 if "HEADWAY_TESTS_ZYGOTE" in os.environ and len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith((_WORKER, _DIRECT)):
+    import ctypes
     import json
+    import signal
     import socket
+
+    # This process ends with its raylet, and the worker with this process.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as _socket:
         try:

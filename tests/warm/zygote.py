@@ -1,8 +1,8 @@
 """A process that has imported what a worker of Ray imports, and forks: a worker comes up in 0.1 s of CPU instead of 4.
 
 Half of what the tests on Ray would take is each worker's import of Ray, torch and Headway. Workers of jobs
-(tests/promises/test_jobs.py) start as users' do. What is forked is a process like any other: with its own pid, killed by
-signals, and registered with Ray by itself.
+(tests/promises/test_jobs.py) start as users' do. What is forked is a process like any other: with its own pid, killed
+by signals, and registered with Ray by itself.
 
 A process asks over a socket (sitecustomize.py), hands over its arguments, environment and output, and waits for the end
 of the worker. For each environment there is one warm process, since some of it is read when Ray is imported.
@@ -110,7 +110,7 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
     """Imports, and forks a worker for each message; it is the worker that returns from here, when it has ended."""
     installed = [folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     become(first, installed)
-    # Ray's core reads this when it is imported, and ends a worker when that process is gone. The workers of many raylets
+    # Ray's core reads this when it is imported, and ends a worker when that process is gone. Workers of many raylets
     # are forked from this one; sitecustomize.py ends each with its raylet.
     os.environ["RAY_RAYLET_PID"] = str(os.getppid())
     warm_up()

@@ -3,8 +3,6 @@
 A checkpoint that the run deletes during a command is not reported as damaged.
 """
 
-from __future__ import annotations
-
 import contextlib
 from datetime import UTC, datetime
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The commands `headway data ...`: prepare and show datasets."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from typing import Annotated, Literal, cast

@@ -1,7 +1,5 @@
 """The commands for clusters: `headway submit`, `headway jobs ...` and `headway cluster check`."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -148,7 +146,7 @@ def check_cluster(
     raise typer.Exit(2 if misfits else 0)
 
 
-def _connect(address: str) -> Jobs:
+def _connect(address: str) -> "Jobs":
     from ..cluster.jobs import Jobs
 
     jobs = Jobs(address)
@@ -157,7 +155,7 @@ def _connect(address: str) -> Jobs:
     return jobs
 
 
-def _follow(jobs: Jobs, job: str) -> int:
+def _follow(jobs: "Jobs", job: str) -> int:
     try:
         return jobs.follow(job, lambda text: print(text, end="", flush=True))
     except KeyboardInterrupt:

@@ -4,8 +4,6 @@ Exit codes: 0 completed, stopped or already finished; 1 failed; 2 invalid input;
 interrupted by Ctrl-C and SIGTERM after saving a checkpoint. docs/command-line.md has the table.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -206,7 +204,7 @@ def _explain(error: Exception) -> int:
     return 2 if isinstance(error, (ConfigError, StorageError, DataError)) else 1
 
 
-def _exit_code(result: RunResult) -> int:
+def _exit_code(result: "RunResult") -> int:
     match result.status:
         case "time_limit":
             return 3

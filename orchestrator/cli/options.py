@@ -1,7 +1,5 @@
 """Options and arguments shared by commands: the storage, overrides and JSON output."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -74,7 +72,7 @@ def overrides_of(context: typer.Context, overrides: Sequence[str] | None) -> lis
     return [*first, *shlex.split(os.environ.get(OVERRIDES_VARIABLE, "")), *last, *(overrides or [])]
 
 
-def resolve_experiment(context: typer.Context, target: str, overrides: Sequence[str] | None) -> Experiment:
+def resolve_experiment(context: typer.Context, target: str, overrides: Sequence[str] | None) -> "Experiment":
     """Return the experiment of a target with all its overrides.
 
     Raises:

@@ -1,7 +1,5 @@
 """The commands `headway runs ...`: list, show, compare and stop. Listing and showing import neither torch nor Ray."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

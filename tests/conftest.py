@@ -1,4 +1,4 @@
-"""What all tests share: one local Ray for the whole session."""
+"""Fixtures of all tests: one local Ray for the whole session."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-# Before anything imports Ray: no report to the outside, no advice on migration, no second `uv run`.
+# Before anything imports Ray: no usage statistics, no migration warnings, no second `uv run`.
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0",
     RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-    # A process less in every group of workers; what needs it has a Ray of its own.
+    # One process less per worker group; tests that need it start their own Ray.
     RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
-    # Or the watchers of one Ray ask the dashboard of another one on this machine, and end its runs.
+    # Otherwise watchers of one Ray may ask the dashboard of another on this machine, and end runs.
     RAY_API_SERVER_ADDRESS="http://127.0.0.1:9",
-    # A machine that is busy with other tests takes longer than Ray's minute to start one.
+    # On a busy machine, a start may take longer than Ray's minute.
     RAY_raylet_start_wait_time_s="240",
-    # Its workers would stand back behind the tests of other workers of pytest-xdist.
+    # Otherwise its workers would have a lower priority than other pytest-xdist workers.
     RAY_worker_niceness="0",
 )
 
-# The models of the tests are tiny: a second thread only waits for the first.
+# The models of the tests are tiny: more threads only wait for each other.
 torch.set_num_threads(1)
 
 
@@ -44,7 +44,7 @@ def kind(file: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts first what takes long: the tests on Ray, then kills and damage, then what else users rely on."""
+    """Run slow tests first: those on Ray, then chaos, then the other promises."""
     first = ("shared Ray", "own Ray", "tests/chaos/", "tests/promises/")
 
     def place(item: pytest.Item) -> int:
@@ -56,9 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each worker whole files, and one of them all that is on the shared Ray.
+    """Assign whole files to each worker, and all tests on the shared Ray to one of them.
 
-    Since pytest 9.2 the marks of pytest-xdist 3.8 do nothing.
+    With pytest 9.2 the marks of pytest-xdist 3.8 have no effect.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -94,11 +94,11 @@ def ray_session(warm_workers: None) -> Iterator[None]:
     for attempt in range(3):
         try:
             quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-            # "local": and never the cluster that something else has started on this machine.
+            # "local", so that a cluster that runs on this machine is never used.
             ray.init("local", num_cpus=4, **quiet)
             break
         except Exception as error:
-            # Ray waits for its raylet for half a minute, and a machine may be too busy for that.
+            # Ray waits half a minute for its raylet, too short on a busy machine.
             if attempt == 2 or "timed out during startup" not in str(error):
                 raise
             ray.shutdown()
@@ -108,7 +108,7 @@ def ray_session(warm_workers: None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warm_process() -> Iterator[dict[str, str]]:
-    """Starts what is in tests/warm, and gives the variables with which a Ray has its workers forked from it."""
+    """Start tests/warm, and yield the variables that make Ray fork its workers from it."""
     folder = Path(__file__).parent / "warm"
     with tempfile.TemporaryDirectory(prefix="hw", dir="/tmp") as place, socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{place}/warm")

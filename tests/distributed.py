@@ -1,4 +1,4 @@
-"""Runs a function on real ranks: processes of their own that meet over gloo."""
+"""Runs a function on real ranks: separate processes connected by gloo."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from headway.trainer.loop import control
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Calls `fn(world, *args)` on every rank and returns what each returned, in the order of the ranks.
+    """Call `fn(world, *args)` on every rank, and return the results in rank order.
 
     Args:
-        fn: a function at the top of an importable module; what it takes and returns must pickle.
+        fn: a top-level function of an importable module; its arguments and result must pickle.
         world_size: number of processes; they meet through a file, so no port is taken.
-        timeout_s: after this, every rank's Python stack is in the error.
+        timeout_s: after this, the error contains the Python stack of every rank.
 
     Raises:
-        AssertionError: a rank raised, died, or was late; the text holds the traceback of the first to fail.
+        AssertionError: a rank raised, died or timed out; contains the traceback of the first failure.
     """
     context = forking()
     results: Any = context.Queue()
@@ -58,7 +58,7 @@ def forking() -> Any:
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
-    # The server finds `tests` in the folder in which it starts; a test may be in another one.
+    # The server imports `tests` from its current folder; a test may have changed it.
     with contextlib.chdir(Path(__file__).parents[1]):
         forkserver.ensure_running()
     return context
@@ -95,13 +95,13 @@ def _rank(
     with (Path(folder) / f"stack-{rank}").open("w") as stack:
         faulthandler.dump_traceback_later(timeout_s, file=stack, exit=True)
         torch.set_num_threads(1)
-        # Ranks agree on requests after every update, so that a test knows at which one a stop takes effect.
+        # Ranks agree on requests after every update, so a test knows at which one a stop takes effect.
         control.WITHIN_S = 0.0
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
         try:
             value = fn(World.attach("cpu"), *args)
             dist.barrier()
-            # Bytes: a tensor would travel as a file descriptor, which this process must outlive.
+            # Bytes: a tensor would be sent as a file descriptor, for which this process must stay alive.
             results.put((rank, None, pickle.dumps(value)))
         except BaseException:
             results.put((rank, traceback.format_exc(), None))

@@ -1,4 +1,4 @@
-"""A head of Ray with a dashboard, as `ray start --head` makes one on a cluster, for tests that submit to it."""
+"""A Ray head with a dashboard, started as by `ray start --head`, for tests that submit jobs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-# What the tests set for their own Ray, and what would lead to another one.
+# Variables set for the tests' own Ray, and those that would select another one.
 _NOT_THERE = ("PYTHONPATH", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER")
 
 TOKEN = "0123456789abcdef" * 4
 
 
 def environment() -> dict[str, str]:
-    """That of a machine on which nobody has set anything for Headway, with the token that opens the cluster."""
+    """Return an environment without settings for Headway or Ray, with the token of the cluster."""
     binaries = str(Path(sys.executable).parent)
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
     there = {name: value for name, value in os.environ.items() if name not in _NOT_THERE}
@@ -32,9 +32,9 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def head(*options: str, num_cpus: int = 4, **variables: str) -> Iterator[str]:
-    """Starts a head, and gives the address of its dashboard. Ends what it started, and nothing else."""
+    """Start a head, yield the address of its dashboard, and stop what was started here."""
     ports = free_ports(8)
-    # Short: sockets lie in it, and their names may not be long.
+    # Short: it contains sockets, whose paths are limited in length.
     folder = tempfile.mkdtemp(prefix="hw", dir="/tmp")
     names = (
         "port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
@@ -58,7 +58,7 @@ def head(*options: str, num_cpus: int = 4, **variables: str) -> Iterator[str]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a head: asked, it ends all that it started; what is left of them is killed."""
+    """Stop a head, which stops its processes; kill those that remain."""
     theirs = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -72,7 +72,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Processes below one, and when each was started: a number may be given again."""
+    """Return the descendants of a process with their start times, because process ids are reused."""
     found: dict[int, str] = {}
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -82,16 +82,16 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def start_of(pid: int) -> str:
-    """When a process was started, in ticks since the machine was; empty if it is gone."""
+    """Return the start time of a process in ticks since boot; empty if it is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at the moment.
+    """Return ports that are free at the moment.
 
-    Below those that Linux gives to connections, and above those of Ray's workers: other tests take such at any time.
+    Below Linux's ephemeral ports and above those of Ray's workers, which other tests may take at any time.
     """
     with contextlib.ExitStack() as stack:
         found: list[int] = []
@@ -105,9 +105,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for_answer(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until a head answers, to one who has the token."""
+    """Wait until a head answers requests with the token."""
     deadline = time.monotonic() + 240
-    # No proxy has to do with this machine.
+    # Do not use a proxy for this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
     while time.monotonic() < deadline and process.poll() is None:

@@ -1,4 +1,4 @@
-"""A cluster of several nodes on one machine, which can be added to it and taken away under a run or a sweep."""
+"""A cluster of several nodes on one machine; nodes can be added and removed during a run or sweep."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ray.cluster_utils import Cluster
 
 @contextlib.contextmanager
 def machines(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Cluster]:
-    """Starts a head that holds no worker, and so many nodes of one CPU."""
-    # Or whoever calls ray.init() on this machine would find this cluster. Short: sockets lie in it.
+    """Start a head without room for workers, and nodes with one CPU each."""
+    # Separate, or every ray.init() on this machine would find this cluster. Short, because it contains sockets.
     rays_files = tempfile.mkdtemp(prefix="hw-")
     monkeypatch.setenv("RAY_TMPDIR", rays_files)
-    # For the machine may be busy.
+    # The machine may be busy.
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:

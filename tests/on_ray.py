@@ -1,4 +1,4 @@
-"""A trainer for tests on Ray: streams Parquet rows, and writes down in the run's folder who saw which rows when."""
+"""A trainer for tests on Ray: streams Parquet rows, and records in the run's folder which rank saw which rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.trainer import Trainer, TrainerConfig
 
 
 def write_rows(folder: Path, rows: int) -> str:
-    """Writes numbered rows with a vector and a label each, in small row groups."""
+    """Write numbered rows, each with a vector and a label, in small row groups."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     vectors = generator.normal(size=(rows, 6)).astype("float32")
@@ -85,7 +85,7 @@ class OnRay(Trainer[OnRayConfig]):
 
 
 def rows_seen(run_dir: str, rank: int) -> dict[int, list[int]]:
-    """The rows of each update on one rank. What an attempt had done in vain counts as its successor saw it."""
+    """Return the rows of each update on one rank; repeated updates count as the last attempt made them."""
     seen: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for line in Path(run_dir, f"rows-{rank}.jsonl").read_text().splitlines():
         record = json.loads(line)

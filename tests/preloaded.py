@@ -1,6 +1,6 @@
-"""What the process from which ranks are forked has imported: all that a rank would otherwise import for seconds.
+"""Imported by the server from which ranks are forked, because a rank would need seconds for it.
 
-`headway.trainer` itself imports nothing before a name of it is used, so its modules are imported one by one.
+`headway.trainer` imports its names lazily, so its modules are imported one by one.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ OURS = {
 
 
 def _sections() -> dict[str, list[list[str]]]:
-    """Returns the rows of the tables of each section, by its heading."""
+    """Return the table rows of each section by its heading."""
     sections: dict[str, list[list[str]]] = {}
     for part in re.split(r"(?m)^## ", PAGE.read_text())[1:]:
         heading, _, text = part.partition("\n")
@@ -112,7 +112,7 @@ SECTIONS = _sections()
 
 
 def _names(text: str) -> list[str]:
-    """Splits a checklist at spaces, but not inside parentheses or after a comma."""
+    """Split a checklist at spaces, except inside parentheses or after a comma."""
     return [name for name in re.split(r"(?<!,)\s+(?![^(]*\))", text.strip()) if name]
 
 
@@ -129,7 +129,7 @@ def test_every_name_of_theirs_has_a_row(section: str) -> None:
 
 @pytest.fixture(scope="module")
 def words() -> set[str]:
-    """What a setting may be, and what a log has: text that the page may quote."""
+    """Values of settings and names in logs that the page may quote."""
     trainer = TinyTrainer(
         TinyConfig(max_steps=2, precision="fp16", log_every=1, num_rows=16),  # type: ignore[arg-type]
         world=World.single("cpu"),
@@ -146,7 +146,7 @@ def test_every_name_of_ours_exists(section: str, words: set[str]) -> None:
         _, ours, remark = (re.findall(r"`([^`]+)`", cell) for cell in [*row, ""][:3])
         assert ours or section == COMPARISON, f"{row[0]} has no name here"
         if section == COMPARISON:
-            ours = []  # Its second column is theirs, too.
+            ours = []  # Its second column has their names, too.
         for span in [*ours, *(each for each in remark if _is_ours(each))]:
             try:
                 _check(span, words)
@@ -175,13 +175,13 @@ def test_a_name_that_does_not_exist_is_found(span: str, words: set[str]) -> None
 
 
 def _is_ours(span: str) -> bool:
-    """Whether a remark, which speaks of their names as well, means one of ours."""
+    """Return whether a name in a remark is one of Headway's; remarks contain both."""
     root = re.split(r"\W", span.lstrip('"'), maxsplit=1)[0]
     return root in OURS or root == "headway" or span.startswith('"') or span in HOOKS
 
 
 def _check(span: str, words: set[str]) -> None:
-    """Raises unless a piece of code stands for something that exists: the code is not run."""
+    """Raise unless the names in a piece of code exist. The code is not run."""
     if span.startswith("headway "):
         _check_command(span.split()[1:])
         return
@@ -216,7 +216,7 @@ def _takes_any(callee: Any) -> bool:
 
 
 def _resolve(node: ast.expr) -> Any:
-    """Returns what a dotted name stands for; an attribute that only instances have is enough."""
+    """Return the object of a dotted name, which may be an instance attribute."""
     match node:
         case ast.Name(name):
             return OURS[name]
@@ -238,7 +238,7 @@ def _resolve(node: ast.expr) -> Any:
 
 
 def _is_set(owner: type, name: str) -> bool:
-    """Whether instances have an attribute: as a field, or because `__init__` sets it."""
+    """Return whether instances have an attribute, as a field or set in `__init__`."""
     return any(
         name in inspect.get_annotations(each) or f"self.{name} " in inspect.getsource(each) or f"self.{name}:" in source
         for each in owner.__mro__[:-1]

@@ -1,4 +1,4 @@
-"""Ranks of the tests start with everything imported, and in the folder and the state that their test gives them."""
+"""Ranks of the tests start with everything imported, and in the folder and state of their test."""
 
 from __future__ import annotations
 

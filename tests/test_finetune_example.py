@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face's: trained by its example, sharded, and loaded again by `from_pretrained`."""
+"""A causal language model of Hugging Face: trained by the example, sharded, and loaded by `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _example() -> ModuleType:
 
 
 def _train(world: World, folder: str, **changes: Any) -> tuple[float, list[float]]:
-    """The loss before the first update, and the last row of logits of the trained model, as it is on its ranks."""
+    """Return the loss before the first update, and the last row of logits of the trained model on its ranks."""
     example = _example()
     config = replace(example.experiment.config, **SHORT, **changes)
     trainer = example.Finetune(config, run_dir=folder, world=world, trackers=[])
@@ -57,7 +57,7 @@ def _logits(folder: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Token rows in Parquet."""
+    """Write token rows as Parquet."""
     folder = tmp_path_factory.mktemp("rows")
     for name in ("train", "held-out"):
         text = folder / f"{name}.txt"
@@ -76,7 +76,7 @@ def test_what_two_ranks_have_trained_from_pretrained_loads_with_equal_logits(row
     assert on_ranks[0][0] == pytest.approx(alone[0], abs=1e-5), "sharded or not, it begins with the same weights"
     assert on_ranks[0][1] == pytest.approx(alone[1], abs=1e-3)
 
-    # And one that comes with its weights goes on from them.
+    # A pretrained model starts from its weights.
     pretrained = f"{tmp_path}/alone/pretrained"
     second = _train(World.single("cpu"), str(tmp_path / "second"), parquet=rows, pretrained=pretrained)
     assert second[0] < alone[0] - 0.1

@@ -1,4 +1,4 @@
-"""The examples of examples/ports/: interrupted, and started again as the programs that they are, they learn."""
+"""The programs in examples/ports/ learn, also when they are interrupted and started again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _run(*command: str, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        # Threads that wait for one another cost models of this size several times what they compute.
+        # For models of this size, synchronizing threads costs several times the computation.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

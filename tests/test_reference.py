@@ -1,4 +1,4 @@
-"""The reference in docs/reference has every public name, its examples run, and the run is drawn as it is."""
+"""The reference in docs/reference lists every public name, its examples run, and its diagram of a run is correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = ("headway.trainer", "headway.trainer.callbacks", "headway.trainer.tra
 
 
 def documented() -> dict[str, Any]:
-    """What the pages of the reference show, by its path there."""
+    """Return the objects that the reference shows, by path."""
     paths = [path for page in (ROOT / "docs/reference").glob("*.md") for path in directives(page.read_text())]
     return {path: resolve(path) for path in paths}
 
@@ -113,7 +113,7 @@ EXAMPLES = [
 
 @pytest.fixture(scope="module")
 def beginning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the names that the reference says its examples have."""
+    """Provide the folder and names that the examples of the reference assume."""
     page = (ROOT / "docs/reference/index.md").read_text()
     (code,) = re.findall(r"(?s)```python\n(.*?)```", page)
     folder, names = tmp_path_factory.mktemp("examples"), {"__name__": "beginning"}
@@ -142,14 +142,14 @@ def test_nothing_is_on_two_pages_or_twice_on_one() -> None:
 
 
 class Everything(Callback):
-    """Notes which hooks fire, in the order of their first time."""
+    """Records the hooks that fire, in the order of their first call."""
 
     def __init__(self) -> None:
         self.fired: dict[str, None] = {}
 
 
 for hook in HOOKS:
-    # What it is called with is checked when the class is made: these were not there then.
+    # Hook names are checked when the class is created: these did not exist then.
     setattr(Everything, hook, lambda self, *_, hook=hook: self.fired.setdefault(hook))
 
 

@@ -1,4 +1,4 @@
-"""Workers of the shared Ray are forks of a warm process; nothing that is to be random is equal in two of them."""
+"""Workers of the shared Ray are forks of a warm process, and share no random state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_workers_come_from_a_warm_process_and_have_nothing_random_in_common(ray_
         def tell(self) -> tuple[int, str, list[object]]:
             with open(f"/proc/{os.getppid()}/cmdline") as command:
                 parent = command.read()
-            # What Ray's core names objects with, and what libraries draw without having been seeded.
+            # The object ids of Ray's core, and the unseeded random numbers of libraries.
             names = [ray.PlacementGroupID.of(ray.JobID.from_int(1)).hex(), ray.put(0).hex()]
             return os.getpid(), parent, [*names, random.random(), float(numpy.random.random()), os.urandom(8)]
 
@@ -30,7 +30,7 @@ def test_workers_come_from_a_warm_process_and_have_nothing_random_in_common(ray_
     assert not set(numbers) & set(others)
     assert first != second
 
-    # And they end like any other: by Ray, and by who kills the process.
+    # They end like other workers: by Ray, and when the process is killed.
     ray.kill(workers[0])
     os.kill(second, 9)
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""A small model over numbered rows, with all that a resume can get wrong: dropout, shuffle, augmentation."""
+"""A small model over numbered rows, with everything that a resume can get wrong: dropout, shuffle, augmentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.trainer import Callback, Trainer, TrainerConfig
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Row i is a fixed random vector with a fixed label; with `noise` every look at it is augmented."""
+    """Row i is a fixed random vector with a fixed label; with `noise`, each read augments it."""
 
     def __init__(self, num_rows: int, *, noise: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -33,7 +33,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Deep(nn.Module):
-    """Two blocks, so that sharding, checkpointing and compiling have something to take one at a time."""
+    """Two blocks, which sharding, checkpointing and compiling handle one at a time."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TinyConfig(TrainerConfig):
 
 
 class TinyTrainer(Trainer[TinyConfig]):
-    """Remembers the ids of the rows of every update."""
+    """Stores the row ids of every update."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,7 +98,7 @@ class TinyTrainer(Trainer[TinyConfig]):
 
 
 class StopAt(Callback):
-    """Asks for a stop when an update is complete."""
+    """Requests a stop after an update."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -109,7 +109,7 @@ class StopAt(Callback):
 
 
 class Losses(Callback):
-    """Keeps every record of the log."""
+    """Stores every record of the log."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -122,7 +122,7 @@ class Losses(Callback):
 
 
 def weights(trainer: Trainer[Any]) -> dict[str, torch.Tensor]:
-    """The whole weights of a trainer's models, on every rank."""
+    """Return the full weights of a trainer's models, on every rank."""
     from headway.trainer.distributed.dtensor import to_full_tensor
 
     return {

@@ -1,9 +1,9 @@
-"""`make chaos`: runs many schedules, says how many held, and how to repeat each that did not.
+"""`make chaos`: run many schedules, and report how many held and how to repeat the others.
 
 python -m tests.chaos                   200 schedules, six of them on Ray
-python -m tests.chaos --seed 17         one of them again, with all that its processes printed
+python -m tests.chaos --seed 17         repeat one, with the output of its processes
 python -m tests.chaos --on-ray --seed 3
-python -m tests.chaos --seed 17 --show  what it would do, without doing it
+python -m tests.chaos --seed 17 --show  print the schedule without running it
 """
 
 from __future__ import annotations

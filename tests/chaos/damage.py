@@ -1,4 +1,4 @@
-"""Checkpoints as an outsider sees them: which there are, and how one of them rots."""
+"""Lists checkpoints on disk without Headway, and damages them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Found:
 
     @property
     def identity(self) -> tuple[Path, int]:
-        """Tells it from another one that takes its name when it is deleted; what is done to its files does not show."""
+        """Return an identity that differs for a later checkpoint of the same name, and ignores changes to its files."""
         return self.folder, self.folder.stat().st_ctime_ns
 
 
 def checkpoints(run_dir: Path) -> list[Found]:
-    """Returns all that claim to be whole, the oldest first; one whose manifest does not parse claims nothing."""
+    """Return all checkpoints with a valid manifest, oldest first."""
     found = []
     for manifest in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         try:
@@ -36,7 +36,7 @@ def checkpoints(run_dir: Path) -> list[Found]:
 
 
 def torn(run_dir: Path) -> int:
-    """Returns how many saves and deletions lie there half done."""
+    """Return the number of incomplete saves and deletions."""
     folder = run_dir / "checkpoints"
     if not folder.exists():
         return 0
@@ -45,7 +45,7 @@ def torn(run_dir: Path) -> int:
 
 
 def damage(checkpoint: Found, wound: Damage) -> str:
-    """Spoils one file of a checkpoint and returns what was done."""
+    """Damage one file of a checkpoint and return a description."""
     files = sorted(each for each in checkpoint.folder.iterdir() if each.is_file())
     file = files[int(wound.file * len(files))]
     before = file.read_bytes()
@@ -58,7 +58,7 @@ def damage(checkpoint: Found, wound: Damage) -> str:
         case "append":
             file.write_bytes(before + b"\0")
         case "overwrite":
-            # Of the same size, as a file that was replaced.
+            # Of the same size, like a replaced file.
             file.write_bytes(bytes(255 - each for each in before))
         case "flip a bit":
             while _alike(file, before, after := _flipped(before, place, wound.bit)):
@@ -72,7 +72,7 @@ def _flipped(before: bytes, place: int, bit: int) -> bytes:
 
 
 def _alike(file: Path, before: bytes, after: bytes) -> bool:
-    """Whether a flipped bit changes nothing: JSON may write 1E-05 for 1e-05."""
+    """Return whether a flipped bit changes nothing, as from 1e-05 to 1E-05 in JSON."""
     if file.name != "manifest.json":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Drives a schedule: starts real ranks, strikes them from outside, starts them again, and judges what came out."""
+"""Drives a schedule: starts real ranks, injects faults from outside, restarts them, and checks the result."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _MEASURED = ("train/loss", "train/accuracy", "validation/loss", "validation/accu
 
 
 class Unexpected(Exception):
-    """Something that no fault explains."""
+    """A result that no fault explains."""
 
 
 @dataclass
 class Outcome:
-    """What became of a schedule.
+    """The outcome of a schedule.
 
     Attributes:
-        complaints: what did not hold; nothing, if all did.
-        struck: what was really done, life by life.
-        torn: saves and deletions that were found half done.
-        log: what the processes printed, life by life.
+        complaints: violations; empty if all checks held.
+        struck: faults that were injected, by life.
+        torn: number of incomplete saves and deletions found.
+        log: output of the processes, by life.
     """
 
     schedule: Schedule | RaySchedule
@@ -57,19 +57,19 @@ class Outcome:
 
     @property
     def held(self) -> bool:
-        """Whether something was done, and all held nevertheless."""
+        """Whether faults were injected and all checks held."""
         return not self.complaints and bool(self.struck)
 
 
 def judged(outcome: Outcome, place: Path, run: Callable[[], None]) -> Outcome:
-    """Runs what complains into an outcome; never raises for what it does. Keeps the files of what failed."""
+    """Collect failures inside this context as complaints, without raising. Keeps the files of failed schedules."""
     began_s = time.monotonic()
     try:
         run()
     except Unexpected as unexpected:
         outcome.complaints.append(str(unexpected))
     except Exception as error:
-        # The other schedules are run all the same.
+        # The other schedules are run in any case.
         outcome.complaints.append(f"{type(error).__name__}: {error}")
     outcome.seconds = time.monotonic() - began_s
     if outcome.held:
@@ -81,7 +81,7 @@ def judged(outcome: Outcome, place: Path, run: Callable[[], None]) -> Outcome:
 
 @dataclass
 class Undisturbed:
-    """What a training leaves that nothing befalls."""
+    """The result of an undisturbed training."""
 
     history: dict[int, tuple[int, list[int]]]
     digests: dict[str, str]
@@ -89,7 +89,7 @@ class Undisturbed:
 
 
 class Drive:
-    """Runs schedules, several at a time if need be; each training is run undisturbed once, and for the first, twice.
+    """Runs schedules, also concurrently. Each training is run undisturbed once; the first one twice.
 
     Args:
         folder: for runs and data.
@@ -104,7 +104,7 @@ class Drive:
         self._processes = forking()
 
     def undisturbed(self, training: Training) -> Undisturbed:
-        """Returns what becomes of a training that nothing befalls; run twice, to know that it is always the same."""
+        """Return the result of an undisturbed training; run twice to check that it is reproducible."""
         training = training.undisturbed
         with self._lock:
             lock = self._asking.setdefault(training, threading.Lock())
@@ -116,7 +116,7 @@ class Drive:
         return self._undisturbed[training]
 
     def run(self, schedule: Schedule) -> Outcome:
-        """Runs a schedule to its end, and judges it. Never raises for what the run does."""
+        """Run a schedule to its end, and check it. Does not raise for failures of the run."""
         outcome, run_dir = Outcome(schedule), Path(tempfile.mkdtemp(prefix=f"seed-{schedule.seed}-", dir=self._folder))
         return judged(outcome, run_dir, lambda: self._run(schedule, run_dir, outcome))
 
@@ -154,7 +154,7 @@ class Drive:
             if life.is_late:
                 raise Unexpected(f"life {number + 1} did not end within {LATE_S:.0f} s: {life.struck}\n{life.text()}")
             if before.nothing_is_good and "none of the checkpoints can be read" in life.text():
-                # All were damaged, and the run says so instead of beginning anew: somebody moves them away.
+                # All were damaged, and the run reports it instead of starting over: move them away, as a user would.
                 shutil.rmtree(run_dir / "checkpoints")
                 rotten.clear()
                 continue
@@ -183,11 +183,11 @@ class Drive:
 
 @dataclass(frozen=True)
 class _Before:
-    """What lies on the disk when a life begins.
+    """The checkpoints on disk when a life starts.
 
     Attributes:
-        newest_good: the update that it must go on from; 0 if there is nothing.
-        nothing_is_good: there are checkpoints, and all have been damaged.
+        newest_good: the update that it must resume from; 0 if there is no checkpoint.
+        nothing_is_good: whether there are checkpoints and all are damaged.
     """
 
     newest_good: int
@@ -199,7 +199,7 @@ class _Before:
         visible = [
             folder
             for folder in (run_dir / "checkpoints").glob("step-*")
-            # In an object store the manifest is the commit: without one there is no checkpoint, damaged or not.
+            # In an object store the manifest is the commit: without one there is no checkpoint.
             if not remote or (folder / "manifest.json").exists()
         ]
         return cls(good[-1].step if good else 0, bool(visible) and not good)
@@ -220,7 +220,7 @@ def _judge_life(number: int, life: _Life, before: _Before, last: Lived | None) -
         )
     if last is not None and {status for status, _ in last.ended.values()} == {"interrupted"}:
         steps = {steps for _, steps in last.ended.values()}
-        # What was damaged afterwards is another matter.
+        # Those damaged afterwards do not count.
         if steps != {last.reached}:
             raise Unexpected(f"life {number - 1} was interrupted after {last.reached} updates, and says {steps}")
     if life.statuses() == {"interrupted"}:
@@ -229,13 +229,13 @@ def _judge_life(number: int, life: _Life, before: _Before, last: Lived | None) -
         if (newest := checkpoints(life.run_dir)) and newest[-1].step != lived.reached:
             raise Unexpected(f"life {number} was stopped in order after {lived.reached}; saved is {newest[-1].step}")
     known = [each.step for each in checkpoints(life.run_dir)]
-    # A newer one takes its place as soon as that is saved, which may not have been told any more.
+    # A newer one replaces it, possibly without having been reported before the end.
     if lived.saved and max(lived.saved) not in known and max(lived.saved) >= max(known[-1:], default=0):
         raise Unexpected(f"life {number} told that {max(lived.saved)} was saved; there are {known}")
 
 
 def records(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Returns what a run has logged of the training itself; how fast it was differs."""
+    """Return the logged metrics of a run without speeds, which differ."""
     return {
         int(each["step"]): {name: each[name] for name in _MEASURED if name in each}
         for each in read_records(run_dir / "metrics.jsonl")
@@ -243,7 +243,7 @@ def records(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def other_records(records: dict[int, dict[str, float]], wanted: dict[int, dict[str, float]]) -> list[str]:
-    """An interruption adds a record of the interval that it broke off; it takes none away."""
+    """An interruption adds a record of the partial interval; it removes none."""
     return [
         f"record of step {step}: {mine}, undisturbed {record}"
         for step, record in wanted.items()
@@ -252,7 +252,7 @@ def other_records(records: dict[int, dict[str, float]], wanted: dict[int, dict[s
 
 
 class _Life:
-    """One start of all ranks, until the last of them has ended. Like `torchrun`, it ends all when one has died."""
+    """One start of all ranks until the last has ended. Like `torchrun`, it ends all when one dies."""
 
     def __init__(
         self, processes: Any, training: Training, plan: Life, run_dir: Path, data: str, *, failing: float, name: str
@@ -293,7 +293,7 @@ class _Life:
                 daemon=True,
             )
             process.start()
-            # Or the end of the pipe would never come.
+            # Otherwise the pipe would never end.
             tell.close()
             output.close()
             self._pipes[mine], self._outputs[heard] = rank, rank
@@ -325,13 +325,13 @@ class _Life:
                 process.close()
 
     def text(self) -> str:
-        """What the ranks have printed, the last of it."""
+        """Return the end of the output of the ranks."""
         return "\n".join(
             f"[rank {rank}] {text.decode(errors='replace')[-4000:]}" for rank, text in self._text.items() if text
         )
 
     def statuses(self) -> set[str]:
-        """How all ranks say that it ended; nothing if one does not."""
+        """Return the end that all ranks report; nothing if one has not."""
         return (
             {status for status, _ in self.lived.ended.values()} if len(self.lived.ended) == self.plan.ranks else set()
         )
@@ -340,7 +340,7 @@ class _Life:
         return self.lived.ended
 
     def digest(self) -> dict[str, str]:
-        """Of what came out; equal on all ranks."""
+        """Return the digests of the result, which are equal on all ranks."""
         assert all(each == self._digests[0] for each in self._digests), f"ranks differ: {self._digests}"
         return self._digests[0]
 
@@ -376,7 +376,7 @@ class _Life:
         self._begins(said[0], said[1] if len(said) > 1 else None)
 
     def _begins(self, moment: str, what: Any) -> None:
-        """Lets what was to happen at this moment happen soon. Each moment begins when the first rank says so."""
+        """Schedule the faults of this moment. A moment begins when the first rank reports it."""
         if (moment, what) in self._said:
             return
         self._said[moment, what] = 1
@@ -392,7 +392,7 @@ class _Life:
     def _strike(self, fault: Fault) -> None:
         ranks = range(self.plan.ranks)
         whom = [rank for rank in ranks if fault.whom is None or rank == fault.whom % self.plan.ranks]
-        # Who has told the end has nothing to lose any more.
+        # A rank that has reported its end cannot lose anything.
         alive = [rank for rank in whom if self._processes[rank].is_alive() and rank not in self.lived.ended]
         if not alive:
             return
@@ -421,7 +421,7 @@ class _Life:
                 os.kill(self._processes[rank].pid, number)
 
     def _limit(self, ranks: list[int], size_bytes: int) -> None:
-        """No file of these processes can grow further than that: every write beyond it fails, as on a full disk."""
+        """Limit the size of files of these processes: writes beyond it fail, as on a full disk."""
         for rank in ranks:
             if self._processes[rank].is_alive():
                 with contextlib.suppress(ProcessLookupError):

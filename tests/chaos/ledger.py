@@ -1,4 +1,4 @@
-"""Who saw which rows when, and what of it counts: pure functions of what the ranks have told."""
+"""Which rank saw which rows, and which of it counts: pure functions of the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Lived:
-    """What one life of a run has told.
+    """The reports of one life of a run.
 
     Attributes:
-        restored: the update that it went on from; None if it did not come so far.
-        rows: by update and rank, the rows of it; and the epoch of each update.
-        saved: updates whose checkpoint was told to be committed.
-        ended: status and steps that each rank has told at its end.
+        restored: the update that it resumed from; None if it ended before.
+        rows: rows by update and rank, with the epoch of each update.
+        saved: updates whose checkpoint was reported as committed.
+        ended: status and steps that each rank reported at its end.
     """
 
     restored: int | None = None
@@ -26,15 +26,15 @@ class Lived:
 
     @property
     def reached(self) -> int:
-        """The last update that some rank has completed."""
+        """The last update completed by any rank."""
         return max((self.restored or 0, *self.rows))
 
 
 def surviving(lives: Sequence[Lived]) -> dict[int, tuple[int, list[int]]]:
-    """Returns epoch and rows of each update of the history in which no update was undone.
+    """Return epoch and rows of each update of the surviving history.
 
-    What a life had done after the update from which a later one went on was in vain. Within an update a row counts
-    once: ranks that must keep in step with the tail of an epoch repeat one, without weight.
+    Updates of a life after the one from which a later life resumed do not count. Within an update a row counts once:
+    in the tail of an epoch, ranks may repeat one with weight 0.
     """
     history: dict[int, tuple[int, list[int]]] = {}
     for life in lives:
@@ -47,7 +47,7 @@ def surviving(lives: Sequence[Lived]) -> dict[int, tuple[int, list[int]]]:
 
 
 def complaints(history: Mapping[int, tuple[int, list[int]]], wanted: Mapping[int, tuple[int, list[int]]]) -> list[str]:
-    """Returns what is wrong with a history, beside that of the undisturbed run."""
+    """Return how a history deviates from that of the undisturbed run."""
     found = []
     if list(history) != list(range(1, len(history) + 1)):
         missing = sorted(set(range(1, max(history, default=0) + 1)) - set(history))

@@ -1,4 +1,4 @@
-"""What a rank of a schedule runs: a small training that says what it begins, and what it has done."""
+"""The program of each rank: a small training that reports what it starts and what it has done."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAUSE_S = 0.002
 
 
 class SlowFiles(LocalFileSystem):
-    """Reaches the files of this machine by URI, the slow way: each call takes a while, and some fail."""
+    """Local files behind a URI, with slow calls, of which some fail."""
 
     protocol = ("slow", "failing")
     chance = random.Random(0)
@@ -69,7 +69,7 @@ class ChaosConfig(TinyConfig):
 
 
 class ChaosTrainer(TinyTrainer):
-    """All that a resume can get wrong, over rows with numbers."""
+    """A trainer with everything that a resume can get wrong, over numbered rows."""
 
     def configure_dataloaders(self) -> Any:
         config: Any = self.config
@@ -83,7 +83,7 @@ class ChaosTrainer(TinyTrainer):
 
 
 class Tells(Callback):
-    """Writes down what has been done, and what begins, where no signal and no full disk can reach it: in a pipe."""
+    """Reports what was done and what starts through a pipe, which no signal or full disk affects."""
 
     def __init__(self, tell: Connection) -> None:
         self.tell = tell
@@ -141,7 +141,7 @@ def run_rank(
     tell: Connection,
     output: Connection,
 ) -> None:
-    """The main function of a process: meets the other ranks, trains, and tells the digest of what came out."""
+    """The main function of a process: join the other ranks, train, and report the digests of the result."""
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -169,7 +169,7 @@ def run_rank(
 
 
 def digest(trainer: ChaosTrainer, callbacks: list[Any]) -> dict[str, str]:
-    """Digests of all that a training leaves. Every rank must call this."""
+    """Return digests of the result of a training. Every rank must call this."""
     moments = {
         f"{index}.{name}": to_full_tensor(value)
         for index, state in trainer.optimizer.state_dict()["state"].items()

@@ -1,4 +1,4 @@
-"""Drives a schedule on Ray: `headway fit` in a process of its own, on a local cluster of one head and two nodes."""
+"""Drives a schedule on Ray: `headway fit` in a separate process, on a local cluster of one head and two nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class RayDrive:
-    """Runs schedules one after the other, on one cluster; a context manager that ends it.
+    """Runs schedules one after another on one cluster; a context manager that stops the cluster.
 
     Args:
         folder: for runs and data.
@@ -45,7 +45,7 @@ class RayDrive:
         self._folder = folder
         self._data = write_rows(folder / "rows-on-ray", ROWS)
         self._undisturbed: dict[str, Path] = {}
-        # Or every program on this machine that calls ray.init() would find this cluster. Short: sockets lie in it.
+        # Separate, or every ray.init() on this machine would find this cluster. Short, because it contains sockets.
         self._before, self._rays_files = os.environ.get("RAY_TMPDIR"), tempfile.mkdtemp(prefix="hc-")
         os.environ["RAY_TMPDIR"] = self._rays_files
         with socket.socket() as free:
@@ -72,7 +72,7 @@ class RayDrive:
         shutil.rmtree(self._rays_files, ignore_errors=True)
 
     def run(self, schedule: RaySchedule) -> Outcome:
-        """Runs a schedule to its end, and judges it. Never raises for what the run does."""
+        """Run a schedule to its end, and check it. Does not raise for failures of the run."""
         outcome = Outcome(schedule)
         storage = Path(tempfile.mkdtemp(prefix=f"ray-seed-{schedule.seed}-", dir=self._folder))
         return judged(outcome, storage, lambda: self._run(schedule, storage, outcome))
@@ -93,7 +93,7 @@ class RayDrive:
             if not any("driver" in what for what in start.struck):
                 raise Unexpected(f"start {number + 1}: `headway fit` ended with {code}\n{start.text()}")
             for wound in plan.damages:
-                # Of several, so that one is left that is good.
+                # Only if there are several, so that a good one is left.
                 if len(there := checkpoints(run_dir)) > 1:
                     outcome.struck.append(f"start {number + 1}: {damage(there[-1], wound)}")
         outcome.complaints += complaints(_history(run_dir), _history(undisturbed))
@@ -107,7 +107,7 @@ class RayDrive:
             outcome.complaints += other_records(records(run_dir), records(undisturbed))
 
     def _run_undisturbed(self, strategy: str) -> Path:
-        """Trains without Ray and without interruption, on as many ranks."""
+        """Train without Ray and without interruption, on the same number of ranks."""
         if strategy not in self._undisturbed:
             run_dir = self._folder / f"undisturbed-{strategy}"
             run_on_ranks(_train, 2, str(run_dir), self._data, strategy)
@@ -115,7 +115,7 @@ class RayDrive:
         return self._undisturbed[strategy]
 
     def replace_node(self, worker: int) -> None:
-        """Kills the raylet of a worker's process, and all on its node with it; a while later there is another node."""
+        """Kill the raylet of a worker, and with it all processes of its node; later another node is added."""
         raylet = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         for node in self._nodes:
             if any(each.process.pid == raylet for each in node.all_processes["raylet"]):
@@ -126,15 +126,15 @@ class RayDrive:
         raise ProcessLookupError(worker)
 
     def mend(self) -> None:
-        """Adds the node that is due; called by the main thread, which Ray wants for its signal handlers."""
+        """Add a node if one is due. Called in the main thread, where Ray can install its signal handlers."""
         if not self._due_s or time.monotonic() < self._due_s[0]:
             return
         try:
-            # Each worker wants a place: so there is one on each node, and none on the head.
+            # Each worker needs this resource: one is on each node, and none on the head.
             self._nodes.append(self._cluster.add_node(num_cpus=2, resources={"place": 1}))
             self._due_s.pop(0)
         except Exception as error:
-            # On a machine that is busy a raylet may need longer than Ray gives it.
+            # On a busy machine a raylet may need longer than Ray's timeout.
             print(f"no node yet: {error}", file=sys.stderr)
 
 
@@ -149,7 +149,7 @@ def _train(world: World, run_dir: str, data: str, strategy: str) -> None:
 
 
 def _history(run_dir: Path) -> dict[int, tuple[int, list[int]]]:
-    """Rows of each update over all ranks, from 1; what was done in vain counts as the last attempt saw it."""
+    """Return the rows of each update over all ranks, from 1; repeated updates count as the last attempt made them."""
     ranks = [_rows_of_rank(run_dir, int(each.stem.split("-")[1])) for each in run_dir.glob("rows-*.jsonl")]
     history = {}
     for step in sorted({step for rank in ranks for step in rank}):
@@ -160,7 +160,7 @@ def _history(run_dir: Path) -> dict[int, tuple[int, list[int]]]:
 
 
 def _rows_of_rank(run_dir: Path, rank: int) -> dict[int, tuple[int, list[int]]]:
-    """The last attempt that made each update on a rank, and its rows."""
+    """Return the last attempt that made each update on a rank, and its rows."""
     seen: dict[int, tuple[int, list[int]]] = {}
     for line in (run_dir / f"rows-{rank}.jsonl").read_text().splitlines():
         said = json.loads(line)
@@ -171,13 +171,13 @@ def _rows_of_rank(run_dir: Path, rank: int) -> dict[int, tuple[int, list[int]]]:
 
 
 def _sums(run_dir: Path) -> dict[str, str]:
-    """The sums of weights and moments in the last checkpoint."""
+    """Return the checksums of weights and moments in the last checkpoint."""
     sums = json.loads((checkpoints(run_dir)[-1].folder / "tensors.json").read_text())
     return {name: each for name, each in sums.items() if name.startswith(("models/", "optimizers/"))}
 
 
 class _Start:
-    """One `headway fit`, and what is done to it until it ends."""
+    """One `headway fit`, with the faults injected until it ends."""
 
     def __init__(self, schedule: RaySchedule, plan: RayLife, storage: Path, data: str, address: str) -> None:
         self.plan, self.struck = plan, list[str]()
@@ -205,7 +205,7 @@ class _Start:
             )
 
     def run(self, drive: RayDrive) -> int:
-        """Waits for the end, and returns the exit code."""
+        """Wait for the end, and return the exit code."""
         deadline_s = time.monotonic() + LATE_S
         try:
             while self._process.poll() is None:
@@ -223,7 +223,7 @@ class _Start:
         return self._process.returncode
 
     def text(self) -> str:
-        """What the driver has printed, the last of it."""
+        """Return the end of the output of the driver."""
         return self._log.read_text()[-6000:]
 
     def _attempts(self) -> list[Event]:
@@ -233,7 +233,7 @@ class _Start:
         ]  # fmt: skip
 
     def _is_time(self, fault: RayFault) -> bool:
-        # What befalls the workers needs those of this start; one thing after the other.
+        # Faults of workers need the workers of this start; inject one after another.
         if fault is not self._waiting[0] or not self._attempts():
             return False
         return fault.step == 0 or max((each["step"] for each in _logged(self._run_dir)), default=0) >= fault.step

@@ -1,4 +1,4 @@
-"""What befalls a run on Ray, made from a seed by arithmetic alone: its workers, their machines and its driver die."""
+"""Schedules of faults for runs on Ray, generated from a seed: workers, machines and drivers die."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RayBlow = Literal[
 
 @dataclass(frozen=True)
 class RayFault:
-    """Something done to a process of the cluster, at the moment that the run has logged so many steps.
+    """A fault of a process of the cluster, injected once the run has logged a step.
 
     Attributes:
-        step: 0 is the moment at which the workers have started.
-        whom: which worker or node, modulo their number.
+        step: the step; 0 for the start of the workers.
+        whom: index of the worker or node, modulo their number.
     """
 
     blow: RayBlow
@@ -42,7 +42,7 @@ class RayFault:
 
 @dataclass(frozen=True)
 class RayLife:
-    """From one start of `headway fit` to its end."""
+    """One start of `headway fit`, until its end."""
 
     workers: int
     faults: tuple[RayFault, ...] = ()
@@ -55,7 +55,7 @@ class RayLife:
 
 @dataclass(frozen=True)
 class RaySchedule:
-    """How `headway fit` is started again and again on a cluster of several nodes, until it completes."""
+    """Repeated starts of `headway fit` on a cluster of several nodes, until it completes."""
 
     seed: int
     every: int
@@ -64,7 +64,7 @@ class RaySchedule:
 
     @property
     def resizes(self) -> bool:
-        """Whether some life has another number of workers than the undisturbed run."""
+        """Whether the number of workers of any life differs from the undisturbed run."""
         return any(life.workers != 2 for life in self.lives)
 
     def __str__(self) -> str:
@@ -73,12 +73,12 @@ class RaySchedule:
 
 
 def ray_schedule(seed: int) -> RaySchedule:
-    """Returns the schedule of a seed; always the same."""
+    """Return the schedule of a seed; deterministic."""
     chance = random.Random(f"chaos on Ray {seed}")
     resizes = chance.random() < 0.3
     lives, first = [], 0
     for _ in range(chance.choice((1, 2))):
-        # The first fault is one that the driver goes on from by itself.
+        # The first fault is one that the driver recovers from by itself.
         within: tuple[RayBlow, ...] = ("kill a worker", "kill a worker", "kill a raylet", "freeze a worker")
         at_its_end: tuple[RayBlow, ...] = ("kill the driver", "terminate the driver", "interrupt the driver")
         steps = sorted(chance.sample(range(first, first + 12), 2))

@@ -1,8 +1,8 @@
-"""What befalls a run, made from a seed by arithmetic alone: no clock, no process, no file.
+"""Schedules of faults, generated from a seed by arithmetic alone: no clock, no process, no file.
 
 A schedule is a training and a list of lives. In each life the run is started on some number of ranks, and at most two
-things happen to it at some moment; when it has ended, its files may be damaged, and it is started again, until a life
-that nothing befalls brings it to its end.
+faults are injected; after its end its files may be damaged, and it is started again. The last life is undisturbed and
+completes the run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Wound = Literal["flip a bit", "truncate", "delete", "overwrite", "append"]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained. Of two trainings that differ only in how they save, the results are equal.
+    """The settings of the training. Two trainings that differ only in how they save have equal results.
 
     Attributes:
-        ranks: of the undisturbed run, and of all lives unless the schedule resizes.
-        every: steps from save to save.
-        storage: "slow" and "failing" are reached by URI; of the second some calls fail.
-        exact: gives the same bits at every number of ranks.
-        forgets: what a resume leaves out; only the tests of this suite itself say so, to see that it notices.
+        ranks: number of ranks of the undisturbed run, and of all lives unless the schedule resizes.
+        every: steps between two saves.
+        storage: "slow" and "failing" are URIs; some calls of the latter fail.
+        exact: gives the same bits on every number of ranks.
+        forgets: a part that resume leaves out; used only to test that this suite notices.
     """
 
     data: Data = "loader"
@@ -51,7 +51,7 @@ class Training:
 
     @property
     def undisturbed(self) -> Training:
-        """The training with the same result that is never interrupted, and never saves before its end."""
+        """The training with the same result that is not interrupted, and saves only at its end."""
         return replace(self, every=10**6, background=False, keep_last=2, save_best=False, storage="disk", forgets="")
 
     @property
@@ -77,14 +77,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something done to processes from outside.
+    """A fault injected into processes from outside.
 
     Attributes:
         blow: SIGKILL, SIGTERM, SIGINT, SIGSTOP, or a limit on the size of files that makes writes fail.
-        whom: a rank, modulo the number of ranks; None is all of them, as where the machine or the driver dies.
-        moment: what the run says that it begins; "save" is the update after which one is due.
-        count: how often it has to say so.
-        delay_s: from then on.
+        whom: a rank, modulo the number of ranks; None for all, as if the machine or the driver dies.
+        moment: the phase that the run reports to start; "save" is the update after which one is due.
+        count: at which occurrence of the moment.
+        delay_s: delay from then on.
         then_s: so much later what was frozen goes on, or the disk has room again; None never, and what was frozen is
             killed by whoever watches. For signals that ask politely: SIGKILL follows, unless None.
     """
@@ -107,12 +107,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Damage:
-    """Something done to the newest checkpoint while no process runs.
+    """Damage to the newest checkpoint while no process runs.
 
     Attributes:
-        file: place of the file in the sorted list, from 0 to below 1.
-        place: in the file, from 0 to below 1.
-        bit: that is flipped.
+        file: relative position in the sorted list of files, in [0, 1).
+        place: relative position in the file, in [0, 1).
+        bit: the bit to flip.
     """
 
     wound: Wound
@@ -126,10 +126,10 @@ class Damage:
 
 @dataclass(frozen=True)
 class Life:
-    """From one start to the end that follows.
+    """One start of the run, until its end.
 
     Attributes:
-        grace_s: how long the ranks that are left are given when one has died.
+        grace_s: how long the remaining ranks may run after one has died.
     """
 
     ranks: int
@@ -144,7 +144,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A training and what befalls it. The last life is always one that nothing befalls."""
+    """A training and its lives. The last life is undisturbed."""
 
     seed: int
     training: Training
@@ -152,7 +152,7 @@ class Schedule:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether the result is that of the undisturbed run bit by bit: as many ranks in every life, or exact mode."""
+        """Whether the result must be bit-equal to the undisturbed run: equal ranks in every life, or exact mode."""
         return self.training.exact or all(life.ranks == self.training.ranks for life in self.lives)
 
     def __str__(self) -> str:
@@ -161,12 +161,12 @@ class Schedule:
 
 
 def schedule(seed: int) -> Schedule:
-    """Returns the schedule of a seed; always the same."""
+    """Return the schedule of a seed; deterministic."""
     chance = random.Random(f"chaos {seed}")
     training = _training(chance)
     resizes = training.ranks > 1 and chance.random() < 0.25
     if resizes and training.strategy == "ddp":
-        # Of which there must be several parts: four in a batch of eight.
+        # Exact mode needs several micro-batches: four in a batch of eight.
         training = replace(training, exact=True, micro_batch_size=2)
     lives = [_life(chance, training, resizes) for _ in range(chance.choice((1, 2, 2, 3, 3, 4)))]
     last = Life(chance.choice((1, 2, 3)) if resizes else training.ranks)
@@ -174,7 +174,7 @@ def schedule(seed: int) -> Schedule:
 
 
 def _training(chance: random.Random) -> Training:
-    # Few undisturbed runs for many schedules: what only makes the result another one goes together.
+    # Few undisturbed runs for many schedules: settings that change the result are varied together.
     strategies: tuple[Strategy, ...] = ("none", "ddp", "ddp", "fsdp", "fsdp")
     strategy, averages = chance.choice(strategies), chance.random() < 0.3
     return Training(
@@ -224,7 +224,7 @@ def _fault(chance: random.Random, training: Training) -> Fault:
         whom=chance.choice((None, 0, 1)),
         moment=moment,
         count=chance.randint(1, most.get(moment, 1)),
-        # Short ones, mostly: a step takes milliseconds, and so does a save.
+        # Mostly short: a step and a save take milliseconds.
         delay_s=chance.uniform(0.0, 0.3) if moment == "start" else chance.choice((0.003, 0.03, 0.1)) * chance.random(),
         then_s=then_s,
     )

@@ -1,7 +1,7 @@
 """A dozen schedules of kills, stops, full disks and damaged files: the short form of `make chaos`.
 
-Whatever happened, every row was learned from once in each epoch of the history that survived, and where the number of
-ranks stayed, weights, moments, averages and records are bit by bit those of the undisturbed run.
+In any case, each row was used once in each epoch of the surviving history; and with a constant number of ranks,
+weights, moments, averages and records are bit-equal to the undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.chaos.drive import Drive, Outcome
 from tests.chaos.ledger import Lived, complaints, surviving
 from tests.chaos.schedule import Damage, Fault, Life, Schedule, Training, schedule
 
-# Of five trainings, so that few run undisturbed; together they have every blow, wound, strategy and storage there is.
-# `make test` runs four, which have every blow and strategy, a change of size and storage that fails; `make test-all`
+# Five trainings, so that few run undisturbed; together they cover every blow, wound, strategy and storage.
+# `make test` runs four, with every blow and strategy, a resize and a failing storage; `make test-all`
 # runs the others.
 SHORT, LONG = (21, 43, 260, 171), (79, 174, 229, 236, 342, 388, 462, 464)
 SEEDS = SHORT + LONG
@@ -31,7 +31,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Drive:
 
 @pytest.fixture(scope="module")
 def outcome_of(drive: Drive) -> Callable[[int], Outcome]:
-    """Runs the schedule of a seed, once."""
+    """Run the schedule of a seed, once."""
     return cache(lambda seed: drive.run(schedule(seed)))
 
 

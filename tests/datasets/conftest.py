@@ -1,4 +1,4 @@
-"""Small real datasets, and the contexts of ranks that read them."""
+"""Small real datasets, and the settings of ranks that read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def write(path: Path, ids: range, *, length: int = 4, group: int = 16, **columns: Any) -> Path:
-    """Writes rows {id, tokens[length]} (tokens are id, id + 1, ...) and other columns."""
+    """Write rows {id, tokens[length]} (tokens are id, id + 1, ...) and other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = np.array(ids, dtype=np.int64)
     tokens = (numbers[:, None] + np.arange(length)).astype(np.int32)
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["threads", pytest.param("ray", marks=pytest.mark.ray)])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Both engines; the second in the session's Ray."""
+    """Both engines; Ray Data on the session's Ray."""
     if request.param == "ray":
         request.getfixturevalue("ray_session")
     return str(request.param)

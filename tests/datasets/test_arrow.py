@@ -1,4 +1,4 @@
-"""Columns on their way through Arrow and back: what they hold, and of which kind, stays what it was."""
+"""Columns keep their values and types through Arrow and back."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def _same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float16", "float32", "float64", "bool"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_arrays_of_several_sizes_keep_their_kind(dtype: str, depth: int) -> None:
-    """An image of bytes is one of bytes after a transform, whatever the sizes of the others, and its place in them."""
+    """Images remain uint8 through a transform, whatever the sizes of other images."""
     generator = np.random.default_rng(1)
     sizes = [(4, 5, 3), (2, 7, 3), (1, 1, 3), (4, 5, 3)]
     images = [generator.integers(0, 2 if dtype == "bool" else 200, size[:depth]).astype(dtype) for size in sizes]
     for column in (_column(*images), _column(None, *images, None), _column(images[0], None, images[1])):
         back = from_table(to_table({"image": column}))["image"]
         assert _same(back, column)
-        # And once more: what comes out goes in.
+        # Again, with the output as input.
         assert _same(from_table(to_table({"image": back}))["image"], column)
 
 
@@ -83,7 +83,7 @@ _TURNS = pa.list_(pa.struct([("role", pa.string()), ("tool", pa.string())]))
 _COUNTS = pa.map_(pa.string(), pa.int64())
 _BIG = pa.struct([("id", pa.uint64())])
 _GROUPS: dict[str, tuple[pa.DataType, list[Any]]] = {
-    # Each list is a row group: what is typical of one is missing in the other.
+    # Each list is a row group, with values that the others lack.
     "boxes, and a group of none": (_BOXES, [[[[1.0, 2.0]], []], [[], []]]),
     "lists ragged inside": (_BOXES, [[[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [[[6.0]], [[7.0]]]]),
     "widths that differ": (pa.list_(pa.int16()), [[[1, 2], [3, 4]], [[5], [6]]]),
@@ -102,7 +102,7 @@ _GROUPS: dict[str, tuple[pa.DataType, list[Any]]] = {
 
 
 def _write(path: Path, arrow: pa.DataType, groups: list[Any]) -> list[ReadJob]:
-    """Writes a column "c", each list a row group, and returns what reads them."""
+    """Write a column "c" with each list as a row group, and return the jobs that read them."""
     with pq.ParquetWriter(path / "a.parquet", pa.schema([("c", arrow)])) as writer:
         for group in groups:
             writer.write_table(pa.table({"c": pa.array(group, arrow)}))
@@ -114,7 +114,7 @@ def _write(path: Path, arrow: pa.DataType, groups: list[Any]) -> list[ReadJob]:
 
 
 def _known(value: Any) -> Any:
-    """A value with its type, in a form that can be compared."""
+    """Return a value with its type, in a comparable form."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, [_known(each) for each in value]
     return type(value), value
@@ -130,7 +130,7 @@ def _keep(rows: Rows) -> Rows:
 
 @pytest.mark.parametrize("kind", _GROUPS)
 def test_a_column_is_the_same_through_ray_and_through_transforms(tmp_path: Path, kind: str) -> None:
-    """Read here, sent as a task of Ray Data sends several row groups, and passed on by transforms."""
+    """Compares reading here, in a Ray Data task with several row groups, and through transforms."""
     jobs = _write(tmp_path, *_GROUPS[kind])
     here = _rows(*map(read, jobs))
     assert len(here) == 4
@@ -152,7 +152,7 @@ def test_a_column_is_the_same_through_ray_and_through_transforms(tmp_path: Path,
     ],
 )
 def test_lists_of_numbers_are_tensors_however_ragged(tmp_path: Path, arrow: Any, rows: Any, expected: Any) -> None:
-    """One tensor where all rows are of one shape, here a list; else tensors in lists, here a tuple of rows."""
+    """One tensor if all rows have one shape, here as a list; else lists of tensors, here as a tuple of rows."""
     _write(tmp_path, arrow, [rows])
     stream = ParquetStream(tmp_path, engine="threads", shuffle=False, shards=1)
     stream.setup(shard_info(global_batch_size=4))
@@ -180,7 +180,7 @@ class _Bomb:
 
 
 def test_a_file_cannot_have_its_reader_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A column that looks as rows do on their way between our own processes is data like any other."""
+    """A column in the format used between Headway's processes is ordinary data."""
     monkeypatch.setenv("HEADWAY_BOMB", str(tmp_path / "went-off"))
     looks_like_ours = to_table({"text": np.array([_Bomb()], dtype=object)})
     pq.write_table(looks_like_ours, tmp_path / "a.parquet")

@@ -29,7 +29,7 @@ def rank_batches(
     micro_batch_size: int | None = None,
     offset: int = 0,
 ) -> list[tuple[list[Row], tuple[int, ...], int]]:
-    """What one rank gets of each batch: its rows (fragment, row), its micro-batches' sizes, the rows of all ranks."""
+    """Return one rank's part of each batch: rows as (fragment, row), micro-batch sizes, and rows over all ranks."""
     buffers: dict[int, deque[Row]] = defaultdict(deque)
     need_before = -1
     for read in plan.reads(rank=rank, world_size=world_size, offset=offset):
@@ -62,7 +62,7 @@ def rank_batches(
 
 
 def global_batches(plan: EpochPlan, *, world_size: int, **options: int) -> list[list[Row]]:
-    """The rows of each global batch, rank after rank; checks what all ranks must have in common."""
+    """Return the rows of each global batch, by rank; checks what must be equal on all ranks."""
     ranks = [rank_batches(plan, rank=rank, world_size=world_size, **options) for rank in range(world_size)]  # type: ignore[arg-type]
     assert len({len(batches) for batches in ranks}) == 1, "equally many global batches on every rank"
     result = []
@@ -190,7 +190,7 @@ def test_more_ranks_than_rows_still_take_part_in_every_step() -> None:
 
 
 def test_a_place_is_found_in_the_time_of_the_fragments_not_of_the_rows() -> None:
-    """A trillion rows: anything that counted them one by one would not end."""
+    """A trillion rows: an algorithm proportional to the rows would not end."""
     plan = EpochPlan(np.full(1000, 10**9), 0, 0, shards=64)
     offset = plan.samples(64) * 99 // 100 // 64 * 64
     reads = plan.reads(rank=1, world_size=2, offset=offset)
@@ -211,7 +211,7 @@ def test_a_row_group_longer_than_many_shards_is_read_once_for_all_of_them() -> N
 
 
 def test_the_order_is_a_promise() -> None:
-    """These numbers may never change: a checkpoint of today must mean the same place tomorrow, on every machine."""
+    """These numbers must never change: a checkpoint means the same position in every version and on every machine."""
     assert permutation(8, 2, 0, 0, 0).tolist() == [6, 4, 7, 0, 5, 2, 1, 3]
     batch = global_batches(EpochPlan(np.array([5, 3, 4]), 7, 1, shards=2), world_size=1, global_batch_size=4)[0]
     assert batch == [(2, 2), (2, 3), (0, 3), (0, 4)]

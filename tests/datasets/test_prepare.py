@@ -139,7 +139,7 @@ def test_other_options_after_an_interruption_are_refused(texts: Path, tmp_path: 
 
 
 class _Letters:
-    """Gives every letter one number, which is not in its name."""
+    """Maps every letter to one number, which is not part of its name."""
 
     def __init__(self, number: int, name_or_path: str = "") -> None:
         self.number = number
@@ -158,7 +158,7 @@ def test_another_tokenizer_of_the_same_name_is_told_apart(texts: Path, tmp_path:
     ):
         prepare_text(texts, tmp_path / "out", tokenizer=_Letters(2, "small").encode, **OPTIONS)
     assert prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "small").encode, **OPTIONS).already_done
-    # What was made before this was recorded is not refused.
+    # Output from before this was recorded is accepted.
     record = json.loads((tmp_path / "out" / "prepared.json").read_text())
     del record["first_tokens"]
     (tmp_path / "out" / "prepared.json").write_text(json.dumps(record))
@@ -178,7 +178,7 @@ def test_the_output_may_lie_in_the_input(texts: Path, tmp_path: Path) -> None:
 
 
 def test_who_makes_the_same_folder_meanwhile_is_waited_for(texts: Path, tmp_path: Path) -> None:
-    """Locks are of open files, so that threads stand for processes here."""
+    """Locks belong to open files, so threads can stand for processes here."""
     running, most = 0, 0
 
     def counted(text: str) -> Any:
@@ -193,7 +193,7 @@ def test_who_makes_the_same_folder_meanwhile_is_waited_for(texts: Path, tmp_path
     out = tmp_path / "out"
     with ThreadPoolExecutor(3) as pool, locked(tmp_path / "out.partial"):
         made = [pool.submit(prepare_text, texts, out, tokenizer=counted, **OPTIONS) for _ in range(3)]
-        time.sleep(0.3)  # each has read how the input begins, and waits
+        time.sleep(0.3)  # each has read the start of the input, and waits
         assert [each.name for each in (tmp_path / "out.partial").iterdir()] == [".lock"]
         most = 0
     assert sorted(each.result().already_done for each in made) == [False, True, True]

@@ -1,4 +1,4 @@
-"""Finding Parquet files, and what is said when there is something wrong with them."""
+"""Finding Parquet files, and errors about them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_uri_is_read_through_fsspec(folder: Path) -> None:
 
 
 def test_only_the_footers_are_read(folder: Path) -> None:
-    """Rows that cannot be read do not matter before they are wanted."""
+    """Unreadable rows cause no error before they are read."""
     path = folder / "a.parquet"
     path.write_bytes(b"PAR1" + bytes(100) + path.read_bytes()[104:])
     assert read_source(folder).rows == 103
@@ -83,7 +83,7 @@ def test_the_fingerprint_stays_when_the_data_moves_and_changes_with_it(folder: P
 
 
 def test_other_values_of_the_same_size_and_range_change_the_fingerprint(tmp_path: Path) -> None:
-    """Uncompressed, with equal extremes: footers are alike, the middle of the file is not."""
+    """Uncompressed and with equal statistics: the footers are equal, the middle of the file is not."""
     prints = set()
     for seed in range(2):
         values = np.random.default_rng(seed).integers(1, 99, 50_000)
@@ -138,7 +138,7 @@ def test_schemas_that_differ_are_named(folder: Path) -> None:
 
 
 def test_what_is_read_alike_may_be_written_differently(tmp_path: Path) -> None:
-    """Files of several writers: columns in another order, said never to be null, text of another width."""
+    """Files of several writers: other column order, nullability and string type."""
     rows = {"x": [1.5], "s": ["a"], "m": [[{"r": "u"}]]}
     messages = pa.list_(pa.struct([("r", pa.string())]))
     wide = pa.large_list(pa.struct([("r", pa.large_string())]))
@@ -253,7 +253,7 @@ def test_describe_shows_a_dataset_at_a_glance(folder: Path) -> None:
 
 
 def test_what_cannot_be_trained_on_can_be_looked_at(tmp_path: Path) -> None:
-    """Nulls among numbers, and files that differ in other columns: what an error names is looked up here."""
+    """Nulls among numbers, and files that differ in other columns: rows named in errors can be looked up."""
     write(tmp_path / "a.parquet", range(3), x=pa.array([None, 1.5, 2.5]), deep=[[1, None], None, []])
     assert describe(tmp_path).first_row["x"] is None
     assert read_row(tmp_path, "a.parquet[0]:0") == {"id": 0, "tokens": [0, 1, 2, 3], "x": None, "deep": [1, None]}

@@ -1,4 +1,4 @@
-"""Real Parquet files through both engines: what ranks get, in which order, and what they cannot get."""
+"""Real Parquet files through both engines: the rows of each rank, their order, and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(
 
 
 def ids(batch: Any) -> list[int]:
-    """The rows that count."""
+    """Return the rows that count."""
     return [
         row
         for columns, samples in zip(batch.micro_batches, batch.num_samples, strict=True)
@@ -44,7 +44,7 @@ def ids(batch: Any) -> list[int]:
 
 
 def steps(path: Any, *, world_size: int = 1, epoch: int = 0, offset: int = 0, **options: Any) -> list[list[int]]:
-    """The rows of each global batch, rank after rank."""
+    """Return the rows of each global batch, by rank."""
     ranks = []
     for rank in range(world_size):
         stream = opened(path, rank=rank, world_size=world_size, **options)
@@ -111,7 +111,7 @@ def test_an_error_says_which_rows_of_which_file(tmp_path: Path) -> None:
 
 
 class Watched(Trainer[TrainerConfig]):
-    """Trains on a stream, and evaluates on the same one while it reads from it."""
+    """Trains on a stream, and evaluates on the same one meanwhile."""
 
     def configure_models(self) -> None:
         self.model = torch.nn.Linear(4, 1)
@@ -261,7 +261,7 @@ def test_micro_batches_cut_a_rank_s_rows(folder: Path) -> None:
 
 
 def test_epochs_follow_one_another_without_a_gap(folder: Path, engine: str) -> None:
-    """When an epoch ends, the next one's first batches are made, whether or not anyone asks."""
+    """At the end of an epoch, the first batches of the next one are prepared before they are requested."""
     stream = opened(folder, engine=engine, context={"global_batch_size": 32})
     epochs = [[ids(batch) for batch in stream.epoch(epoch)] for epoch in range(3)]
     assert epochs == [steps(folder, epoch=epoch, context={"global_batch_size": 32}) for epoch in range(3)]
@@ -289,7 +289,7 @@ def test_closing_ends_every_thread(folder: Path, engine: str) -> None:
 
 
 def test_a_task_decodes_no_more_where_a_resumed_epoch_wants_little_of_each_row_group(tmp_path: Path) -> None:
-    """Or the first batch would wait for one process that reads all that the others could have read beside it."""
+    """Otherwise the first batch would wait for one process that reads everything."""
     write(tmp_path / "many.parquet", range(50_000), group=50)
     stream = opened(tmp_path / "many.parquet", context={"global_batch_size": 32})
     spec = stream._opened
@@ -306,7 +306,7 @@ def test_a_task_decodes_no_more_where_a_resumed_epoch_wants_little_of_each_row_g
 def test_closing_leaves_no_execution_in_ray_data(
     folder: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And cancels none of its tasks: one that ends while it is cancelled may abort the process."""
+    """Closing cancels no task: one that ends while it is cancelled may abort the process."""
     import ray
 
     def slowly(rows: Any) -> Any:
@@ -330,7 +330,7 @@ def _executors() -> list[str]:
 
 
 def test_resuming_reads_nothing_of_what_was_consumed(tmp_path: Path) -> None:
-    """At 99 % of 50,000 rows as many row groups are read before the first batch as at the start, or fewer."""
+    """At 99 % of 50,000 rows, at most as many row groups are read before the first batch as at the start."""
     write(tmp_path / "many.parquet", range(50_000), group=50)
     first_reads = []
     for offset in (0, 49_504):
@@ -381,7 +381,7 @@ def _broken(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def test_text_ragged_lists_and_objects_stay_lists(tmp_path: Path, engine: str) -> None:
-    """In groups of one row, of which none shows what the others hold; passed on by a transform that works in place."""
+    """In row groups of one row, with different types; forwarded by a transform that works in place."""
     ragged = [list(range(i % 3)) for i in range(40)]
     counts = [[("k", i)] if i % 2 else None for i in range(40)]
     turns = [{"role": "u", "tool": "t" if i % 4 else None, "tags": ["x"] * (i % 2)} for i in range(40)]

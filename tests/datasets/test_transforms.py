@@ -1,4 +1,4 @@
-"""What a transform may return, and what becomes of it: numbers, text and objects of each row, as they are."""
+"""Values that a transform may return, and their conversion: numbers, text and objects of each row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = {"x": np.arange(2)}
 
 
 def returned(values: Any) -> Any:
-    """What arrives of a column that a transform returned."""
+    """Return a column after a transform returned it."""
     return transform(ROWS, [lambda rows: {"c": values}])["c"]
 
 
@@ -46,7 +46,7 @@ def test_what_is_no_number_stays_what_it_is(values: list[Any]) -> None:
 
 def test_one_long_text_does_not_widen_the_others() -> None:
     rows = {"x": np.arange(1000)}
-    texts = ["a" * 10**6, *["b"] * 999]  # 4 GB as an array of NumPy's text
+    texts = ["a" * 10**6, *["b"] * 999]  # 4 GB as a NumPy string array
     column = transform(rows, [lambda rows: {"c": texts}])["c"]
     assert column.dtype == object
     assert column.tolist() == texts
@@ -109,7 +109,7 @@ def test_columns_that_come_and_go_are_refused_between_row_groups() -> None:
 
 
 def test_a_transform_may_work_in_place_wherever_its_rows_lie() -> None:
-    """Rows of a file that are not permuted, of a transform before, and of a block that Ray shares, are read-only."""
+    """Unpermuted rows of a file, of an earlier transform, and of a block shared by Ray are read-only."""
     shared = np.arange(4.0)
     shared.flags.writeable = False
 

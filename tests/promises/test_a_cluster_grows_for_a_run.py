@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    """Of a head with one CPU, whose autoscaler may start two more machines with one CPU each, as processes here.
+    """A head with one CPU, whose autoscaler may start two more machines with one CPU each, as local processes.
 
-    Ray's `AutoscalingCluster` is no way to it: it ends every Ray of the machine before and after, and reads the
-    defaults of its provider from a file that is not in Ray's wheel. As an "external" one the provider needs none.
+    Ray's `AutoscalingCluster` is unsuitable: it stops every Ray on the machine before and after, and reads the
+    defaults of its provider from a file that is not in Ray's wheel. An "external" provider needs none.
     """
     (port,) = heads.free_ports(1)
     config = {
@@ -42,7 +42,7 @@ def port(tmp_path: Path) -> Iterator[int]:
             "type": "external",
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "gcs_address": f"{get_node_ip_address()}:{port}",
-            # All have the same address.
+            # All machines have the same address.
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
@@ -64,7 +64,7 @@ def port(tmp_path: Path) -> Iterator[int]:
 
 
 def machines(port: int) -> set[int]:
-    """Processes that stand for the machines of the cluster."""
+    """The processes that stand for the machines of the cluster."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int
     def events(kind: str) -> list[Event]:
         return [each for each in read_events(Folder(str(run_dir))) if each["event"] == kind]
 
-    # Its dashboard may answer before.
+    # Its dashboard may answer earlier.
     wait_until(lambda: len(machines(port)) == 1)
     head = machines(port)
     driver = fit(port, *common, "name=run", "config.max_steps=60", "config.pause_s=0.1", "scaling.workers=2",
@@ -124,7 +124,7 @@ def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int
     assert (run.status, run.record.steps, run.record.attempts, run.record.failures) == ("completed", 60, 1, 0)
     assert goodput_report(read_events(run.folder)).seconds["waiting for machines"] > 0
 
-    # What no machine of the cluster will ever have.
+    # A resource that no machine of the cluster will ever have.
     driver = fit(port, *common, "name=late", "config.max_steps=1", "scaling.gpus_per_worker=1", "scaling.wait=8s")
     try:
         wait_until(lambda: machines(port) == head)

@@ -97,7 +97,7 @@ def test_the_signal_that_came_is_the_one_that_is_told(name: str, tmp_path: Path)
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-# ---- Data and resume --------------------------------------------------------------------------------------------
+# ---- Data and resume ------------------------------------------------------------------------------------------------
 
 
 def test_data_that_ends_before_max_steps_is_read_again_and_the_end_is_in_order(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_training_after_a_load_changes_the_model_that_was_given(tmp_path: Path) 
     assert not torch.equal(restored[0], model.weight)
 
 
-# ---- Input and output ------------------------------------------------------------------------------
+# ---- Input and output -----------------------------------------------------------------------------------------------
 
 
 def test_batches_are_not_changed_and_nothing_in_them_is_dropped(tmp_path: Path) -> None:

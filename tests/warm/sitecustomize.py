@@ -1,6 +1,6 @@
-"""Found on PYTHONPATH by every interpreter that a Ray of the tests starts; its workers become forks of a warm process.
+"""Makes the workers of the tests' Ray forks of a warm process; imported by each interpreter through PYTHONPATH.
 
-See zygote.py. Without one, or where a worker asks for more than variables of its environment, this does nothing.
+See zygote.py. Does nothing without one, or if a worker needs more than environment variables.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if "HEADWAY_TESTS_ZYGOTE" in os.environ and len(sys.orig_argv) > 1 and sys.orig_
             socket.send_fds(_socket, [len(_text).to_bytes(4, "big")], [0, 1, 2])
             _socket.sendall(_text)
             _answer = _socket.recv(1)
-            # Until the worker is gone. It is gone when this process is.
+            # Wait for the worker, which ends when this process does.
             while _answer and _socket.recv(1):
                 pass
     if _answer:
         os._exit(0)
-    # What setup_worker.py starts in its place is to start as it would for users, too.
+    # The process that setup_worker.py starts instead must start as it does for users.
     del os.environ["HEADWAY_TESTS_ZYGOTE"]

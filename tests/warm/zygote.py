@@ -1,11 +1,11 @@
-"""A process that has imported what a worker of Ray imports, and forks: a worker comes up in 0.1 s of CPU instead of 4.
+"""A warm process that has imported what Ray workers import, and forks them: in 0.1 s of CPU instead of 4.
 
 Half of what the tests on Ray would take is each worker's import of Ray, torch and Headway. Workers of jobs
 (tests/promises/test_jobs.py) start as users' do. What is forked is a process like any other: with its own pid, killed
 by signals, and registered with Ray by itself.
 
-A process asks over a socket (sitecustomize.py), hands over its arguments, environment and output, and waits for the end
-of the worker. For each environment there is one warm process, since some of it is read when Ray is imported.
+A process connects to a socket (sitecustomize.py), passes its arguments, environment and output, and waits for the end
+of the worker. There is one warm process per environment, because some variables are read when Ray is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IMPORTS = (
     "ray.train.torch", "ray.tune", "ray.data", "torch._dynamo",
     "headway.orchestrator.train.worker", "headway.datasets.stream",
 )  # fmt: skip
-# What differs from one worker to the next, and is read when a worker begins, not when something is imported.
+# Variables that differ between workers, and are read when a worker starts, not at import.
 _OF_ONE_WORKER = {
     "PWD", "OLDPWD", "SHLVL", "_", "PYTHONPATH", "PYTEST_CURRENT_TEST",
     "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_DEDUP_LOGS_SKIP_REGEX", "PL_DISABLE_FORK",
@@ -40,7 +40,7 @@ _OF_ONE_WORKER = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A worker to be."""
+    """A request for a worker."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -48,14 +48,14 @@ class Asked:
 
     @property
     def key(self) -> str:
-        """What it shares with the other workers of a warm process."""
+        """The environment that all workers of a warm process share."""
         return json.dumps(sorted(item for item in self.environment.items() if item[0] not in _OF_ONE_WORKER))
 
 
 def serve(server: socket.socket) -> None:
-    """Hands workers to the warm processes of their environments, until the process that started this is gone."""
+    """Pass workers to the warm processes of their environments, until the parent process is gone."""
     parent = os.getppid()
-    # Nobody waits for the processes below.
+    # The processes below are not waited for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     warm: dict[str, socket.socket] = {}
     server.settimeout(1.0)
@@ -84,7 +84,7 @@ def serve(server: socket.socket) -> None:
 
 
 def understood(message: Any) -> Asked | None:
-    """Does what Ray's setup_worker.py would do, if that is no more than to set variables."""
+    """Do what Ray's setup_worker.py would do, if that only sets environment variables."""
     arguments, environment, folder = message
     if arguments[0].endswith("setup_worker.py"):
         parser = argparse.ArgumentParser()
@@ -98,7 +98,7 @@ def understood(message: Any) -> Asked | None:
             or context.get("override_worker_entrypoint")
             or context.get("py_executable") not in (None, sys.executable)
             or any("$" in value for value in context.get("env_vars", {}).values())
-            # What warms its workers itself is under test.
+            # Spares, which warm their workers themselves, are under test.
             or context.get("env_vars", {}).get("HEADWAY_SPARES")
         ):
             return None
@@ -107,7 +107,7 @@ def understood(message: Any) -> Asked | None:
 
 
 def fork_workers(source: socket.socket, first: Asked) -> None:
-    """Imports, and forks a worker for each message; it is the worker that returns from here, when it has ended."""
+    """Import, and fork a worker for each message. Returns in the worker, after its end."""
     installed = [folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     become(first, installed)
     # Ray's core reads this when it is imported, and ends a worker when that process is gone. Workers of many raylets
@@ -125,7 +125,7 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
                     os.dup2(file, number)
                 close(files)
                 os.write(client, b"1")
-                # If the process in whose place this one runs is killed, so is this.
+                # If the process that this one replaces is killed, this one must end, too.
                 fcntl.fcntl(client, fcntl.F_SETOWN, os.getpid())
                 fcntl.fcntl(client, fcntl.F_SETSIG, signal.SIGKILL)
                 fcntl.fcntl(client, fcntl.F_SETFL, fcntl.fcntl(client, fcntl.F_GETFL) | os.O_ASYNC)
@@ -139,15 +139,15 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
 
 
 def warm_up() -> None:
-    """Imports, and draws no number from the generator of Ray's core: its forks would give equal names to their objects.
+    """Import everything without drawing from the RNG of Ray's core, or forks would give their objects equal ids.
 
     Raises:
-        RuntimeError: one was drawn all the same.
+        RuntimeError: a number was drawn.
     """
     import ray.actor
 
     class Unpredictable:
-        """Names the classes of actors that are defined while modules are imported."""
+        """Record the actor classes that are defined while modules are imported."""
 
         @staticmethod
         def from_random() -> Any:
@@ -171,7 +171,7 @@ def warm_up() -> None:
 
 
 def become(asked: Asked, installed: list[str]) -> None:
-    """Makes the state of this interpreter that of one that was started so."""
+    """Give this interpreter the state of one that was started for the request."""
     os.environ.clear()
     os.environ.update(asked.environment)
     with contextlib.suppress(OSError):
@@ -182,17 +182,17 @@ def become(asked: Asked, installed: list[str]) -> None:
 
 
 def send(to: socket.socket, message: Any, files: list[int]) -> None:
-    """Sends a message of any size, with open files."""
+    """Send a message of any size, with open files."""
     text = json.dumps(message).encode()
     socket.send_fds(to, [len(text).to_bytes(4, "big")], files)
     to.sendall(text)
 
 
 def receive(source: socket.socket) -> tuple[Any, list[int]]:
-    """Takes what `send` has sent.
+    """Receive a message from `send`.
 
     Raises:
-        EOFError: there will be no more.
+        EOFError: the connection was closed.
     """
     size, files, _, _ = socket.recv_fds(source, 4, 8)
     missing, text = int.from_bytes(size, "big"), b""
@@ -204,7 +204,7 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
 
 
 def close(files: list[int]) -> None:
-    """Closes files that were handed on."""
+    """Close files that were passed on."""
     for file in files:
         os.close(file)
 

@@ -1,4 +1,4 @@
-"""The Ray of our own: what its start says where it fails."""
+"""The error when a local Ray does not start."""
 
 from __future__ import annotations
 

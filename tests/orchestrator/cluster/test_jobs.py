@@ -1,4 +1,4 @@
-"""What is found out about a job before a cluster is asked: no Ray here."""
+"""Checks of a job before a cluster is contacted, and following its output. Without Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_driver_gets_what_was_resolved_here(tmp_path: Path, monkeypatch: pyt
         ("../runs", [], True),
         ("/elsewhere/runs", [], True),
         ("s3://bucket/runs", [], True),
-        # A folder of everybody, in which this project lies: said as such.
+        # An absolute path: a folder that all nodes share, which contains this project.
         ("runs", ["storage=/said/here"], True),
     ],
 )
@@ -108,7 +108,7 @@ def job(name: str, status: JobStatus, *, run: str = "digits", start_time: int = 
 
 
 class Client:
-    """In place of Ray's, without a cluster: with some jobs, and a log whose connection breaks."""
+    """A fake of Ray's client: with some jobs, and a log whose connection breaks."""
 
     def __init__(self, *jobs: JobDetails) -> None:
         self.jobs, self.stopped = list(jobs), list[str]()
@@ -198,7 +198,7 @@ def test_a_reader_that_has_gone_is_not_a_cluster_that_is_lost() -> None:
 def test_what_is_wrong_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    # What the environment says of another cluster does not count.
+    # Settings of another cluster in the environment are ignored.
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     (port,) = free_ports(1)
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""A file of the cluster launcher is checked without a cloud: by Ray's schema, and by what an experiment needs."""
+"""Cluster launcher files are checked offline, against Ray's schema and the needs of an experiment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT = Duration(30, "seconds")
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """Our cluster with one thing changed; None takes it away."""
+    """Return our cluster with one field changed; None removes it."""
     plain = copy.deepcopy(OURS)
     *parents, last = path.split(".")
     node = plain
@@ -125,7 +125,7 @@ def test_a_file_that_is_none_is_wrong_input(tmp_path: Path, text: str | None) ->
     [
         ({"workers": 48, "gpus_per_worker": 1}, None),
         ({"workers": 49, "gpus_per_worker": 1}, "fully scaled up, the cluster holds 48"),
-        # One GPU of four is left over on each node.
+        # One GPU of four is unused on each node.
         ({"workers": 13, "gpus_per_worker": 3}, "the cluster holds 12"),
         ({"workers": (2, 64), "gpus_per_worker": 1}, None),
         ({"workers": 1, "gpus_per_worker": 8}, "no group has a node that fits a worker (1 CPU, 8 GPU)"),
@@ -175,7 +175,7 @@ def test_machines_of_ones_own_are_a_cluster_whose_machines_nobody_describes(
     assert (fewer.groups[1].min_nodes, fewer.groups[1].max_nodes, fewer.max_nodes) == (0, 1, 1)
     cluster = load(tmp_path, own)
     assert faults(cluster, workers=64, gpus_per_worker=8) == []
-    # Of the machines nothing is known, but that each has folders of its own.
+    # Nothing is known about the machines, except that each has separate folders.
     assert "is a separate folder on each node" in faults(cluster, storage="/runs")[0]
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "check", str(tmp_path / "cluster.yaml"), TARGET, "config.max_steps=1", "storage=s3://b/runs"])
@@ -231,7 +231,7 @@ def test_faults_are_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_the_job_for_kubernetes_is_one() -> None:
-    """As far as that can be told without an operator: it is YAML, its groups make sense, and its command resolves."""
+    """Checked without an operator: it is YAML, its groups are consistent, and its command resolves."""
     page = (ROOT / "docs/clusters.md").read_text()
     (text,) = re.findall(r'(?s)```yaml title="rayjob.yaml"\n(.*?)```', page)
     job = yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""Variables that are set for a while."""
+"""Temporary environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run and of a sweep: true, whole by itself, harmless, and drawn as a browser shows it."""
+"""Reports of runs and sweeps: correct, self-contained, safe, and rendered by a browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
 OWNED = "<b>bold</b></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-"""What somebody may call anything."""
+"""A malicious name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class NamedConfig(TinyConfig):
 
 
 class Named(TinyTrainer):
-    """Calls a metric by the note of its config, and measures once what is no number."""
+    """Names a metric after the note of its config, and logs one non-finite value."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert isinstance(self.config, NamedConfig)
@@ -48,7 +48,7 @@ class Named(TinyTrainer):
 
 
 def train(storage: Path, name: str = "one", **config: Any) -> Run:
-    """A run with all that `fit` would leave behind of it, without Ray: two attempts, of which the first one failed."""
+    """Make the files of a run without Ray: two attempts, of which the first failed."""
     settings: dict[str, Any] = {"max_epochs": 4, "log_every": "2 steps", "note": OWNED, **config}
     experiment = Experiment(name=name, trainer=Named, config=NamedConfig(**settings), storage=str(storage))
     run = open_run(experiment).run
@@ -77,7 +77,7 @@ def train(storage: Path, name: str = "one", **config: Any) -> Run:
 
 
 def sweep(storage: Path, trials: int = 5) -> None:
-    """A sweep of which the last trial failed, and the one before measured nothing; the second one is the best."""
+    """Make the files of a sweep: the last trial failed, the one before has no finite metric, the second is the best."""
     experiment = Experiment(name="many", trainer=TinyTrainer, config=TinyConfig(max_epochs=2), storage=str(storage))
     space = {
         "config.learning_rate": LogUniform(1e-4, 1e-1),
@@ -106,7 +106,7 @@ def sweep(storage: Path, trials: int = 5) -> None:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run and a sweep that are over, and their reports."""
+    """A finished run and a finished sweep, with their reports."""
     folder = tmp_path_factory.mktemp("runs")
     train(folder)
     sweep(folder)
@@ -160,7 +160,7 @@ def test_the_page_of_a_run_says_what_its_files_say(storage: Path) -> None:
     assert cells[cells.index("steps") + 1] == str(run.record.steps)
     for figure in ("loss", "accuracy", "learning rate", "grad_norm", "samples_per_s", "seconds by class"):
         assert figure in cells
-    # What differs from the defaults: its value, and theirs.
+    # Settings that differ from the defaults: value and default.
     assert cells[cells.index("config.max_epochs") + 1 :][:2] == ["4", "null"]
     assert cells[cells.index("config.note") + 1 :][:2] == [OWNED, "(required)"]
     assert "config.width" not in cells
@@ -240,7 +240,7 @@ def test_an_axis_is_logarithmic_where_its_values_are_far_apart() -> None:
     assert [narrow.place(each) for each in (1.0, 2.0, 3.0)] == pytest.approx([0, 0.5, 1])
     assert {words.place(each) for each in ("b", "a", None)} == {0, 0.5, 1}
     assert _Scale.of([3]).place(3) == 0.5
-    # A cross-entropy of nothing but hits is -0.0.
+    # The cross-entropy of perfect predictions is -0.0.
     for values in ([0.0, -0.0, 1.0, 2.0], [1, 1.0, 2, 3], [1, 1.0], [0.0, -0.0]):
         scale = _Scale.of(values)
         assert scale.place(values[0]) == scale.place(values[1])
@@ -284,12 +284,12 @@ BROWSER = next(
 
 @dataclass(frozen=True)
 class Shown:
-    """What a browser makes of a page.
+    """A page as rendered by a browser.
 
     Attributes:
         dom: the page after its scripts ran.
-        console: what they said.
-        colors: how many there are in the picture.
+        console: their messages.
+        colors: number of colors in the screenshot.
     """
 
     dom: str
@@ -298,7 +298,7 @@ class Shown:
 
 
 def look(page: Path, folder: Path, *, width: int = 1280, height: int = 3000) -> Shown:
-    """Opens a page in Chromium, without a network."""
+    """Open a page in Chromium, without a network."""
     from PIL import Image
 
     picture = folder / "page.png"
@@ -320,7 +320,7 @@ def look(page: Path, folder: Path, *, width: int = 1280, height: int = 3000) -> 
 @pytest.mark.skipif(not BROWSER, reason="there is no chromium here: apt-get install chromium")
 @pytest.mark.parametrize(("name", "lines"), [("one", 10), ("many", 7)])
 def test_a_browser_draws_the_page_without_a_complaint(storage: Path, name: str, lines: int, tmp_path: Path) -> None:
-    """As wide as a screen, and as narrow as this browser goes."""
+    """As wide as a screen, and as narrow as this browser allows."""
     for width in (1280, 500):
         folder = tmp_path / str(width)
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""How many trials of a sweep train at once, and when it gives up the wait for machines. Without a Ray that runs."""
+"""How many trials train concurrently, and when the wait for machines times out. Without a running Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
     [
         (Scaling(), FOURS, {"concurrent": 3}, 3, "8 CPUs: 3 concurrent trials of 1 worker"),
         (Scaling(), FOURS, {"trials": 5}, 5, "8 CPUs: 5 concurrent trials of 1 worker"),
-        # The CPUs of two machines are of no use to one worker.
+        # One worker cannot use the CPUs of two machines.
         (Scaling(cpus_per_worker=3), FOURS, {}, 2, "8 CPUs: 2 concurrent trials of 1 worker"),
         (Scaling(cpus_per_worker=3, workers=2), FOURS, {}, 1, "8 CPUs: 1 concurrent trial of 2 workers"),
         (Scaling(workers=3), FOURS, {}, 2, "8 CPUs: 2 concurrent trials of 3 workers"),
@@ -34,10 +34,10 @@ FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
             2,
             "8 CPUs, 1 GPU: 2 concurrent trials of 1 worker",
         ),
-        # Those of any number have all that there is, and others would wait for their end.
+        # Elastic trials take all that fits, so others would wait for their end.
         (Scaling(workers=(1, 4)), FOURS, {}, 2, "8 CPUs: 2 concurrent trials of 1 to 4 workers"),
         (Scaling(workers=(1, 9)), FOURS, {}, 1, "8 CPUs: 1 concurrent trial of 1 to 9 workers"),
-        # Machines come for whoever waits for them.
+        # Waiting trials make machines start.
         (
             Scaling(wait="9m"),
             [],
@@ -96,7 +96,7 @@ def test_what_nobody_counts_is_no_limit() -> None:
 
 
 class Cluster:
-    """What a sweep asks of Ray, and a clock."""
+    """The queries of a sweep to Ray, and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[dict[str, float]]) -> None:
         self.machines, self.taken, self.now_s = machines, {"of somebody else"}, 0.0
@@ -128,14 +128,14 @@ def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_
     )
     assert capacity.max_concurrent == 1
 
-    # Each thing is said once; the CPUs of two machines are none.
+    # Each line is printed once; a worker cannot use the CPUs of two machines.
     assert cluster.poll(capacity, after_s=1) is None
     assert cluster.poll(capacity, after_s=5) == "waiting for 1 worker: none fits (0 CPU free of 0)"
     assert cluster.poll(capacity, after_s=5) is None
     cluster.machines = [{"CPU": 1.0}, {"CPU": 1.0}]
     assert cluster.poll(capacity, after_s=5) == "waiting for 1 worker: none fits (2 CPU free of 2)"
 
-    # As long as one trains, nobody gives up; when it has lost its machine, the wait begins anew.
+    # No timeout while a trial trains; when it loses its machine, the wait restarts.
     cluster.machines, cluster.taken = [{"CPU": 4.0}, {"CPU": 5.0}], {"of somebody else", "of a trial"}
     assert cluster.poll(capacity, after_s=40) == "9 CPUs: 4 concurrent trials of 1 worker"
     assert capacity.max_concurrent == 4

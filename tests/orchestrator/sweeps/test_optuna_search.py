@@ -1,4 +1,4 @@
-"""What Optuna's TPE suggests from the journal of a sweep: the same again, and better than chance. One sweep on Ray."""
+"""Suggestions of Optuna's TPE from the journal: reproducible, and better than random. One sweep on Ray."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loss(values: dict[str, Any]) -> float:
 
 
 def tried_in_turn(wanted: Search, trials: int, past: list[PastTrial] | None = None) -> list[PastTrial]:
-    """Suggestions one by one, each with the results of all before it; every seventh fails."""
+    """Return suggestions one by one, each given the results of all before it; every seventh trial fails."""
     tried = list(past or [])
     for index in range(len(tried), trials):
         values = wanted.suggest(index, tried)
@@ -113,7 +113,7 @@ def test_the_journal_of_a_dead_driver_gives_what_it_would_have_suggested(tmp_pat
         status = ("failed" if index == 5 else "stopped") if index % 5 == 0 else "completed"
         reason = "pruned by ASHA after 1 evaluations" if status == "stopped" else ""
         name = f"trial-{index:03}"
-        # As the driver writes them down, in the files of the sweep; the last two were under way.
+        # As the driver records them in the files of the sweep; the last two were running.
         journal.note("trial_suggested", trial=name, index=index, values=values)
         if index < 18:
             journal.note(
@@ -122,7 +122,7 @@ def test_the_journal_of_a_dead_driver_gives_what_it_would_have_suggested(tmp_pat
         tried = [trial.tried for trial in Sweep(journal.sweep_dir).trials()]
     expected = {0: "pruned", 5: "failed", 10: "pruned", 15: "pruned", 18: "training", 19: "training"}
     assert [each.state for each in tried] == [expected.get(index, "ended") for index in range(20)]
-    # Whoever goes on reads the same past out of them, and one result more or less is another past.
+    # A resumed sweep reads the same past from them; any other result changes it.
     assert wanted.suggest(20, tried) == wanted.suggest(20, [trial.tried for trial in Sweep(journal.sweep_dir).trials()])
     assert wanted.suggest(20, tried[:-2]) != wanted.suggest(20, tried)
     assert wanted.suggest(
@@ -147,13 +147,13 @@ def test_a_sweep_that_goes_on_knows_all_results_and_trains_nothing_twice(tmp_pat
     space = {RATE: LogUniform(1e-6, 1e-1), "config.width": RandInt(3, 9)}
     first = sweep(experiment, Search(space=space, algorithm="tpe", trials=11, concurrent=2, seed=1))
     assert [trial.status for trial in first.trials] == ["completed"] * 11
-    # Two processes had them, although a trial is over before another process could be started.
+    # Two processes ran them, although a trial ends before another process could start.
     attempts = [event for trial in first.trials for event in read_events(Folder(trial.run_dir))]
     assert len({each["workers"][0]["pid"] for each in attempts if each["event"] == "attempt_started"}) >= 2
     more = Search(space=space, algorithm="tpe", trials=13, concurrent=1, seed=1)
     past = [trial.trial.tried for trial in first.trials]
     next_one = more.suggest(11, past)
-    # After ten that ended it is no longer chance.
+    # After ten ended trials, suggestions are no longer random.
     assert next_one != more.suggest(11)
     before = {trial.name: Path(trial.run_dir, "run.json").read_text() for trial in first.trials}
     second = sweep(experiment, more)

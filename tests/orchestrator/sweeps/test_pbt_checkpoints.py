@@ -1,4 +1,4 @@
-"""What a trial of a PBT goes on from is not deleted while it is on its way. Without Ray."""
+"""The checkpoint that a PBT trial resumes from is not deleted before. Without Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def experiment(storage: Path) -> Experiment:
 
 
 def train_donor(storage: Path, steps: int) -> str:
-    """Has the first trial train so far; it keeps only its newest checkpoint, which is returned."""
+    """Train the first trial up to a step, keeping only its newest checkpoint, and return it."""
     config = TinyConfig(max_steps=steps, checkpoint=CheckpointConfig(keep_last=1, keep_best=0))
     result = TinyTrainer(config, run_dir=str(storage / "pbt/trial-000")).fit()
     return str(result.last_checkpoint)
@@ -44,14 +44,14 @@ def pinned(checkpoint: str) -> bool:
 
 
 def lead(storage: Path) -> Any:
-    """What the driver of the sweep has at hand when it starts, or starts again."""
+    """Return the objects that the driver of the sweep creates at each start."""
     return SweepDriver(
         experiment(storage), SEARCH, open_sweep(experiment(storage), SEARCH), None, SweepConsole("x", "min")
     )
 
 
 def test_a_sweep_of_which_a_trial_was_stopped_has_not_completed(tmp_path: Path) -> None:
-    """The same call goes on with that trial, and what is shown until then is who trains."""
+    """The same call resumes that trial, and the display shows which one trains."""
     driver = lead(tmp_path)
     driver._signals = StopSignals()
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_sweep_of_which_a_trial_was_stopped_has_not_completed(tmp_path: Path) 
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
-    """A sweep of two trials, which have been suggested."""
+    """A sweep with two suggested trials."""
     journal = open_sweep(experiment(tmp_path), SEARCH)
     for index in range(2):
         trial = SEARCH.trial(experiment(tmp_path), f"trial-00{index}", {RATE: 0.01})
@@ -80,7 +80,7 @@ def begun(tmp_path: Path) -> Path:
 
 
 def saves(storage: Path) -> None:
-    """As the run of the second trial writes down: it has begun from the donor's checkpoint, and saved its own."""
+    """Write the events of the second trial: it started from the donor's checkpoint, and saved its own."""
     events = EventWriter(Folder(str(storage / "pbt/trial-001")), "rank-0")
     events.add("attempt_started", attempt=1, world_size=1, workers=[])
     events.add("checkpoint_saved", step=5, path="step-00000005")
@@ -91,11 +91,11 @@ def test_the_checkpoint_of_a_donor_stays_until_the_trial_has_saved_one_of_its_ow
     driver = lead(begun)
     values, resume = driver._exploited("trial-001", given, {RATE: 0.02})
     assert (values[RATE], resume) == (0.02, given)
-    # The donor trains on, twice, and would keep its newest checkpoint and the one that it began from.
+    # The donor continues twice, and would keep only its newest checkpoint and the one it resumed from.
     train_donor(begun, 4)
     train_donor(begun, 6)
     load_weights(given)
-    # The last word of what the trial was before is not yet one of its own.
+    # The last save before the change does not count as a save after it.
     EventWriter(Folder(str(begun / "pbt/trial-001")), "rank-0").add("checkpoint_saved", step=1, path="step-00000001")
     driver._reported("trial-001", {})
     assert pinned(given)
@@ -121,7 +121,7 @@ def test_values_of_a_donor_stay_as_they_are_where_others_would_be_none(begun: Pa
 def test_a_driver_that_was_killed_leaves_no_pin_for_good(begun: Path) -> None:
     given = train_donor(begun, 2)
     lead(begun)._exploited("trial-001", given, {RATE: 0.02})
-    # Whoever goes on has the trial begin there, and keeps the checkpoint for that.
+    # A resumed sweep starts the trial there, and keeps the checkpoint for it.
     again = lead(begun)
     assert again._trials["trial-001"].resume == given
     assert pinned(given)
@@ -139,7 +139,7 @@ def test_what_is_gone_is_replaced_by_the_newest_and_what_a_person_has_pinned_sta
     assert (change["checkpoint"], change["pinned"]) == (there, True)
     assert Run(str(begun / "pbt/trial-001")).experiment().config.learning_rate == 0.02
 
-    # Two trials may go on from one checkpoint; it is free when both have.
+    # Two trials may resume from one checkpoint; it is released when both have.
     donors: PBTCheckpoints = driver._donors
     assert donors.keep("trial-002", there) == (there, True)
     donors.release("trial-002")

@@ -1,4 +1,4 @@
-"""What schedulers of Ray Tune do to trials that are runs of ours: end them with a checkpoint, and pass weights on."""
+"""Ray Tune's schedulers on trials that are Headway runs: stop them with a checkpoint, and copy weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 class WriteDown(Callback):
-    """Writes what is in force when an attempt begins to train, and has both trials train at a time."""
+    """Records the hyperparameters at the start of an attempt, and makes both trials train concurrently."""
 
     def on_fit_start(self, trainer: Any) -> None:
         group = trainer.optimizer.param_groups[0]
@@ -62,7 +62,7 @@ class Watched(TinyTrainer):
     [
         (ASHA(reduction=2, max_evaluations=4), [1e-2, 1e-5, 1e-6, 1e-7]),
         (MedianStopping(trials=2), [1e-2, 1e-2, 1e-6, 1e-7, 1e-7]),
-        # Six in the brackets that look before the end; two have all the time.
+        # Six are in brackets that prune before the end; two are not pruned.
         (HyperBand(reduction=2, max_evaluations=4), [1e-2, 1e-2, 1e-2, 1e-5, 1e-6, 1e-6, 1e-7, 1e-7]),
     ],
 )
@@ -73,7 +73,7 @@ def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(
     search = Search(
         space={"config.learning_rate": Choice(rates)},
         algorithm="grid",
-        # Fewer than there are trials: those that wait hold up nobody.
+        # Fewer than there are trials: waiting trials block no others.
         concurrent=2,
         scheduler=scheduler,
     )
@@ -88,7 +88,7 @@ def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(
         assert run.reason.startswith(f"pruned by {type(scheduler).__name__} after ")
         assert run.is_finished or trial.trial.has_ended
         assert 0 < run.record.steps < 48
-        # With its last state, and an evaluation of it.
+        # With its last state and its evaluation.
         assert str(run.record.last_checkpoint).endswith(f"step-{run.record.steps:08d}")
         assert trial.metric is not None
     assert sum(trial.trial.steps for trial in results.trials) < len(rates) * 48
@@ -113,7 +113,7 @@ def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Pat
     assert [trial.status for trial in results.trials] == ["completed", "completed"]
     changes = [event for event in read_events(Folder(results.sweep_dir)) if event["event"] == "trial_changed"]
     assert changes
-    # Who takes over what is finished has nothing left to train.
+    # A trial that resumes from a finished one has nothing left to train.
     for change in [change for change in changes if "step-00000096" not in change["checkpoint"]]:
         begun = [
             json.loads(line) for line in Path(tmp_path, "pbt", change["trial"], "begun.jsonl").read_text().splitlines()
@@ -126,7 +126,7 @@ def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Pat
             if each["initial_lr"] == rate
             and all(torch.equal(torch.tensor(each["weights"][name]), value) for name, value in donor.items())
         ]
-        # The weights of the donor, the rate of its own, moved along the schedule as far as the donor was.
+        # The donor's weights; its own learning rate, at the donor's position in the schedule.
         assert taken, (change, [(each["step"], each["lr"], each["initial_lr"]) for each in begun])
         factor = (1 + torch.cos(torch.tensor(torch.pi * taken[0]["step"] / 100)).item()) / 2
         assert taken[0]["lr"] == pytest.approx(rate * factor, rel=1e-4)
@@ -134,7 +134,7 @@ def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Pat
         assert str(taken[0]["step"]) in change["checkpoint"]
     last = {change["trial"]: change["values"]["config.learning_rate"] for change in changes}
     for trial in results.trials:
-        # Its own, though a checkpoint of the other one brought that one's along.
+        # Its own best value, although the donor's checkpoint contained the donor's.
         evaluated = [each for each in read_events(Folder(trial.run_dir)) if each["event"] == "evaluated"]
         assert trial.metric == min(each["metrics"]["validation/loss"] for each in evaluated)
         assert trial.run_dir.startswith(str(tmp_path / "pbt"))

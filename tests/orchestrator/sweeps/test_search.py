@@ -1,4 +1,4 @@
-"""What a sweep suggests, and what it refuses before anything starts. Without Ray."""
+"""Suggestions of a sweep, and validation before anything starts. Without Ray."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_a_suggestion_depends_on_the_seed_and_the_index_alone() -> None:
     assert len({values["config.learning_rate"] for values in found}) == 50
     assert {values["config.width"] for values in found} == {2, 3, 4, 5}
     assert all(1e-4 <= values["config.learning_rate"] <= 1e-1 for values in found)
-    # Each order of magnitude as likely: about a third is below 1e-3.
+    # Log-uniform: about a third is below 1e-3.
     assert 5 < sum(values["config.learning_rate"] < 1e-3 for values in found) < 30
-    # A field more leaves the others as they were.
+    # Another field does not change the others.
     fewer = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, seed=3)
     assert fewer.suggest(7)["config.learning_rate"] == found[7]["config.learning_rate"]
 
@@ -118,7 +118,7 @@ def test_a_grid_has_every_combination_and_a_list_is_a_value_unless_it_is_a_choic
             {"space": {"config.a": 1, "config.b": When("config.a", 2, Choice([1]))}},
             "which never happens: its values are 1",
         ),
-        # What PBT draws for a field that a trial does not have would be in no record of it.
+        # A value that PBT draws for a field that a trial lacks would not be recorded.
         (
             {
                 "space": {"config.width": Choice([4, 8]), "config.dropout": When("config.width", 4, Uniform(0, 0.5))},
@@ -166,11 +166,11 @@ def test_a_value_may_want_another_field_to_be_something_else(tmp_path: Path) -> 
         shard: When(strategy, "hsdp", Choice([1])),
     }
     Search(space=conditional).check(experiment(tmp_path))
-    # A condition below a condition; it holds with one of two strategies, of which one takes it.
+    # A nested condition, which holds with one of two strategies.
     Search(space={**conditional, shard: When(offload, True, Choice([1]))}).check(experiment(tmp_path))
     with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
         Search(space={**conditional, shard: When(strategy, "fsdp", Choice([1]))}).check(experiment(tmp_path))
-    # Neither can be alone, and both can be together.
+    # Neither is valid alone, but both together are.
     Search(space={strategy: Choice(["ddp", "hsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
     with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
         Search(space={strategy: Choice(["ddp", "fsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
@@ -199,9 +199,9 @@ def test_a_trial_is_an_experiment_of_its_own_with_typed_values(tmp_path: Path) -
     assert trial.run_dir == f"{tmp_path}/tiny/trial-007"
     assert (trial.config.learning_rate, str(trial.config.evaluate_every)) == (0.5, "2 steps")
     assert trial.scaling.cpus_per_worker == 0.5
-    # The best checkpoint of a trial is the best for the sweep.
+    # The best checkpoint of a trial is the best by the metric of the sweep.
     assert (trial.config.checkpoint.monitor, trial.config.checkpoint.mode) == ("validation/accuracy", "max")
-    # In the process of the trial the types of the fields are not known, and what the driver has checked is put in.
+    # In the trial's process the types of fields are unknown, and values checked by the driver are set as they are.
     typed = {
         "config.learning_rate": 0.5,
         "config.evaluate_every": trial.config.evaluate_every,
@@ -218,7 +218,7 @@ def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_
     opened.note("trial_suggested", trial="trial-000", index=0, values={"config.learning_rate": 0.5})
     opened.note("trial_suggested", trial="trial-001", index=1, values={"config.learning_rate": 0.25})
     opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.5, steps=4)
-    # A line that a kill has torn is passed over.
+    # A line torn by a kill is ignored.
     with Path(tmp_path, "tiny/events.jsonl").open("a") as file:
         file.write('{"time": 1, "event": "trial_en')
     first, second = opened.trials()
@@ -239,14 +239,14 @@ def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_w
     opened = open_sweep(experiment(tmp_path), search(trials=2))
     longer = experiment(tmp_path, config=TinyConfig(max_steps=400, log_every="2 steps"))
     for name, status in (("trial-000", "failed"), ("trial-001", "completed")):
-        # So far all of those that count would have the new limit.
+        # All trials that count would still have the new limit.
         again = open_sweep(longer, search(trials=2))
         assert again.record.experiment["config"]["max_steps"] == 4, "nothing is trained by it yet"
         opened.note("trial_suggested", trial=name, index=0, values={})
         opened.note("trial_ended", trial=name, status=status)
     with pytest.raises(RunConflictError, match="1 trials of tiny have ended with other limits:\n.*4 -> 400"):
         open_sweep(longer, search(trials=2))
-    # Other things may change: silently only where nothing is trained by them.
+    # Other settings may change; silently only if they do not affect training.
     other = experiment(tmp_path, config=TinyConfig(max_steps=4, log_every="2 steps"))
     finished = sweep(other, search(trials=2), display=SweepConsole("validation/loss", "min"))
     assert finished.status == "completed"
@@ -258,7 +258,7 @@ def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_w
 
 
 def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: Path) -> None:
-    """One by its own code, with a run, and one whose values did not go together, with none."""
+    """One failed in its code and has a run; one had an invalid combination of values and has none."""
     base, sought = experiment(tmp_path), search(trials=3, scheduler=ASHA())
     opened = open_sweep(base, sought)
     for index, status in enumerate(("failed", "completed", "failed")):
@@ -277,7 +277,7 @@ def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: 
     assert "start it again with --retry-failed" in told.getvalue()
 
     opened.retry_failed()
-    # Also for who goes on after a driver that was killed right now.
+    # Also for a resume after the driver was killed now.
     assert [(trial.status, trial.error) for trial in opened.trials()] == [
         ("interrupted", None), ("completed", None), ("pending", None),
     ]  # fmt: skip
@@ -287,14 +287,14 @@ def test_trials_that_failed_are_trained_again_where_that_is_asked_for(tmp_path: 
     while (found := lead._next()) is not None:
         given.append(found[0].name)
     assert given == ["trial-000", "trial-002"]
-    # What fails once more has failed, until the next time that it is asked for.
+    # A trial that fails again stays failed until the next request.
     Run(f"{opened.sweep_dir}/trial-000").update(status="failed", error="again")
     lead._ended("trial-000", None)
     assert [trial.status for trial in Sweep(opened.sweep_dir).trials()] == ["failed", "completed", "running"]
 
 
 def test_no_trial_is_under_way_in_a_sweep_that_has_ended(tmp_path: Path) -> None:
-    """One that is to end at once may not have gone yet when its sweep looks at it."""
+    """An aborted trial may still exist when its sweep reads its state."""
     base, sought = experiment(tmp_path), search(trials=3)
     opened = open_sweep(base, sought)
     values = {"config.learning_rate": 0.05}
@@ -325,7 +325,7 @@ def test_a_trial_whose_record_is_damaged_is_shown_as_such_and_takes_nothing_else
     opened.update(status="failed")
     lead = SweepDriver(base, sought, open_sweep(base, sought), StopSignals(), SweepConsole("validation/loss", "min"))
     assert lead._next() is None
-    # Whoever removes the folder has it trained.
+    # Removing the folder makes it train.
     (tmp_path / "tiny/trial-000/run.json").unlink()
     assert opened.trials()[0].status == "pending"
 
@@ -351,7 +351,7 @@ def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
     found, wanted = resolve_search(str(file), overrides)
     assert (wanted.trials, wanted.scheduler, wanted.metric) == (5, ASHA(grace=2), "validation/accuracy")
     assert found.config.width == 3
-    # One path is fixed, the others stay: it is no other space.
+    # One path is fixed, and the others are unchanged.
     assert found.config.dropout == 0.0
     _, wanted = resolve_search(str(file), ["search.space.config.width=3", "search.space.config.noise=0.5"])
     assert wanted.space == {"config.dropout": Uniform(0, 0.5), "config.width": 3, "config.noise": 0.5}
@@ -385,7 +385,7 @@ def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_o
     }
     grid = Search(space=offload, algorithm="grid")
     grid.check(base)
-    # As if the driver had been killed right after it had suggested the first one, which cannot be.
+    # As if the driver had been killed after suggesting the first one, which is invalid.
     killed = open_sweep(base, grid)
     killed.note("trial_suggested", trial="trial-000", index=0, values=grid.suggest(0))
     killed.update(status="failed")
@@ -398,14 +398,14 @@ def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_o
     assert (failed.status, failed.has_ended) == ("failed", True)
     assert "cpu_offload must be False unless" in (failed.error or "")
     assert [trial.status for trial in others] == ["running"] * 3
-    # What is tried before anything starts is one that can be; where there is none, nothing starts.
+    # The check before the start uses a valid trial; if there is none, nothing starts.
     assert _first_valid_trial(base, grid).config.parallel.strategy == "ddp"
     with pytest.raises(ConfigError, match="no trial in this space is valid; first error: .*cpu_offload"):
         _first_valid_trial(base, replace(grid, space={**offload, "config.parallel.strategy": "ddp"}, trials=1))
 
 
 def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_path: Path) -> None:
-    """As by that of its evaluations: not by the last one."""
+    """By the best value, as for metrics of evaluations: not by the last one."""
     asked = search(metric="train/loss")
     opened = open_sweep(experiment(tmp_path), asked)
     opened.note("trial_suggested", trial="trial-000", index=0, values={})
@@ -416,7 +416,7 @@ def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_pat
     (trial,) = opened.trials()
     assert trial.metric == 0.25
     assert opened.refreshed(trial).metric == 0.25
-    # What the journal says of it is not looked up again.
+    # Values in the journal are not read again from the run.
     opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.125, steps=4)
     assert opened.trials()[0].metric == 0.125
 

@@ -1,4 +1,4 @@
-"""Sweeps on a real Ray: what trials are, how they fail, who is best, and that nothing is done twice."""
+"""Sweeps on a real Ray: trials, failures, the best trial, and that nothing is done twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 class Picky(TinyTrainer):
-    """Width 6 dies, 7 fails, and 8 measures nothing that is a number. Widths 8 and 9 wait for each other."""
+    """Width 6 dies, 7 fails, and 8 returns NaN. Widths 8 and 9 wait for each other."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.training and self.config.width in (8, 9) and self.global_step == 0:
@@ -54,7 +54,7 @@ class Picky(TinyTrainer):
 
 
 class OfTheUser(tune.Callback):  # type: ignore[misc]
-    """Hears what Ray Tune says of trials."""
+    """Records Ray Tune's callbacks."""
 
     completed: ClassVar[list[str]] = []
 
@@ -65,7 +65,7 @@ class OfTheUser(tune.Callback):  # type: ignore[misc]
 def test_a_grid_of_runs_one_of_which_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Ray Tune has no reason to import MLflow before the first trial.
+    # Ray Tune must not import MLflow before the first trial.
     monkeypatch.setitem(sys.modules, "ray.air.integrations.mlflow", None)
     monkeypatch.setenv("RAY_TUNE_CALLBACKS", "tests.orchestrator.sweeps.test_sweep.OfTheUser")
     experiment = Experiment(name="grid", trainer=Picky, config=TinyConfig(max_epochs=2), storage=str(tmp_path))
@@ -84,13 +84,13 @@ def test_a_grid_of_runs_one_of_which_fails(
     before = of_tune()
     results = sweep(experiment, search)
 
-    # Who uses Ray Tune in the same process afterwards finds it as it was.
+    # Ray Tune's settings in this process are restored.
     assert of_tune() == before
-    # Only we print how trials stand, and a user's own callback hears of them.
+    # Only Headway prints progress, and a user's callback is called.
     assert "Last result" not in capsys.readouterr().out
     assert sorted(OfTheUser.completed) == [f"trial-{index:03}" for index in range(4)]
 
-    # Each trial is a run of its own, with the config that it had; a list is a value.
+    # Each trial is a run with its config; a list is one value.
     assert results.status == "completed"
     assert [trial.config.width for trial in results.trials] == [7, 8, 9, 10]
     assert {trial.config.freeze for trial in results.trials} == {("*.bias",)}
@@ -100,32 +100,32 @@ def test_a_grid_of_runs_one_of_which_fails(
         steps = [json.loads(line)["step"] for line in Path(trial.run_dir, "metrics.jsonl").read_text().splitlines()]
         assert steps == sorted(steps)
 
-    # The failing one did not disturb the others, and says why.
+    # The failed one did not affect the others, and has its error.
     (failed,) = results.failed
     assert failed.name == "trial-000"
     assert "no width of 7" in (failed.error or "")
 
-    # NaN is never the best, and the table has a row for each.
+    # NaN is never best, and the table has a row for each trial.
     assert results.trials[1].metric is None
     assert results.best is not None
     assert results.best.metric == min(trial.metric for trial in results.trials[2:] if trial.metric is not None)
     assert results.table.columns()["config.width"] == [7, 8, 9, 10]
 
-    # Two at a time, and no more.
+    # At most two at a time.
     spans = []
     for trial in results.trials:
         events = read_events(Run(trial.run_dir).folder)
         spans.append((min(each["time"] for each in events), max(each["time"] for each in events)))
     assert max(sum(begin <= at < end for begin, end in spans) for at, _ in spans) == 2
 
-    # The same again trains nothing.
+    # The same call again trains nothing.
     again = sweep(experiment, search)
     assert again.table == results.table or str(again.table) == str(results.table)
     assert [Run(trial.run_dir).record.started for trial in again.trials] == [
         Run(trial.run_dir).record.started for trial in results.trials
     ]
 
-    # The best checkpoint is loaded by a plain script, without Ray.
+    # A plain script can load the best checkpoint, without Ray.
     script = (
         "import sys; sys.modules['ray'] = None\n"
         "from tests.tiny import TinyConfig, TinyTrainer\n"
@@ -148,7 +148,7 @@ def test_a_trial_whose_process_dies_too_often_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, (1, 2)], ids=["fixed", "elastic"])
 def test_trials_of_several_workers(tmp_path: Path, workers: int | tuple[int, int]) -> None:
-    """Two trials of two workers each fill the four CPUs, and the checkpoints of the worse one make room."""
+    """Two trials of two workers each fill the four CPUs; the checkpoints of the worse one are deleted."""
     experiment = Experiment(
         name="wide",
         trainer=TinyTrainer,
@@ -172,7 +172,7 @@ def test_trials_of_several_workers(tmp_path: Path, workers: int | tuple[int, int
 
 
 class Unhurried(TinyTrainer):
-    """Trains on until it is told otherwise."""
+    """Trains until it is stopped."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.02 if self.training else 0)
@@ -180,13 +180,13 @@ class Unhurried(TinyTrainer):
 
 
 def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
-    # Saves at its end only.
+    # Saves only at its end.
     config = TinyConfig(max_steps=100_000, checkpoint=CheckpointConfig(every=None))
     experiment = Experiment(name="long", trainer=Unhurried, config=config, storage=str(tmp_path))
     search = Search(space={"config.learning_rate": Choice([1e-2, 1e-3, 1e-4])}, algorithm="grid", concurrent=2)
 
     def train_until(stop: Callable[[], str]) -> tuple[str, Any]:
-        """Has both trials train, stops the sweep, and returns what was said and what came of it."""
+        """Start both trials, stop the sweep, and return the output and the result."""
         began, results = time.time(), []
         thread = threading.Thread(target=lambda: results.append(sweep(experiment, search)))
         thread.start()
@@ -199,7 +199,7 @@ def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
         thread.join()
         return said, results[0]
 
-    # Both save what they have and end; no other begins.
+    # Both save and end; no other trial starts.
     said, first = train_until(lambda: stop_run("long", str(tmp_path), wait=True))
     assert said == "long has ended: stopped with 0 of 3 trials done (headway runs stop); to resume, start it again"
     assert (first.status, [trial.status for trial in first.trials]) == ("stopped", ["interrupted"] * 2)
@@ -208,7 +208,7 @@ def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
         assert str(trial.trial.last_checkpoint).endswith(f"step-{trial.trial.steps:08d}")
         assert trial.trial.steps > 0
 
-    # They go on from there, and at once means without a checkpoint.
+    # They resume from there, and are aborted without a checkpoint.
     _, second = train_until(lambda: stop_run("long", str(tmp_path), now=True))
     assert (second.status, second.reason) == ("stopped", "headway runs stop, immediately")
     assert [trial.status for trial in second.trials] == ["interrupted"] * 2

@@ -1,4 +1,4 @@
-"""What a trial does in its process, and what it says when it cannot be judged. Without Ray."""
+"""A trial in its process, and its errors when it lacks the metric. Without Ray."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def task_of_a_sweep(storage: Path, found: Experiment, **changes: Any) -> SweepTa
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Ray Tune hears of the trial `tiny`, which is alone on its machine."""
+    """The reports of the trial `tiny` to Ray Tune."""
     reports: list[dict[str, Any]] = []
     tune = SimpleNamespace(
         get_context=lambda: SimpleNamespace(get_trial_name=lambda: "tiny"), get_checkpoint=lambda: None,
@@ -59,7 +59,7 @@ def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
 ) -> None:
     donor = TinyTrainer(TinyConfig(max_epochs=1), run_dir=str(tmp_path / "donor")).fit()
     assert donor.best_metric is not None
-    # As the sweep sets it: each evaluation is reported with its checkpoint.
+    # As set by the sweep: each evaluation is reported with its checkpoint.
     found = experiment(tmp_path, max_steps=None, max_epochs=3, checkpoint=CheckpointConfig(background=False))
     open_run(found)
     bad = {"config.learning_rate": 5.0, "trial": "tiny", "resume": donor.last_checkpoint}
@@ -78,7 +78,7 @@ def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_sta
     found = experiment(tmp_path)
     run = open_run(found).run
     log = EventWriter(run.folder, "rank-0")
-    # In its second life it goes on from a checkpoint of step 25, and makes one evaluation again.
+    # The second start resumes from the checkpoint of step 25, and repeats one evaluation.
     for steps in ((10, 20, 30), (30, 40, 50)):
         relay = EventTuneReporter(task_of_a_sweep(tmp_path, found), run)
         for step in steps:
@@ -92,7 +92,7 @@ def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_sta
 def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
     tmp_path: Path, told: list[dict[str, Any]]
 ) -> None:
-    """Not its steps: at the first record the looks of a scheduler at 1 and 4 of them are over."""
+    """Not steps: otherwise the first record would already be past the rungs at 1 and 4."""
     base = replace(experiment(tmp_path, max_steps=None, max_epochs=2, log_every="4 steps"), name="sweep")
     space = {"config.learning_rate": LogUniform(1e-3, 1e-1)}
     asked = Search(space=space, metric="train/loss", trials=1, scheduler=ASHA())
@@ -132,7 +132,7 @@ def test_an_evaluation_that_measured_nothing_finite_is_shown_so(tmp_path: Path) 
 def test_workers_of_a_trial_wait_for_others_to_end_as_long_as_it_takes(
     tmp_path: Path, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever `wait` says: a trial that has had no place has not failed."""
+    """Whatever `wait` is: a trial that had no resources has not failed."""
     returned = {"status": "interrupted", "reason": "told to stop before it began"}
 
     def wait_for_a_place(*_: Any, **__: Any) -> dict[str, str]:
@@ -162,7 +162,7 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
     assert f"{metric}s" in (run.record.error or ""), "what there is instead"
     assert [read_events(run.folder)[-1][name] for name in ("event", "status")] == ["driver_ended", "failed"]
 
-    # Workers of its own tell of evaluations by their events.
+    # Separate workers report evaluations by their events.
     if metric.startswith("validation/"):
         with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation logs validation/loss"):
             EventTuneReporter(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
@@ -171,7 +171,7 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
 def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_checkpoint(
     tmp_path: Path, told: list[dict[str, Any]]
 ) -> None:
-    """Saving is slower than training here; no evaluation is lost, or told with a checkpoint from before it."""
+    """Saving is slower than training here; each evaluation is reported, never with an earlier checkpoint."""
     found = replace(experiment(tmp_path, max_steps=None, max_epochs=3), name="tiny")
     open_run(found)
     reporter = TuneReportCallback(task_of_a_sweep(tmp_path, found, pauses=True), Run(found.run_dir))

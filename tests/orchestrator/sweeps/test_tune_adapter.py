@@ -1,4 +1,4 @@
-"""What a sweep's driver does between Ray Tune and the files of its trials. Without a Ray that runs."""
+"""The sweep driver between Ray Tune and the files of the trials. Without a running Ray."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
         Folder(sweep.folder.path(name)).prepare()
         silent: Any = orchestrator_tuning.ReplayedTrial("trial-008")
         scheduler.on_trial_add(controller, silent)
-        # One that has failed before it had anything to report.
+        # It failed before its first report.
         scheduler.on_trial_complete(controller, silent, {"done": True})
         trial: Any = orchestrator_tuning.ReplayedTrial(name)
         scheduler.on_trial_add(controller, trial)
@@ -128,14 +128,14 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
 
     monkeypatch.setattr(Leaving, "is_away", False)
     monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
-    # Each turn of the driver is to write.
+    # Each iteration of the driver must write.
     monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
     capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=lambda: None)
     assert leader.run(capacity, leave_s=0.0) == ("completed", "all trials have ended")
     assert given == ["trial-000", "trial-001"]
     Leaving.is_away = False
     journal = [(each["event"], each["trial"]) for each in read_events(sweep.folder)]
-    # In this order, and each once: what could not be written was not done.
+    # In this order, each once: a failed write was repeated.
     assert journal == [(kind, name) for name in given for kind in ("trial_suggested", "trial_ended")]
 
 
@@ -162,7 +162,7 @@ def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(
         leader.run(capacity, leave_s=10.0)
     assert seen == [True]
     leader._sweep.update(status="failed")
-    # It is no failure of the trial, which the next driver trains.
+    # Not a failure of the trial, which the next driver resumes.
     assert [(trial.status, trial.has_ended) for trial in leader._sweep.trials()] == [("interrupted", False)]
 
 

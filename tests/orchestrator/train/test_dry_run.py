@@ -1,4 +1,4 @@
-"""A plan says what a run would do, and does none of it: no Ray, no process group, no memory, no file."""
+"""A plan describes a run without starting it: no Ray, no process group, no weights, no files."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Large(Trainer[TrainerConfig]):
 
 
 def test_the_command_takes_nothing_and_exits_with_0(tmp_path: Path) -> None:
-    """A hundred thousand million parameters, in a process that has no Ray, no process group and no children."""
+    """A hundred billion parameters, in a process without Ray, process group or children."""
     (tmp_path / "large.py").write_text(LARGE)
     program = textwrap.dedent("""
         import os, resource, sys

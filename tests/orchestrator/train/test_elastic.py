@@ -1,4 +1,4 @@
-"""A number of workers that may vary: how it is asked for and refused, and when a run takes more. No Ray."""
+"""Elastic runs: configuration, validation, and when a run scales up. Without Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def experiment(storage: Path, workers: Any = (2, 8), **config: Any) -> Experimen
     )
 
 
-# ---- How it is asked for -------------------------------------------------------------------------------------------
+# ---- Configuration ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("written", ["2..8", "[2,8]", "[2, 8]", '"2..8"'])
@@ -62,7 +62,7 @@ def test_a_range_comes_back_from_a_file(ends: list[int], seconds: float) -> None
     assert from_yaml(to_yaml(found)) == found
 
 
-# ---- How it is refused, before anything is taken -------------------------------------------------------------------
+# ---- Validation before resources are reserved ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [(8, 2), (0, 2), (2,), (1, 2, 3), (1.0, 2), (True, 2), [2, "8"], ()])
@@ -125,7 +125,7 @@ def test_the_fewest_must_have_a_place_the_most_need_not(monkeypatch: pytest.Monk
         check_resources(Scaling(workers=(4000, 4096)))
 
 
-# ---- How it is told ------------------------------------------------------------------------------------------------
+# ---- Output ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_and_a_record_have_both_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_group_of_another_size_says_so_once() -> None:
     ]
 
 
-# ---- When a run takes more -----------------------------------------------------------------------------------------
+# ---- When a run scales up --------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -174,7 +174,7 @@ class Clock:
 
 
 def asked_at(growth: ScaleUpPolicy, clock: Clock, rooms: dict[float, int], *, until_s: float) -> float | None:
-    """The time at which the workers are asked, where there is room for so many from these times on."""
+    """Return the time of the request to scale up, given when how many workers fit."""
     while clock.now_s < until_s:
         clock.now_s += 1
         if growth.is_due():
@@ -244,10 +244,10 @@ def test_workers_are_counted_machine_by_machine() -> None:
     ("nodes", "free", "expected"),
     [
         ([4, 4], 6, 8),
-        ([4, 4], 5, 2),  # Ray Train would count on what others use, and wait for it
+        ([4, 4], 5, 2),  # Ray Train would wait for resources that others use
         ([4], 2, 4),
         ([2], 0, 2),
-        ([1], 0, 1),  # a machine is gone, and the workers on it will be
+        ([1], 0, 1),  # a machine is gone, and its workers soon will be
     ],
 )
 def test_there_is_room_where_all_that_ray_train_would_take_is_free(nodes: list[int], free: int, expected: int) -> None:
@@ -255,7 +255,7 @@ def test_there_is_room_where_all_that_ray_train_would_take_is_free(nodes: list[i
     assert found == expected
 
 
-# ---- How it happens ------------------------------------------------------------------------------------------------
+# ---- How a run scales up ---------------------------------------------------------------------------------------------
 
 
 def test_workers_heed_what_was_asked_of_their_attempt(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether trying again can help: decided by arithmetic, without Ray and without a clock."""
+"""Whether a retry can help: a pure decision, without Ray and without a clock."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_lost_peer_of_which_nobody_knows_more_is_told_as_it_is() -> None:
 
 
 def gone(actor: str) -> Exception:
-    """As Ray Train tells of a worker that died; a new object each time."""
+    """Return the error of Ray Train for a dead worker; a new object each time."""
     return WorkerHealthCheckFailedError("A worker health check failed.", failure=RayActorError(actor, f"{actor} died"))
 
 
@@ -232,7 +232,7 @@ def named(error: Exception) -> Exception:
 
 
 class Controller:
-    """Ray Train's controller, as far as the watch sees it: it tells of errors, and obeys."""
+    """Ray Train's controller as the retry policy sees it: it reports errors and obeys."""
 
     def __init__(self, folder: Path, **budgets: Any) -> None:
         self.folder = Folder(str(folder))
@@ -244,9 +244,9 @@ class Controller:
         self.log.add("attempt_started", attempt=attempt)
 
     def tells(self, *errors: Exception) -> bool:
-        """Whether the run goes on."""
+        """Return whether the run is retried."""
         try:
-            # Over the wire, as from a worker.
+            # Pickled, as when it comes from a worker.
             self.watch.after_exception(None, dict(enumerate(pickle.loads(pickle.dumps(errors)))))
         except RetriesExhausted:
             return False
@@ -294,12 +294,12 @@ def test_an_error_without_a_name_is_counted_once_in_each_attempt(tmp_path: Path)
 
 
 def test_machines_that_are_taken_away_have_the_one_budget(tmp_path: Path) -> None:
-    """Also those of which Ray does not know that they were: a rank missed its peer first."""
+    """Also those that Ray does not recognize, because a rank lost its peer first."""
     controller = Controller(tmp_path, max_failures=0, max_preemptions=2)
     for attempt in (1, 2, 3):
         controller.announces(attempt)
         controller.log.add("preemption_notice", attempt=attempt)
-        # The second one Ray Train ends at its deadline, and tells nobody.
+        # Ray Train ends the second one at its deadline without calling any callback.
         if attempt != 2:
             assert controller.tells(gone(f"of attempt {attempt}")) is (attempt == 1)
     assert [event["preempted"] for event in controller.told()] == [True, True]

@@ -1,4 +1,4 @@
-"""`fit` on a real Ray: what is refused before anything starts, how failures are told, and how a run is stopped."""
+"""`fit` on a real Ray: validation before anything starts, reports of failures, and stopping a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def experiment(storage: Path, data: str, *, workers: int = 1, retries: int = 3, 
 
 
 class Screen:
-    """What a person would see where the output is no terminal."""
+    """Return the output as it is shown without a terminal."""
 
     def __init__(self) -> None:
         self._file = io.StringIO()
@@ -81,7 +81,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_workers_than_the_machine_has_is_said_at_once(
     tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither Ray nor a folder."""
+    """Neither Ray nor a folder is created."""
     no_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"4096 workers with 1 CPU each need 4096 CPUs, and this machine has \d+"):
         fit(experiment(tmp_path, data, workers=4096))
@@ -95,7 +95,7 @@ def test_storage_that_cannot_be_written_is_said_before_ray_starts(data: str, mon
 
 
 def test_a_checkpoint_to_resume_from_must_be_there(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before workers start."""
+    """Fails before workers start."""
     no_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"is not a checkpoint: .*no-such"):
         fit(experiment(tmp_path, data), resume=str(tmp_path / "no-such"))
@@ -106,7 +106,7 @@ def test_a_checkpoint_to_resume_from_must_be_there(tmp_path: Path, data: str, mo
 def test_a_finished_run_is_finished_at_once(
     tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch, status: Any
 ) -> None:
-    """No Ray, no step, nothing overwritten."""
+    """Starts no Ray, makes no step, and overwrites nothing."""
     no_ray(monkeypatch)
     found = experiment(tmp_path, data)
     run = open_run(found).run
@@ -137,7 +137,7 @@ def test_more_workers_than_the_cluster_has_is_said_at_once(ray_session: None, tm
 def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
     ray_session: None, tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tried again, since some steps had been made; given up when it came again at the same step."""
+    """Retried because steps had been made; given up when it recurs at the same step."""
     found, screen = experiment(tmp_path, data, workers=2, fail_at=3), Screen()
     with pytest.raises(
         TrainingFailedError, match=r"rank 1 raised ValueError at step 3 \(training step\): a bad batch"
@@ -152,7 +152,7 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
     assert "a bad batch at step 3" in str(run.record.error)
     assert screen.text.count("; restarting the workers") == 1
     assert "in training_step" not in screen.text
-    # What `headway fit` says then: the traceback of that rank, once, and what it means.
+    # `headway fit` shows the traceback of that rank, once, and the summary.
     assert _explain(error) == 1
     said = capsys.readouterr().err
     assert said.startswith("Traceback")
@@ -162,7 +162,7 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
 
 @pytest.mark.ray
 def test_a_step_that_exits_is_a_failed_run(ray_session: None, tmp_path: Path, data: str) -> None:
-    """Whatever code it exits with: nobody is to take a run for finished that is not."""
+    """Whatever its exit code, an unfinished run must not pass as finished."""
     found = experiment(tmp_path, data, workers=2, exit_at=3)
     with pytest.raises(TrainingFailedError, match=r"SystemExit at step 3 \(training step\)"):
         fit(found, display=Screen().display)
@@ -179,7 +179,7 @@ def test_an_error_of_ours_is_raised_as_it_is_and_not_tried_again(ray_session: No
 
 @pytest.mark.ray
 def test_a_run_begins_with_a_part_of_what_is_there(ray_session: None, tmp_path: Path, data: str) -> None:
-    """With the rules of `Trainer.fit`, in the folder of the run."""
+    """By the rules of `Trainer.fit`, in the folder of the run."""
     first = fit(experiment(tmp_path, data, max_steps=3))
     part = fit(experiment(tmp_path, data, max_steps=4), restore=("models", "optimizers"))
     assert (part.steps, part.resumed_from) == (4, first.last_checkpoint)
@@ -208,7 +208,7 @@ def test_after_a_save_of_its_own_a_start_goes_on_from_that(tmp_path: Path) -> No
 def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     ray_session: None, tmp_path: Path, data: str
 ) -> None:
-    """And a stopped run has a checkpoint, a record that can be read, and goes on when it is started again."""
+    """A stopped run has a checkpoint and a readable record, and resumes when it is started again."""
     found, screen = experiment(tmp_path, data, workers=2, max_steps=100_000, pause_s=0.01, say="hello"), Screen()
     folder = Folder(found.run_dir)
 
@@ -241,7 +241,7 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     assert find_run("run", str(tmp_path)).experiment() == found
     assert Run(found.run_dir).record.attempts == 1
 
-    # It goes on; told to end at once, it saves nothing, and its workers go, although this process and Ray stay.
+    # It resumes; after an abort it saves nothing, and its workers exit although this process and Ray remain.
     again = fit_until("training", 2, StopRequest(reason="now", abort=True))
     assert (again.status, again.reason, again.steps) == ("stopped", "now, immediately", result.steps)
     assert again.last_checkpoint == result.last_checkpoint
@@ -253,7 +253,7 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
 
 
 def test_bad_data_is_a_mistake_in_what_was_asked_for(tmp_path: Path) -> None:
-    """Found by the driver before Ray starts, it is an error of the same kind as a wrong config: exit code 2."""
+    """If the driver finds it before Ray starts, it counts as an invalid config: exit code 2."""
     with pytest.raises(ConfigError, match="no-data does not exist") as raised:
         check_training(experiment(tmp_path, str(tmp_path / "no-data")))
     assert isinstance(raised.value.__cause__, DataError)
@@ -262,7 +262,7 @@ def test_bad_data_is_a_mistake_in_what_was_asked_for(tmp_path: Path) -> None:
 def test_a_wrong_config_is_refused_before_a_cluster_is_asked_for_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the data is there, only its machines can tell."""
+    """Only the machines of the cluster can tell whether the data exists."""
     no_ray(monkeypatch)
     monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")
     found = experiment(tmp_path, str(tmp_path / "no-data"))

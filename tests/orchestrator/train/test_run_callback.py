@@ -1,4 +1,4 @@
-"""What reaches a training from outside: an end, at once or in order, another driver, and notice of a machine's end."""
+"""Events from outside during training: graceful and immediate stops, another driver, and preemption notices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bridge(folder: Folder, *, noticed: bool = False) -> RunCallback:
 
 
 def train(run_dir: str) -> None:
-    """Trains until somebody says that it is enough, in a process of its own."""
+    """Train until a stop is requested, in a separate process."""
     config = TinyConfig(max_steps=10**9, checkpoint=CheckpointConfig(every=None))
     callbacks = [bridge(Folder(run_dir)), lambda *_: time.sleep(0.01)]
     print(TinyTrainer(config, run_dir=run_dir, world=World.single("cpu"), callbacks=callbacks).fit().status)
@@ -109,7 +109,7 @@ def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without(tmp_path: Path) 
 
 
 def test_who_has_lost_the_run_to_another_driver_ends_at_once(tmp_path: Path) -> None:
-    """Two attempts must not write to one run, even where nobody else has ended the first."""
+    """Two attempts must not write to one run, even if the first was not ended otherwise."""
     run = open_run(experiment(tmp_path)).run
     with training(run) as program:
         run.update(steps=1)
@@ -123,7 +123,7 @@ def test_who_has_lost_the_run_to_another_driver_ends_at_once(tmp_path: Path) -> 
 
 
 class Noticed(TinyTrainer):
-    """Is given the time to hear of a notice."""
+    """Trains slowly enough to receive a notice."""
 
     save_took: float | None = None
 
@@ -137,7 +137,7 @@ class Noticed(TinyTrainer):
 def noticed(
     run: Run, monkeypatch: pytest.MonkeyPatch, *, left_s: float, save_took_s: float | None, then_s: float | None = None
 ) -> list[Event]:
-    """The events of a short run that gets notices of one node, later of a second one, which may leave another time."""
+    """Return the events of a short run with a notice for one node and later for a second, with deadlines."""
     deadline_ms: list[int] = []
 
     def get_preemption_info() -> Any:
@@ -198,7 +198,7 @@ def test_after_a_notice_that_came_too_late_the_next_one_is_heard(
 
 
 def test_a_notice_is_heeded_although_nobody_can_be_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage of the run may be away for a moment: the save is asked for all the same, and the ears stay open."""
+    """If the storage is unavailable for a moment, the save is requested and the listener keeps running."""
     run = open_run(experiment(tmp_path)).run
     add = EventWriter.add
 

@@ -1,4 +1,4 @@
-"""What a spare process does before it is taken: imports, and nothing that would be seen later."""
+"""A spare process only imports before it is taken; nothing else is visible later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.orchestrator.config.experiment import Retries
 from headway.orchestrator.train import standby
 from headway.trainer.errors import ConfigError
 
-# In a process of its own, as Ray starts one: the hook comes by value, and nothing of ours has been imported.
+# In a separate process, as started by Ray: the hook is pickled by value, and Headway is not imported.
 _WARM = """
 import json, os, sys
 from ray import cloudpickle
@@ -52,16 +52,16 @@ def test_a_warm_process_has_imported_and_done_nothing_else(tmp_path: Path) -> No
         found: dict[str, list[str]] = json.loads(done.stdout)
         return found
 
-    assert warmed(standby.__file__)["warm"] == []  # nobody has asked for a spare
+    assert warmed(standby.__file__)["warm"] == []  # no spare was requested
     for name in ("1500-one", "2000-another"):
         tmp_path.joinpath("headway-spares").mkdir(exist_ok=True)
         tmp_path.joinpath("headway-spares", name).touch()
-    assert warmed(standby.__file__, launched_ms=1499)["warm"] == []  # was on its way when one was asked for
+    assert warmed(standby.__file__, launched_ms=1499)["warm"] == []  # was already starting when one was requested
     assert warmed(standby.__file__) == {
         "warm": ["headway.orchestrator.train.worker", "ray.train.torch", "torch._dynamo"],
         "changed": [],
     }
-    # Another Headway than the driver's: which one the job means is not known before its path is.
+    # Another Headway than the driver's: the job's import path is not known yet.
     assert warmed("/elsewhere/spares.py")["warm"] == []
     assert not list(tmp_path.joinpath("headway-spares").iterdir())
 

@@ -1,4 +1,4 @@
-"""How the driver hears the ranks over files, and what it tells them, with a clock of the test's own."""
+"""The driver reads heartbeats of ranks from files and sends orders; with a fake clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STARTED = {
 
 
 class Ranks:
-    """Two ranks that speak when the test has them, and the driver that listens."""
+    """Two ranks that send heartbeats on demand, and the driver that reads them."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.now_s, self.beats = 1000.0, 0
@@ -45,7 +45,7 @@ class Ranks:
         Path(self.folder.place, "watch", f"rank-{rank}.json").write_text(json.dumps(beat))
 
     def pass_s(self, seconds: float, *speaking: int) -> None:
-        """Lets time pass, in which these ranks speak on, waiting in their backward."""
+        """Let time pass while these ranks send heartbeats from their backward."""
         for _ in range(int(seconds * 2)):
             self.now_s += 0.5
             for rank in speaking:

@@ -1,4 +1,4 @@
-"""Who hangs: decided by arithmetic, without Ray and without a clock."""
+"""Which rank hangs: a pure decision, without Ray and without a clock."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_it_is_told_with_rank_phase_and_time() -> None:
 
 
 def test_a_phase_of_unknown_length_ends_before_the_ranks_that_wait_give_up(tmp_path: Path) -> None:
-    """Their collectives would time out, and what is raised there knows neither the rank nor its phase."""
+    """Otherwise collectives would time out, with an error that names neither the rank nor its phase."""
     asked = experiment(tmp_path)
     timeouts = hang_timeouts_of(asked, 0.5)
     timeout_s = asked.config.parallel.timeout.amount

@@ -101,15 +101,15 @@ def _new_experiment(past: Run, name: str, storage: str, overrides: Sequence[str]
             "the trainer's location, as in --target file.py:Name"
         ) from error
     found = replace(found, name=f"{name.replace('/', '-')}-rerun", storage=absolute(storage))
-    again: Experiment = override(found, parse_overrides(overrides))
-    if again.run_dir == past.run_dir:
+    renamed: Experiment = override(found, parse_overrides(overrides))
+    if renamed.run_dir == past.run_dir:
         raise ConfigError(f"name={name} is the run itself: use another name, as in name={name}-2")
-    if Folder(again.run_dir).exists(RUN_RECORD) and Run(again.run_dir).is_finished:
+    if Folder(renamed.run_dir).exists(RUN_RECORD) and Run(renamed.run_dir).is_finished:
         raise ConfigError(
-            f"name={again.name} is a finished run, so nothing would be trained: use another name, as in "
-            f"name={again.name}-2"
+            f"name={renamed.name} is a finished run, so nothing would be trained: use another name, as in "
+            f"name={renamed.name}-2"
         )
-    return again
+    return renamed
 
 
 def _start_of(past: Run) -> ResumeOptions:

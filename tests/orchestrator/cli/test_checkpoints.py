@@ -1,4 +1,4 @@
-"""`headway checkpoints`: what lies in a run's store, without Ray and while the run is going on."""
+"""`headway checkpoints`, without Ray and while the run is training."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_is_not_there_is_one_line_and_exit_code_2(
 
 
 class Meanwhile(Callback):
-    """What a person does in another process while the run is going on."""
+    """Run commands in another process while the run is training."""
 
     def __init__(self, storage: Path) -> None:
         self.storage = storage
@@ -205,7 +205,7 @@ class Meanwhile(Callback):
             self.told.append(done.stdout)
 
 
-def test_they_work_while_the_run_is_going_on_without_ray(tmp_path: Path) -> None:
+def test_they_work_without_ray_while_the_run_is_training(tmp_path: Path) -> None:
     meanwhile = Meanwhile(tmp_path)
     train(tmp_path / "one", meanwhile, keep_last=1, keep_best=0, background=False)
     pinned, verified, listed, pruned = meanwhile.told

@@ -1,4 +1,4 @@
-"""What the person at the driver sees of a run."""
+"""The console output of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: one line on standard error for what the user can act on, and an exit code that tells."""
+"""The command line: output, errors of one line on standard error, and exit codes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_runs_are_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of a run that goes on, until now: what its main rank was last heard to do is in no event yet."""
+    """For a running run, up to now: the last heartbeat of the main rank is not in the events yet."""
     experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
     folder = open_run(experiment).run.folder
     now = time.time()

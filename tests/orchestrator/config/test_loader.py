@@ -1,4 +1,4 @@
-"""Overrides and files become one typed experiment, or an error that names the field."""
+"""Overrides and files become a typed experiment, or an error that names the field."""
 
 from __future__ import annotations
 

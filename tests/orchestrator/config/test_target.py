@@ -1,4 +1,4 @@
-"""What `file.py`, `file.py:name` and `module:name` stand for, and what is said when they stand for nothing."""
+"""Targets `file.py`, `file.py:name` and `module:name`: what they import, and errors for wrong ones."""
 
 from __future__ import annotations
 

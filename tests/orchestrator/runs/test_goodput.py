@@ -1,4 +1,4 @@
-"""Every second of a run belongs to one class, and the classes close to the wall time."""
+"""Every second of a run belongs to one class, and the classes add up to the wall time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP_S = 0.5
 
 @dataclass
 class Script:
-    """Writes the events of a run as it would have, and keeps the account itself."""
+    """Writer of the events of a run that also keeps the expected account."""
 
     now: float = 1000.0
     events: list[Event] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Script:
         self.add("driver_started", since=since)
 
     def come_up(self, *, waits_s: float, imports_s: float, spare: bool, at_step: int) -> None:
-        """A worker group, from where it is asked for to where it trains."""
+        """Start a worker group: the time from its request to its training."""
         starting = self.setting_up
         importing = "importing" if starting == "starting" else "restart"
         since = self.now
@@ -80,7 +80,7 @@ class Script:
         self.setting_up = "restart"
 
     def train(self, steps: int, *, saves: bool, first_s: float) -> None:
-        """Updates of half a second with their data and hooks, and an evaluation and a save at the end."""
+        """Train updates of half a second with data and hooks, then evaluate and save."""
         for _ in range(steps):
             counts = "compute" if self.step >= self.furthest else "lost work done again"
             hooks = "hooks and logging" if counts == "compute" else counts
@@ -101,7 +101,7 @@ class Script:
             self.add("checkpoint_saved", step=self.step, spent=self.mark())
 
     def fail(self, noticed_s: float) -> None:
-        """The group is lost, and what it said last is found."""
+        """Lose the group; its last heartbeat is found."""
         heard = self.mark()
         self.furthest = max(self.furthest, self.step)
         self.let_pass(noticed_s, "restart")
@@ -165,7 +165,7 @@ def test_the_classes_are_what_happened_and_close_to_the_wall_time(attempts: list
 
 
 def test_a_hang_is_all_the_time_until_somebody_ended_it() -> None:
-    """Heard until the end, or silent: the time in which nothing moved is no work."""
+    """With heartbeats until the end or without: the time of a hang is not work."""
     for is_silent in (False, True):
         script = Script()
         script.start(1.0)
@@ -191,7 +191,7 @@ def test_a_hang_is_all_the_time_until_somebody_ended_it() -> None:
 
 @pytest.mark.parametrize("first_marked", [False, True], ids=["before its first mark", "between two marks"])
 def test_the_time_for_which_a_machine_slept_is_no_time_of_the_run(first_marked: bool) -> None:
-    """The process's own clock stands still meanwhile, that of the wall does not."""
+    """The monotonic clock stops during sleep, the wall clock does not."""
     script = Script()
     script.start(3.0)
     script.come_up(waits_s=0.0, imports_s=2.0, spare=False, at_step=0)
@@ -248,7 +248,7 @@ def test_a_run_that_goes_on_is_accounted_for_until_now() -> None:
 
 
 def test_what_is_not_known_makes_no_ledger() -> None:
-    """No events, those of an earlier version, and a start that came to nothing."""
+    """No events, events of an earlier version, and a start without training."""
     assert goodput_report([]).wall_s == 0
     assert goodput_report([]).goodput == 0
     old = [{"time": 1.0, "event": "driver_started"}, {"time": 5.0, "event": "attempt_started", "attempt": 1}]

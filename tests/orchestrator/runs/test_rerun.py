@@ -1,4 +1,4 @@
-"""A run again by its record: with the same weights, and with every difference named before it starts."""
+"""Rerun: the same weights as the recorded run, and every difference reported before the start."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SETTINGS = ["name=one", "config.max_steps=9", "config.global_batch_size=16"]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a trainer and its data, which the current directory is."""
+    """Create a folder with a trainer and its data, and make it the current directory."""
     folder = tmp_path / "home"
     write_rows(folder / "data/rows", 96)
     (folder / "drop.py").write_text(TRAINER)
@@ -75,7 +75,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def begun(home: Path, **changes: object) -> Run:
-    """A run of which there is a record, and no more."""
+    """Create a run that has only a record."""
     run = open_run(resolve("drop.py", [*SETTINGS, f"storage={home.parent}/runs"])).run
     run.update(status="completed", data={"guarantee": "exact", "fingerprint": "of then"})
     record = json.loads(run.folder.read("run.json") or "")
@@ -84,7 +84,7 @@ def begun(home: Path, **changes: object) -> Run:
 
 
 def again(home: Path, *overrides: str, **options: object) -> tuple[str, str]:
-    """What is shown, and the error, of a rerun that is refused before anything starts."""
+    """Return the output and the error of a rerun that is refused before it starts."""
     screen = io.StringIO()
     display = RunConsole(Console(file=screen, highlight=False, soft_wrap=True))
     with pytest.raises(ConfigError) as refused:
@@ -97,7 +97,7 @@ def again(home: Path, *overrides: str, **options: object) -> tuple[str, str]:
 def test_the_record_of_a_run_suffices_for_the_same_weights(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From another folder than the first time, which is gone, as that of a job is."""
+    """The rerun is started in another folder; the first one, like that of a job, no longer exists."""
     runs = f"{tmp_path}/runs"
     overrides = [*SETTINGS, "config.seed=3", "config.rate=0.05", f"storage={runs}"]
     first = fit(resolve("drop.py", overrides))
@@ -182,7 +182,7 @@ def test_of_two_files_of_one_name_the_one_with_the_recorded_content_is_taken(hom
 
 
 def test_a_trainer_that_another_file_imports_from_beside_it_is_found(home: Path) -> None:
-    """As of a sweep whose file imports the trainer's: by a name that means nothing to a process from elsewhere."""
+    """As in a sweep whose file imports that of the trainer by a name that other processes cannot import."""
     (home / "parts").mkdir()
     (home / "drop.py").rename(home / "parts/dropping.py")
     (home / "parts/main.py").write_text("from dropping import Drop, DropConfig\n")

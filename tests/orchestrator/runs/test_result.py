@@ -1,4 +1,4 @@
-"""What a worker says of its run is what `fit` returns."""
+"""`RunResult` from the result of a worker, or from the files of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_run_s_result_has_all_that_a_trainer_s_has() -> None:
 def test_goodput_is_the_number_that_the_page_of_the_run_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """30 s of updates in 40 s of a run that is over, whatever the time is now."""
+    """30 s of updates in a run of 40 s that has ended; the current time does not matter."""
     run = open_run(Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))).run
     seconds = {"setting up": 4.0, "reading data": 2.0, "first update": 3.0, "forward": 12.0, "optimizer": 15.0}
     spent = {"attempt": 1, "at": 1038.0, "step": 10, "updates": 10, "phase": "ended", "seconds": seconds}

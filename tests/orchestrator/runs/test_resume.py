@@ -1,4 +1,4 @@
-"""What a start begins with when the same is asked for again, after Ctrl-C or a driver that was lost. Without Ray."""
+"""What a repeated start resumes from, after Ctrl-C or a lost driver. Without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same name again: goes on, is refused with the difference, or is finished. And what a dead driver leaves."""
+"""A start with an existing name is resumed, refused with the difference, or finished; and states after a lost driver."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_driver_elsewhere_is_known_by_its_heartbeat(tmp_path: Path) -> None:
 
 
 def claimed_by_another(folder: Folder, record: str = "run.json") -> str:
-    """What a driver on another host leaves that has taken over, and trains."""
+    """Write the record of a driver on another host that has taken over the run."""
     found = json.loads(folder.read(record) or "")
     found["driver"] = {"host": "another", "pid": 1, "heartbeat": found["driver"]["heartbeat"]}
     folder.write(record, text := json.dumps({**found, "started": "2901-01-01T00:00:00+00:00"}))
@@ -247,7 +247,7 @@ def test_storage_that_cannot_be_written_is_an_error_of_its_own(place: str) -> No
 
 
 class Refusing(MemoryFileSystem):
-    """A file system that lets nobody in, with an error of its own: what object stores raise is no OSError."""
+    """A file system without access. Like those of object stores, its error is not an OSError."""
 
     protocol = "refusing"
 
@@ -343,7 +343,7 @@ def test_where_nothing_can_be_appended_each_writer_has_its_file() -> None:
 
 
 def test_threads_of_one_writer_lose_no_event_of_each_other() -> None:
-    """As the one that hears of notices and the one that trains."""
+    """Like the thread that polls for notices and the one that trains."""
 
     second_is_there = threading.Event()
 
@@ -395,7 +395,7 @@ def test_a_scaling_says_what_it_takes_in_total() -> None:
 
 
 def test_runs_that_lie_far_away_are_read_many_at_a_time(tmp_path: Path) -> None:
-    """As those of an object store, where each answer has to be waited for."""
+    """As in an object store, where each request takes time."""
     record = open_run(experiment(tmp_path)).run.record
     together = threading.Barrier(4)
 

@@ -1,4 +1,4 @@
-"""`headway runs stop`: what it asks for, and what it answers where there is nothing to stop."""
+"""`headway runs stop`: its requests, and its answers if nothing is running."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.orchestrator.runs.test_run import experiment, left_by_a_dead_driver
 
 @pytest.fixture(autouse=True)
 def no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver asks Ray for the groups of its cluster. Without one, Ray would look for another, or start it."""
+    """The driver asks Ray for its groups; without a cluster, Ray would look for one or start one."""
     monkeypatch.setattr("headway.orchestrator.train.driver.placed_groups", set)
 
 
@@ -128,7 +128,7 @@ def test_waiting_tells_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_what_was_asked_of_one_life_is_not_asked_of_the_next(tmp_path: Path) -> None:
-    """A run that was stopped from outside has not come to its own end: it goes on."""
+    """A run that was stopped by a request is unfinished, so the next start resumes it."""
     run = open_run(experiment(tmp_path)).run
     request_stop(run.folder, StopRequest(reason="enough"))
     run.update(status="stopped", started="2001-01-01T00:00:00+00:00")
@@ -203,7 +203,7 @@ def test_a_sweep_is_asked_in_its_folder_and_one_that_has_ended_is_left_alone(tmp
 
 
 class Leaving(MemoryFileSystem):
-    """A storage far away that can be cut off."""
+    """A remote storage that can become unavailable."""
 
     protocol = "leaving"
     store: ClassVar[dict[str, Any]] = {}
@@ -256,7 +256,7 @@ def test_the_driver_waits_for_a_storage_that_is_away_for_a_moment(monkeypatch: p
 
 @pytest.mark.parametrize(("number", "aborts"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_a_second_sigterm_leaves_a_slow_save_its_time(tmp_path: Path, number: signal.Signals, aborts: bool) -> None:
-    """A scheduler may repeat it; a person who presses Ctrl-C again means it."""
+    """A scheduler may repeat its signal; a second Ctrl-C is intended."""
     asked = experiment(tmp_path)
     run = open_run(asked).run
 
@@ -295,7 +295,7 @@ def wait_for(what: Callable[[], Any]) -> None:
 
 
 def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that come up after it has given them up would train on, and nobody would watch."""
+    """Workers that start after the driver has given up would train without supervision."""
     asked = replace(experiment(tmp_path), scaling=Scaling(wait=Duration(0.3, "seconds")))
     run = open_run(asked).run
     told: list[StopRequest | None] = []
@@ -323,7 +323,7 @@ def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(("left_s", "waits"), [(-11.0, True), (60.0, False), (None, False)])
 def test_a_group_is_gone_after_the_deadline_of_its_machine(tmp_path: Path, left_s: float | None, waits: bool) -> None:
-    """Ray ends it then without an error: who is to wait for it, or to call it silent, must know that it is gone."""
+    """Ray then ends the worker without an error, so the watchdog must not wait for it or count it as silent."""
     asked = experiment(tmp_path)
     run = open_run(asked).run
     driver = supervision(asked, run, run_worker_group)

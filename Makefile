@@ -1,5 +1,5 @@
-# Everything happens in .venv, which the first target that needs it makes. On a machine without a GPU, or where other
-# packages are to be taken, say so to pip as usual: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS.
+# All targets use .venv, which the first one creates. To install from another index (for example torch without CUDA), set
+# pip's variables: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,20 +7,20 @@ DATA := data/stdlib
 RUN ?= gpt
 SCHEDULES ?= 200
 
-# On two cores, since much of what the tests do is to wait.
+# More workers than two cores, because tests mostly wait.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20
 
 .PHONY: help train test test-all chaos check format types docs bench clean
 
 help:
-	@echo "make train    learn a GPT from Python's standard library, on two Ray workers of this machine"
-	@echo "make test     the tests that guard the promises, in less than ten minutes"
-	@echo "make test-all the rest: more chaos, examples, every snippet of the documentation, reports in a browser, the wheel"
-	@echo "make chaos    two hundred schedules of kills, full disks and damaged files; a dozen are in the tests"
-	@echo "make check    format, lint, types, documentation"
-	@echo "make docs     the documentation, in build/site"
-	@echo "make bench    speed and memory, side by side with the alternatives"
+	@echo "make train    train a GPT on Python's standard library, with two Ray workers on this machine"
+	@echo "make test     run the tests that guard the promises, in less than ten minutes"
+	@echo "make test-all run the rest: more chaos, examples, documentation snippets, reports in a browser, the wheel"
+	@echo "make chaos    run two hundred schedules of kills, full disks and damaged files"
+	@echo "make check    check format, lint, types and documentation"
+	@echo "make docs     build the documentation in build/site"
+	@echo "make bench    compare speed and memory with alternatives"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,7 +37,7 @@ train: $(VENV)/installed $(DATA)/vocabulary.json
 test: $(VENV)/installed types
 	$(PYTEST) -m "not extended"
 
-# What make test leaves out; `.venv/bin/python -m pytest` runs both, one after the other.
+# The tests that `make test` excludes; `.venv/bin/python -m pytest` runs both, in one process.
 test-all: $(VENV)/installed types
 	$(PYTEST) -m extended
 
@@ -55,12 +55,12 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Links that show the three folders under the name they are installed by, for mypy, editors and Ray's py_modules.
+# Links to the three folders under their installed names, for mypy, editors and Ray's py_modules.
 types:
 	@mkdir -p build/types/headway
 	@for part in trainer datasets orchestrator; do ln -sfn ../../../$$part build/types/headway/$$part; done
 
-# Without network, and strict: a link to nowhere, a name that is gone and a page outside the navigation are errors.
+# Strict, without network: a broken link, a missing name and a page outside the navigation are errors.
 docs: $(VENV)/installed types
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

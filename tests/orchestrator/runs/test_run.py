@@ -1,4 +1,4 @@
-"""A start with an existing name is resumed, refused with the difference, or finished; and states after a lost driver."""
+"""A start with an existing name is resumed, refused with the difference, or finished; states after a lost driver."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class ActiveRun:
     @property
     def save_took_s(self) -> float | None:
         """Seconds from the start of the last checkpoint to its commit; None before the first."""
-        return self._engine.loop.save_took_s if self._engine.is_set_up else None
+        return self._engine.loop.saver.took_s if self._engine.is_set_up else None
 
     @property
     def total_steps(self) -> int | None:
@@ -238,7 +238,7 @@ class ActiveRun:
 
         Optimizer steps, evaluations and `Ema.applied` call it themselves. Any rank may call this.
         """
-        self._engine.loop.wait_for_snapshot()
+        self._engine.loop.saver.wait_for_snapshot()
 
     def print(self, text: str) -> None:
         """Print once, from the main rank, on the console from which the run was started; also from another machine.
@@ -309,7 +309,7 @@ class ActiveRun:
         """
         self._engine.setup()
         self._engine.loop.begin_without_restore()
-        return self._engine.loop.save()
+        return self._engine.loop.saver.save()
 
     def export(self, file: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
         """Write the current weights to one safetensors file, from the main rank. Every rank must call this.

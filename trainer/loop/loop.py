@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.background import BackgroundSave
 from ..checkpoints.rng import RngState
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
 from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, is_exhausted
 from ..data.tree import batch_size
 from ..distributed.parallelize import check_no_partial_gradients
-from ..errors import CheckpointError, ConfigError, DataError, LossSpikeError, StepError
+from ..errors import ConfigError, DataError, LossSpikeError, StepError
 from ..exact.numerics import Numerics
 from ..metrics.reductions import Reduce
 from ..metrics.train_log import Recorder
@@ -33,10 +32,8 @@ from .loss_spikes import SpikeDetector
 from .progress import Schedule
 from .run_length import RunLength
 from .run_state import RunState
+from .saving import Saver
 from .steps import LossWeight, Steps
-from .timing import Phase
-
-_SAVE_TIMEOUT_S = 10.0
 
 
 class Loop:
@@ -58,7 +55,7 @@ class Loop:
     Attributes:
         optimizer_step: makes updates.
         recorder: writes the records of the log.
-        save_took_s: from the start of the last checkpoint to its commit; None before the first.
+        saver: writes checkpoints.
         needs_restore: True after an exception mid-update: model state is undefined until a checkpoint is restored.
         began_s: start of the run, including setup, by `time.perf_counter`.
     """
@@ -89,12 +86,10 @@ class Loop:
         )
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
-        self._checkpoints = Schedule(config.checkpoint.every)
+        self.saver = Saver(ctx, self._state, self.optimizer_step, self.recorder, requests)
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
-        self.save_took_s: float | None = None
-        self._save_began_s = 0.0
         self.began_s = time.perf_counter()
         self.needs_restore = False
         self._step_timeout = config.parallel.step_timeout
@@ -109,7 +104,6 @@ class Loop:
         self._must_save_best = False
         self._uneven_samples = 0
         self._has_warned = False
-        self._saving: BackgroundSave | None = None
         if config.loss_spike is not None and ctx.run_dir is None:
             raise ConfigError("loss_spike needs checkpoints to roll back to: give the trainer a run_dir")
 
@@ -129,10 +123,7 @@ class Loop:
                 f'resume="never" starts fresh, and this trainer has made {self._progress.step} updates: create another '
                 "trainer, or continue with this one"
             )
-        if self._saving is not None:
-            # A save of the failed run must end before this run cleans up and saves.
-            self._saving.wait(None)
-            self._saving = self._state.last_saved_step = None
+        self.saver.discard()
         # Equal on every rank, or some would continue while others restore.
         failed, half_restored = self._world.sum_ints(self.needs_restore, self._state.is_half_restored)
         needs_restore = bool(failed or half_restored)
@@ -161,7 +152,7 @@ class Loop:
             self._state.check_storage()
             self._warn_if_data_is_endless()
         self.recorder.start(resumed=self._resumes or self._progress.step > 0, began_s=self.began_s)
-        for schedule in (self._evaluations, self._checkpoints):
+        for schedule in (self._evaluations, self.saver.schedule):
             schedule.done(self.recorder.elapsed_s())
         self._activity.enter("between updates")
         if has_work:
@@ -207,9 +198,7 @@ class Loop:
         self._stopped, self._is_running, self._resumes, self._resumed_from = None, False, False, None
         self._epoch_batch = self._accumulated = None
         self.recorder.in_update = False
-        if self._saving is not None:
-            self._saving.wait(None if self._world.size == 1 else _SAVE_TIMEOUT_S)
-            self._requests.watch(None)
+        self.saver.clean_up()
 
     def rejoin_process_group(self, rebuild: Callable[[], None]) -> None:
         """Continue in another process group; `rebuild` wraps the models for it."""
@@ -313,7 +302,7 @@ class Loop:
 
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluate the weights of a checkpoint, and restore the models' weights."""
-        self.wait_for_snapshot()
+        self.saver.wait_for_snapshot()
         with self._state.weights_of(checkpoint):
             return self.evaluate(sets)
 
@@ -327,9 +316,9 @@ class Loop:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Put the models in evaluation mode; the time does not count in the throughput."""
-        self.wait_for_snapshot()
+        self.saver.wait_for_snapshot()
         with (
-            self._in_phase("around an evaluation"),
+            self._activity.during("around an evaluation"),
             self.recorder.paused(),
             evaluating(self._ctx),
             autocast(self._config.precision, self._ctx.device),
@@ -347,79 +336,19 @@ class Loop:
             metrics = self.optimizer_step.logged if self.recorder.in_update else self.metrics
             metrics.log(f"{'train' if self._ctx.mode.training else 'validation'}/{name}", value, weight, reduce)
 
-    def save(self) -> Checkpoint:
-        """Save the whole state, between two updates, and wait until it is written."""
-        self._finish_background_save()
-        self.optimizer_step.check_pending_norms()
-        self._save_began_s = time.perf_counter()
-        with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
-            self._callbacks.on_checkpoint_start()
-            checkpoint = self._state.save()
-        self.save_took_s = time.perf_counter() - self._save_began_s
-        self._checkpoints.done(self._progress.elapsed_s)
-        self._callbacks.on_checkpoint_saved(checkpoint)
-        return checkpoint
-
-    def _start_background_save(self) -> None:
-        """Start saving the whole state in the background."""
-        self._finish_background_save()
-        self.optimizer_step.check_pending_norms()
-        self._save_began_s = time.perf_counter()
-        with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
-            self._callbacks.on_checkpoint_start()
-            self._saving = self._state.begin_save()
-        self.optimizer_step.wait_for_snapshot = self._saving.wait_for_snapshot
-        self._requests.watch(self._saving)
-        self._checkpoints.done(self._progress.elapsed_s)
-
-    def _finish_background_save(self) -> None:
-        """Wait for a background save, and call the hooks. Every rank must call this at the same update."""
-        if self._saving is None:
-            return
-        saving, self._saving = self._saving, None
-        self._requests.watch(None)
-        with self._in_phase("saving"), self.recorder.paused(), self._reporting_save_failure():
-            checkpoint = saving.result()
-        self.save_took_s = time.perf_counter() - self._save_began_s
-        self._callbacks.on_checkpoint_saved(checkpoint)
-
-    @contextmanager
-    def _reporting_save_failure(self) -> Iterator[None]:
-        """Call the hooks if a save fails; their errors become notes of its error."""
-        try:
-            yield
-        except CheckpointError as error:
-            try:
-                self._callbacks.on_checkpoint_failed(error)
-            except Exception as failure:
-                error.add_note(f"on_checkpoint_failed also raised {type(failure).__name__}: {failure}")
-            raise
-
-    def wait_for_snapshot(self) -> None:
-        """Wait until a background save has copied the state, for example before averages replace the weights."""
-        if self._saving is not None:
-            self._saving.wait_for_snapshot()
-
     def _make_evaluation(self, sets: Mapping[str, BatchStream], **options: Any) -> Evaluation:
         ctx, metrics = self._ctx, self._evaluation_metrics
         return Evaluation(ctx, self._steps, self._numerics, metrics, sets, self._requests, **options)
 
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
-        self.wait_for_snapshot()
+        self.saver.wait_for_snapshot()
         try:
-            with self._in_phase("around an evaluation"), self.recorder.paused():
+            with self._activity.during("around an evaluation"), self.recorder.paused():
                 return evaluation()
         finally:
             self._evaluation = None
             self._numerics.seed_after_evaluation(self._config, self._progress.step)
-
-    @contextmanager
-    def _in_phase(self, phase: Phase) -> Iterator[None]:
-        # Not after an error, so that the phase tells where it was raised.
-        self._activity.enter(phase)
-        yield
-        self._activity.enter("between updates")
 
     def _warn_if_data_is_endless(self) -> None:
         """Warn before the first epoch if actions are due at its end, and the data may have none."""
@@ -489,7 +418,7 @@ class Loop:
         """
         progress, agreed = self._progress, self._requests.agree()
         if agreed.saved:
-            self._finish_background_save()
+            self.saver.finish()
         record = self._flush() if applied and self._logs.due(progress, ended="steps") else {}
         if record and self._maybe_roll_back(record):
             applied = False
@@ -500,7 +429,7 @@ class Loop:
             self._evaluate()
             self._handle_requests()
         self._save_if_best()
-        if agreed.save or (applied and self._checkpoints.due(progress, ended="steps")):
+        if agreed.save or (applied and self.saver.schedule.due(progress, ended="steps")):
             self._save_unless_saved()
         if self._has_clocks and self._world.is_main:
             # Clocks differ between ranks: the main rank's decides, and requests the action on all ranks.
@@ -508,8 +437,8 @@ class Loop:
             if self._evaluations.due_by_clock(elapsed_s):
                 self._evaluations.done(elapsed_s)
                 self._requests.evaluate()
-            if self._checkpoints.due_by_clock(elapsed_s):
-                self._checkpoints.done(elapsed_s)
+            if self.saver.schedule.due_by_clock(elapsed_s):
+                self.saver.schedule.done(elapsed_s)
                 self._requests.save()
         return record
 
@@ -551,7 +480,7 @@ class Loop:
                 f"{what}, and the run has rolled back {spikes.rollbacks} times already (max_rollbacks): lower the "
                 "learning rate, clip the gradient, or check the data"
             )
-        self._finish_background_save()
+        self.saver.finish()
         self.optimizer_step.check_pending_norms()
         with self.recorder.paused():
             checkpoint = self._state.roll_back(up_to=spikes.good_step)
@@ -567,7 +496,7 @@ class Loop:
             f"data that caused it (rollback {spikes.rollbacks} of at most {config.max_rollbacks})"
         )
         # A killed run must resume from here, and not from a checkpoint of the discarded weights.
-        self.save()
+        self.saver.save()
         return True
 
     def _end_epoch(self) -> dict[str, float]:
@@ -598,18 +527,18 @@ class Loop:
         # An earlier checkpoint of this update does not have the end of the epoch.
         self._state.last_saved_step = None
         self._save_if_best()
-        if self._checkpoints.due(progress, ended="epochs"):
+        if self.saver.schedule.due(progress, ended="epochs"):
             self._save_unless_saved()
         self._handle_requests()
         if not self._is_running:
-            self._finish_background_save()
+            self.saver.finish()
         return metrics
 
     def _handle_requests(self) -> None:
         """Handle requests immediately, after an evaluation or at the end of an epoch."""
         agreed = self._requests.agree_now()
         if agreed.saved:
-            self._finish_background_save()
+            self.saver.finish()
         if agreed.evaluate:
             self._evaluate()
         self._save_if_best()
@@ -652,9 +581,9 @@ class Loop:
             return
         # At the end of the run there is nothing to do during a background save.
         if self._config.checkpoint.background and self.end_reason() is None:
-            self._start_background_save()
+            self.saver.start()
         else:
-            self.save()
+            self.saver.save()
 
     def _save_if_best(self) -> None:
         """Save the state of the last evaluation, if it is the best so far and `save_best` is set."""
@@ -675,7 +604,7 @@ class Loop:
         self._save_if_best()
         if self._config.checkpoint.at_end:
             self._save_unless_saved()
-        self._finish_background_save()
+        self.saver.finish()
 
     def end_reason(self) -> str | None:
         """Return why the run must end now, or None if it continues; equal on every rank."""

@@ -74,6 +74,13 @@ class Activity:
         self.batches += 1
         self.enter(phase)
 
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Enter a phase, and "between updates" at the end; after an error it stays, as the phase of that error."""
+        self.enter(phase)
+        yield
+        self.enter("between updates")
+
     def end_update(self) -> None:
         """Count an update, and enter "between updates"."""
         self.updates += 1

@@ -128,7 +128,7 @@ class Noticed(TinyTrainer):
     save_took: float | None = None
 
     def on_fit_start(self) -> None:
-        self._engine.loop.save_took_s = self.save_took
+        self._engine.loop.saver.took_s = self.save_took
 
     def on_step_end(self) -> None:
         time.sleep(0.01)

@@ -25,7 +25,7 @@ from headway.trainer import (
 )
 from headway.trainer.checkpoints import storage
 from headway.trainer.checkpoints.store import CheckpointStore
-from headway.trainer.loop import loop
+from headway.trainer.loop import saving
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
@@ -551,7 +551,7 @@ def test_after_an_error_inside_an_update_ranks_go_on_as_if_there_had_been_none(t
 
 
 def _break_in_a_slow_save(world: World, folder: str) -> tuple[str, int]:
-    loop._SAVE_TIMEOUT_S = 0.0
+    saving._TIMEOUT_S = 0.0
     commit = storage._Local.commit
 
     def slowly(*args: Any) -> None:

@@ -90,7 +90,7 @@ def test_a_run_that_follows_an_error_hears_nothing_of_what_was_asked_before() ->
 
 
 def _agree_seldom(world: World, update_s: float) -> list[int]:
-    """The updates at which each of three saves takes effect, and the number of calls until then."""
+    """The updates at which each of three saves takes effect; 1000 plus the call for the last one."""
     headway.trainer.loop.control.WITHIN_S = 0.25
     requests = Requests(world)
     found = []

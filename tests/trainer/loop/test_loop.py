@@ -417,7 +417,7 @@ def test_an_epoch_that_was_whole_at_a_stop_is_closed_by_the_resume(
 
 
 class FollowsPlateaus(TinyTrainer):
-    """Evaluations draw random numbers that would change all later weights; every epoch drops a tail."""
+    """Evaluations change all later weights through a scheduler; every epoch drops a tail."""
 
     scheduler_interval: ClassVar[Any] = {"a": "epoch"}
 

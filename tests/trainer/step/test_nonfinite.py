@@ -199,7 +199,7 @@ def test_where_the_norm_arrives_late_parameters_are_named_and_no_innocent_rows(
             return outputs
 
     monkeypatch.setattr(optimizer_step, "HOST_READABLE", ())
-    said = "step 1 is nan: on rank 0, every loss is finite; not finite by now: model.last.bias; weights from there on"
+    said = "step 1 is nan: on rank 0, every loss is finite; not finite by now: model.last.bias; later weights are"
     for arrival in (nonfinite.AsyncScalar, Late):
         monkeypatch.setattr(optimizer_step, "AsyncScalar", arrival)
         with pytest.raises(NonFiniteError) as raised:

@@ -73,7 +73,7 @@ class Doubling(TinyTrainer):
 
 
 class Seen(Callback):
-    """The batches that hooks get, and the gradients after each update."""
+    """The batches that hooks get, and gradient norms right after each optimizer step."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []

@@ -300,7 +300,7 @@ class _Functions:
         self.overrides_loss_weight, self.overrides_num_tokens = loss_weight is not None, num_tokens is not None
 
     def configure_models(self) -> Any:
-        # Not on the meta device: constructors initialise the weights.
+        # Not on the meta device: constructors initialize the weights.
         with torch.device("cpu"):
             return self._make_model if isinstance(self._make_model, (nn.Module, Mapping)) else self._make_model()
 

@@ -36,7 +36,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         fit()
         ├─ setup (setup/build.py)                                                     on_setup_start
         │  ├─ configure_models, on the meta device; freeze, float8                    on_models_configured
-        │  ├─ checkpoint, compile, shard; materialise; init_weights; replicate (distributed/parallelize.py)
+        │  ├─ checkpoint, compile, shard; materialize; init_weights; replicate (distributed/parallelize.py)
         │  ├─ configure_dataloaders, which determines `total_steps`
         │  └─ configure_optimizers                                                    on_setup_end
         ├─ restore the newest good checkpoint (loop/run_state.py)                     on_restored
@@ -150,7 +150,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         )
 
     def init_weights(self) -> None:
-        """Initialise every parameter and buffer, on the real device, after sharding.
+        """Initialize every parameter and buffer, on the real device, after sharding.
 
         By default calls `reset_parameters` of every module that has one. Random numbers are the same for every number
         of ranks and every strategy. Not called for models that have their weights already.
@@ -180,7 +180,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         )
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return the batch for the steps and batch hooks, for example normalised or augmented.
+        """Return the batch for the steps and batch hooks, for example normalized or augmented.
 
         Called on the device before each forward pass, in training and in evaluations (see `self.training`). A retry
         calls it again with the original batch, so return a new one. `loss_weight` and `num_tokens` get the original.

@@ -1,1 +1,1 @@
-"""The loop around the steps: epochs, limits, evaluations, requests to stop, and the state of a run."""
+"""The loop around optimizer steps: epochs, limits, evaluations, saves, stop requests, and the state of a run."""

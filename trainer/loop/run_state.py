@@ -113,13 +113,7 @@ class RunState:
             ConfigError: the trainer has no run directory.
             CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
-        models = NamedModels(self._ctx.models)
-        checkpoint = self._require_store().save(
-            self._parts(models),
-            rank_parts=self._rank_parts(),
-            **self._description(),
-            changes_only_on_step=tensors_changed_by_step(models, self._ctx.optimizers),
-        )
+        checkpoint = self._require_store().save(**self._contents())
         self.last_saved_step = checkpoint.step
         return checkpoint
 
@@ -137,13 +131,7 @@ class RunState:
         Raises:
             ConfigError: the trainer has no run directory.
         """
-        models = NamedModels(self._ctx.models)
-        saving = self._require_store().begin_save(
-            self._parts(models),
-            rank_parts=self._rank_parts(),
-            **self._description(),
-            changes_only_on_step=tensors_changed_by_step(models, self._ctx.optimizers),
-        )
+        saving = self._require_store().begin_save(**self._contents())
         self.last_saved_step = self._ctx.progress.step
         return saving
 
@@ -152,9 +140,9 @@ class RunState:
             raise ConfigError("a checkpoint needs a folder: give the trainer a run_dir")
         return self._store
 
-    def _description(self) -> dict[str, Any]:
-        """Return the metadata of a checkpoint of the current state."""
-        ctx, certificate = self._ctx, self._certificate.capture()
+    def _contents(self) -> dict[str, Any]:
+        """Return the store's arguments for a checkpoint of the current state."""
+        ctx, certificate, models = self._ctx, self._certificate.capture(), NamedModels(self._ctx.models)
         meta = {
             "trainer": f"{self._program.__module__}:{self._program.__qualname__}",
             "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
@@ -168,10 +156,13 @@ class RunState:
             return {"config": as_plain(ctx.config), **meta, "certificate": certificate(digests)}
 
         return {
+            "parts": self._parts(models),
+            "rank_parts": self._rank_parts(),
             "step": ctx.progress.step,
             "epoch": ctx.progress.epoch,
             "metrics": self._current_metrics(),
             "meta": complete,
+            "changes_only_on_step": tensors_changed_by_step(models, ctx.optimizers),
         }
 
     def record_evaluation(self, metrics: Mapping[str, float]) -> bool:

@@ -1,1 +1,1 @@
-"""What happens once before the first step: build, freeze, initialise, and check that the ranks agree."""
+"""Setup before the first step: build, freeze, initialize, and check that the ranks agree."""

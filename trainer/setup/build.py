@@ -47,7 +47,7 @@ class Program(Steps, Protocol):
         """Create the models, on the meta device."""
 
     def init_weights(self) -> None:
-        """Initialise models that were created on the meta device."""
+        """Initialize models that were created on the meta device."""
 
     def configure_optimizers(self) -> Any:
         """Create optimizers and schedulers."""
@@ -94,7 +94,7 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
 
 
 def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
-    """Shard, materialise, initialise and replicate the models, in place. Every rank must call this.
+    """Shard, materialize, initialize and replicate the models, in place. Every rank must call this.
 
     Raises:
         ConfigError: models, configs, versions or code differ between ranks, or a weight has no value.
@@ -119,7 +119,7 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
             parallelize.shard(model, config.parallel, precision=config.precision, world=world)
     if born_on_meta:
         with times.phase("initialise"):
-            weight_init.initialise_weights(born_on_meta, program.init_weights)
+            weight_init.initialize_weights(born_on_meta, program.init_weights)
     with times.phase("parallelise"):
         check_weights(world, ctx.models)
         for name, model in ctx.models.items():

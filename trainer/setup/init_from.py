@@ -1,4 +1,4 @@
-"""Loading only weights from a checkpoint: to initialise a run, or temporarily for an evaluation."""
+"""Loading only weights from a checkpoint: to initialize a run, or temporarily for an evaluation."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def shapes(models: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
-    """Check that every parameter is materialised and finite. Every rank must call this; synchronizes with the device.
+    """Check that every parameter is materialized and finite. Every rank must call this; synchronizes with the device.
 
     Buffers may be infinite, such as attention masks.
 

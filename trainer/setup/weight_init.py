@@ -1,4 +1,4 @@
-"""Initialisation of models that were created on the meta device, equal for every number of ranks."""
+"""Initialization of models that were created on the meta device, equal for every number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import ConfigError
 aten = torch.ops.aten
 
 
-def initialise_weights(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
+def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
     """Call `init_weights`, with the same random numbers for every number of ranks, and check that it sets everything.
 
     Raises:
@@ -40,7 +40,7 @@ def initialise_weights(models: Mapping[str, nn.Module], init_weights: Callable[[
     if forgotten:
         raise ConfigError(
             f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are created "
-            "on the meta device, without memory, and initialised afterwards. Define `reset_parameters()` in the module "
+            "on the meta device, without memory, and initialized afterwards. Define `reset_parameters()` in the module "
             "that owns each, or override `init_weights()` in the trainer"
         )
 

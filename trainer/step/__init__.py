@@ -1,1 +1,1 @@
-"""One optimizer step: accumulate, synchronise, unscale, measure, guard, clip, step."""
+"""One optimizer step: accumulate, synchronize, unscale, check, clip, step."""

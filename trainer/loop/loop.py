@@ -474,7 +474,7 @@ class Loop:
         limit = spikes.limit(samples=samples)
         if not spikes.is_spike(loss, samples=samples, step=progress.step):
             return False
-        what = f"{config.metric} is {loss:.6g} at step {progress.step}, above the limit of {limit:.6g} for a spike"
+        what = f"{config.metric} is {loss:.6g} at step {progress.step}, a spike (the limit is {limit:.6g})"
         if spikes.rollbacks >= config.max_rollbacks:
             raise LossSpikeError(
                 f"{what}, and the run has rolled back {spikes.rollbacks} times already (max_rollbacks): lower the "

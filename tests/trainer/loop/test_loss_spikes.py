@@ -201,8 +201,8 @@ def _assert_went_back(result: dict[str, Any]) -> None:
 def test_a_spike_takes_the_run_back_and_on_behind_the_guilty_data(tmp_path: Path) -> None:
     result = _spike(ALONE, str(tmp_path))
     _assert_went_back(result)
-    (told,) = [line for line in result["printed"] if "for a spike" in line]
-    assert "at step 18, above the limit of" in told
+    (told,) = [line for line in result["printed"] if "a spike" in line]
+    assert "at step 18, a spike (the limit is" in told
     assert "rolled back to the weights of step 15" in told
     assert "(rollback 1 of at most 3)" in told
 

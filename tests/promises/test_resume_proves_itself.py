@@ -386,7 +386,8 @@ def test_a_batch_size_that_changes_the_shards_says_how_to_keep_them(tmp_path: Pa
     first.fit()
     settings: Any = {"global_batch_size": 16, "max_epochs": 1}
     with pytest.raises(
-        DataError, match=r"not read in the order .*step-00000002.*shards=8 on the ParquetStream, begin ano"
+        DataError,
+        match=r"the order of the training data has changed .*step-00000002.*shards=8 on the ParquetStream, start ano",
     ):
         _trainer(tmp_path / "run", of=of, **settings).fit(accept_changes=True)
     second = _trainer(tmp_path / "run", of=type("Of", (of,), {"shards": 8}), **settings)

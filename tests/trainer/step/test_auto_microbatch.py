@@ -120,7 +120,7 @@ def test_the_update_is_what_it_would_have_been_in_smaller_micro_batches() -> Non
     assert len(halved["reasons"]) == 2  # 8 -> 4 -> 2
     assert halved["said"] == halved["reasons"]
     assert "rank 0 ran out of memory at step 1 with up to 8 samples" in halved["reasons"][0]
-    assert "with up to 2, and so do later ones (micro_batch_size=2" in halved["reasons"][1]
+    assert "with up to 2, also in later updates (set micro_batch_size=2" in halved["reasons"][1]
     assert halved["begun"] == 4
     assert set(halved["pieces"].values()) == {4.0}
     small = outcome(ALONE, room=2, micro_batch_size=2)

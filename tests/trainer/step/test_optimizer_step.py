@@ -609,7 +609,7 @@ def test_an_optimizer_that_nobody_knows_is_refused() -> None:
             self.backward(super().training_step(batch, batch_idx)["loss"])
             self.step(torch.optim.SGD(self.model.parameters()))
 
-    with pytest.raises(StepError, match="no attribute of the trainer"):
+    with pytest.raises(StepError, match="not an attribute of the trainer"):
         Stranger(_config(), world=ALONE).fit()
 
 

@@ -55,7 +55,8 @@ class Saver:
 
     def start(self) -> BackgroundSave:
         """Start saving the state in the background; `finish` ends it."""
-        saving = self._in_background = self._begin(self._state.begin_save)
+        saving = self._begin(self._state.begin_save)
+        self._in_background = saving
         self._optimizer_step.wait_for_snapshot = saving.wait_for_snapshot
         self._requests.watch(saving)
         return saving

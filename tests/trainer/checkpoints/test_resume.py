@@ -274,7 +274,10 @@ def test_parts_of_a_checkpoint_may_be_left(tmp_path: Path) -> None:
         **everything,
         "place": (5, 1, 0),
     }
-    for wrong, message in ((("models", "weights"), "got 'weights'"), (("data",), "position in the data")):
+    for wrong, message in (
+        (("models", "weights"), "got 'weights'"),
+        (("data",), 'restore needs "progress" with "data"'),
+    ):
         with pytest.raises(ConfigError, match=message):
             resumed(*wrong)
 

@@ -197,7 +197,8 @@ class Jobs:
         try:
             run = Run(f"{metadata[_STORAGE].rstrip('/')}/{metadata[_RUN]}")
             # An earlier driver may have left the record.
-            if run.status != "running" or _seconds(run.record.started) < (job.start_time or 0) / 1000 - 1:
+            started_s = datetime.fromisoformat(run.record.started).timestamp()
+            if run.status != "running" or started_s < (job.start_time or 0) / 1000 - 1:
                 return None
             return stop_run(metadata[_RUN], metadata[_STORAGE], now=now)
         except (KeyError, ConfigError, StorageError):
@@ -362,7 +363,3 @@ def _copy_of_headway() -> Iterator[str]:
 def _outcome(job: JobDetails) -> str:
     code = "" if job.driver_exit_code is None else f", exit code {job.driver_exit_code}"
     return f"{job.status.value.lower()}{code}"
-
-
-def _seconds(iso: str) -> float:
-    return datetime.fromisoformat(iso).timestamp()

@@ -119,7 +119,7 @@ def _head(run: Run, account: GoodputReport) -> Html:
             "started": _utc_of(record.created), "ended": _utc_of(record.ended) if record.ended else "",
             "time": _starts(account), "workers": f"{record.workers}{elastic}",
             "preemptions": record.preemptions or "", "failures": record.failures or "",
-            "data resume": record.data_guarantee, "files": run.run_dir, "id": record.id,
+            "resume guarantee": record.data_guarantee, "files": run.run_dir, "id": record.id,
             "changed between starts": joined([element("div", each) for each in record.changes]),
         }),
     ])  # fmt: skip

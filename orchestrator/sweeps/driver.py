@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from headway.trainer.errors import ConfigError
@@ -334,7 +335,7 @@ class SweepDriver:
 
     def _typed(self, trial: Trial, experiment: Experiment) -> Params:
         """Return all settings of a trial by path, with the types of its config."""
-        return {path: _get_path(experiment, path) for path in self._search.settings(self._experiment, trial.values)}
+        return {path: attrgetter(path)(experiment) for path in self._search.settings(self._experiment, trial.values)}
 
     def _ended(self, name: str, error: str | None) -> None:
         trial = self._trials[name] = retry_storage(lambda: self._record_end(name, error))
@@ -409,9 +410,3 @@ class SweepDriver:
         # The report that led to the change arrives here, too.
         if self._donors.is_waiting(name) and retry_storage(lambda: self._sweep.has_saved_since_change(name)):
             self._donors.release(name)
-
-
-def _get_path(settings: Any, path: str) -> Any:
-    for name in path.split("."):
-        settings = getattr(settings, name)
-    return settings

@@ -232,7 +232,7 @@ class Sweep:
                 self.note("trial_retried", trial=trial.name)
 
     def has_saved_since_change(self, name: str) -> bool:
-        """Return whether a trial has saved its own checkpoint since it was last told to resume from another's."""
+        """Return whether a trial has saved a checkpoint itself since PBT last made it resume from another's."""
         changes = (each for each in read_events(self.folder) if each["event"] == "trial_changed")
         times = [change["time"] for change in changes if change["trial"] == name]
         return not times or _has_saved_since(self.folder.path(name), times[-1])

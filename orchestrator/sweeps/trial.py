@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,19 +91,11 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     resume = _resume_from(run, config["resume"])
     reporter = TuneReportCallback(task, run)
     adopted = (KeepOwnHyperparameters(),) if resume != "auto" else ()
-
-    def train_here(
-        experiment: Experiment, run: Run, *, since: float, resume_options: ResumeOptions, verbose: bool, **_: Any
-    ) -> dict[str, Any]:
-        return _train_here(
-            experiment, run, (reporter, *adopted), since=since, resume_options=resume_options, verbose=verbose
-        )
-
     display = RunConsole(Console(quiet=True)) if task.trains_here else EventTuneReporter(task, run)
     try:
         result = RunDriver(
             experiment, run, StopSignals(), display, verbose=False, spares=False,
-            train=train_here if task.trains_here else run_worker_group,
+            train=partial(_train_here, callbacks=(reporter, *adopted)) if task.trains_here else run_worker_group,
             # The sweep's driver enforces the wait: a trial may have to wait for others to end.
             enforce_wait=False,
             resume_options=ResumeOptions(resume=resume, accept_changes=task.may_change),
@@ -140,11 +132,12 @@ def _best_of_own_evaluations(run: Run, task: SweepTask) -> Best:
 def _train_here(
     experiment: Experiment,
     run: Run,
-    callbacks: Sequence[Callback],
     *,
+    callbacks: Sequence[Callback],
     since: float,
     resume_options: ResumeOptions,
     verbose: bool,
+    **_: Any,
 ) -> dict[str, Any]:
     """Train in this process, with the retries of the experiment. If the process dies, Ray Tune restarts it."""
     task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
@@ -188,7 +181,7 @@ class EventTuneReporter(RunConsole):
 
 
 def _count_up_to(steps: Collection[int], step: int) -> int:
-    """Return how many there are. Counting goes on across restarts, and repeated evaluations keep their number."""
+    """Return the number of steps up to `step`. Counting continues across restarts; repeats keep their number."""
     return sum(each <= step for each in steps)
 
 

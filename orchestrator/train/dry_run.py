@@ -159,7 +159,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     dropped = f", {estimate.train.dropped:,} left out" if estimate.train.dropped else ""
     yield (
         "data",
-        f"{_amount(estimate.train)} an epoch{dropped}; found again after a restart: {estimate.train.guarantee}",
+        f"{_amount(estimate.train)} an epoch{dropped}; resume guarantee: {estimate.train.guarantee}",
     )
     yield "steps", _steps(plan)
     yield "evaluation", _evaluation(plan)

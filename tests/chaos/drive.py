@@ -216,7 +216,7 @@ def _judge_life(number: int, life: _Life, before: _Before, last: Lived | None) -
         return
     if lived.restored != before.newest_good:
         raise Unexpected(
-            f"life {number} went on from {lived.restored}, and the newest good checkpoint was of {before.newest_good}"
+            f"life {number} resumed from {lived.restored}, but the newest good checkpoint was {before.newest_good}"
         )
     if last is not None and {status for status, _ in last.ended.values()} == {"interrupted"}:
         steps = {steps for _, steps in last.ended.values()}
@@ -225,13 +225,13 @@ def _judge_life(number: int, life: _Life, before: _Before, last: Lived | None) -
             raise Unexpected(f"life {number - 1} was interrupted after {last.reached} updates, and says {steps}")
     if life.statuses() == {"interrupted"}:
         if not any(what.startswith(("terminate", "interrupt")) for what in life.struck):
-            raise Unexpected(f"life {number} says that it was interrupted, and nobody did")
+            raise Unexpected(f"life {number} reports an interruption that was not injected")
         if (newest := checkpoints(life.run_dir)) and newest[-1].step != lived.reached:
             raise Unexpected(f"life {number} was stopped in order after {lived.reached}; saved is {newest[-1].step}")
     known = [each.step for each in checkpoints(life.run_dir)]
     # A newer one replaces it, possibly without having been reported before the end.
     if lived.saved and max(lived.saved) not in known and max(lived.saved) >= max(known[-1:], default=0):
-        raise Unexpected(f"life {number} told that {max(lived.saved)} was saved; there are {known}")
+        raise Unexpected(f"life {number} reported that {max(lived.saved)} was saved; there are {known}")
 
 
 def records(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -359,7 +359,7 @@ class _Life:
             return
         match said:
             case ("fit", step):
-                assert self.lived.restored in (None, step), "ranks go on from different updates"
+                assert self.lived.restored in (None, step), "ranks resume from different updates"
                 self.lived.restored = step
             case ("step", step, epoch, rows):
                 self.lived.rows[step][rank] = rows

@@ -85,8 +85,8 @@ class Fault:
         moment: the phase that the run reports to start; "save" is the update after which one is due.
         count: at which occurrence of the moment.
         delay_s: delay from then on.
-        then_s: so much later what was frozen goes on, or the disk has room again; None never, and what was frozen is
-            killed by whoever watches. For signals that ask politely: SIGKILL follows, unless None.
+        then_s: seconds until frozen processes continue or the disk has room again; None for never, and frozen ones are
+            killed in the end. For SIGTERM and SIGINT: seconds until SIGKILL follows; None for never.
     """
 
     blow: Blow

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[dict[str, str]]:
-    # It keeps connections by what they were asked for, and not by the address in the environment: another module has
-    # had a server of its own.
+    # It caches connections by their arguments, not by the address in the environment, and another module used another
+    # server.
     S3FileSystem = pytest.importorskip("s3fs").S3FileSystem
     S3FileSystem.clear_instance_cache()
     with socket.create_server(("127.0.0.1", 0)) as free:

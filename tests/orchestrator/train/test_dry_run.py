@@ -84,7 +84,7 @@ def test_a_plan_is_read_by_people(tmp_path: Path) -> None:
         "  model        Deep, 273 parameters, 63 of them frozen, 1.07 KiB",
         "  optimizer    AdamW",
         "  batch        16 samples per step: on each of 2 ranks 2 micro-batches of at most 4",
-        "  data         96 samples in 6 steps an epoch, 7 left out; found again after a restart: exact",
+        "  data         96 samples in 6 steps an epoch, 7 left out; resume guarantee: exact",
         "  steps        18, 3 epochs",
         "  evaluation   every 1 epochs, 3 times, over 10 samples in 2 steps",
     ):

@@ -67,7 +67,7 @@ def test_models_that_share_a_weight_are_refused_with_its_name() -> None:
             self.model = nn.Sequential(embedding, nn.Linear(4, 3))
             self.critic = nn.Sequential(embedding, nn.Linear(4, 1))
 
-    with pytest.raises(ConfigError, match=r"model and critic share model\.0\.weight, and each"):
+    with pytest.raises(ConfigError, match=r"model and critic share model\.0\.weight, but each"):
         Share(TinyConfig(max_steps=2), world=ALONE).fit()
 
 

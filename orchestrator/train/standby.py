@@ -151,5 +151,5 @@ def _reserve() -> None:
 
 
 def _do_without(error: Exception) -> None:
-    """This module uses private parts of Ray. Without them a restart takes longer."""
+    """Log that spares are unavailable: they need private parts of Ray, without which restarts take longer."""
     logger.warning("cannot keep a spare worker process, so restarts take longer (%s: %s)", type(error).__name__, error)

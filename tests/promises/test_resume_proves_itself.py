@@ -30,7 +30,7 @@ ALONE = World.single("cpu")
 
 
 def _config(**changes: Any) -> TinyConfig:
-    """Has six updates per epoch."""
+    """Return a config with six updates per epoch."""
     settings = {
         "max_epochs": 2,
         "global_batch_size": 16,

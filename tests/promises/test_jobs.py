@@ -183,7 +183,7 @@ def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: st
     # The follower is interrupted; the job runs on, and is found by the name of its run.
     following.send_signal(signal.SIGINT)
     out = done(following, code=130)
-    assert "is still running. To follow it again: headway jobs logs line-" in out
+    assert "is still running. To follow it: headway jobs logs line-" in out
     assert "headway jobs stop line-" in out
     assert "Traceback" not in out
     wait_for_step(max(losses(storage / "line")) + 20, storage / "line")

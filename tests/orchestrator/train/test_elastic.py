@@ -67,7 +67,7 @@ def test_a_range_comes_back_from_a_file(ends: list[int], seconds: float) -> None
 
 @pytest.mark.parametrize("workers", [(8, 2), (0, 2), (2,), (1, 2, 3), (1.0, 2), (True, 2), [2, "8"], ()])
 def test_a_range_that_makes_no_sense_is_refused(workers: Any) -> None:
-    with pytest.raises(ConfigError, match=r"workers must be an integer >= 1, or a range of the fewest and the most"):
+    with pytest.raises(ConfigError, match=r"workers must be an integer >= 1, or a range \(fewest, most\)"):
         Scaling(workers=workers)
 
 

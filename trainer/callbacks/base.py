@@ -248,7 +248,7 @@ class CallbackList:
         return len(self._callbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states that are not empty, keyed by `key_by_class`, as in "EMA/0"."""
+        """Return the states that are not empty, keyed by `key_by_class`, as in "Ema/0"."""
         states = {key: callback.state_dict() for key, callback in self._by_key.items()}
         return {key: state for key, state in states.items() if state}
 

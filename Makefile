@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --duratio
 
 help:
 	@echo "make train    train a GPT on Python's standard library, with two Ray workers on this machine"
-	@echo "make test     run the tests that guard the promises, in less than ten minutes"
+	@echo "make test     run the tests that guard the promises"
 	@echo "make test-all run the rest: more chaos, examples, documentation snippets, reports in a browser, the wheel"
 	@echo "make chaos    run two hundred schedules of kills, full disks and damaged files"
 	@echo "make check    check format, lint, types and documentation"

@@ -27,6 +27,8 @@ def environment() -> dict[str, str]:
     binaries = str(Path(sys.executable).parent)
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
     there = {name: value for name, value in os.environ.items() if name not in _NOT_THERE}
+    if "HEADWAY_TESTS_ZYGOTE" in os.environ:
+        there["PYTHONPATH"] = str(Path(__file__).parent / "warm")
     return {**there, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
 
 

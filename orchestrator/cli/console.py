@@ -110,8 +110,8 @@ class RunConsole:
             case "warning":
                 self.line(f"{event['category']}: {event['text']}", "yellow")
             case "group_failed":
-                self.line(event["text"] + ("" if event["hopeless"] else "; restarting the workers"), "yellow")
-                if not event["hopeless"]:
+                self.line(event["text"] + ("; restarting the workers" if event["retrying"] else ""), "yellow")
+                if event["retrying"]:
                     self.starting("restarting the workers")
             case "rank_late":
                 self.line(f"{event['text']}; stacks: {event['stacks']}", "yellow")

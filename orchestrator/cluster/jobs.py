@@ -29,7 +29,6 @@ from headway.trainer.metrics.units import human_duration
 
 from ..cli.tables import format_table, local_time
 from ..config.coerce import quote
-from ..config.experiment import Experiment
 from ..errors import StorageError
 from ..runs.run import Run
 from ..runs.stop import stop_run
@@ -37,6 +36,8 @@ from .ray_env import temporary_env
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
+
+    from ..config.experiment import Experiment
 
 _RUN, _STORAGE = "headway_run", "headway_storage"
 # By default `ray job stop` kills the driver after 3 s, too soon to save a checkpoint.

@@ -57,7 +57,7 @@ class RunCheckpoints:
         return cls(opened, entries, _rules(meta, rules), meta.get("began_after", 0))
 
     def is_pinned(self, entry: ScannedCheckpoint) -> bool:
-        """Return whether a checkpoint has a keep mark."""
+        """Return whether a checkpoint is pinned."""
         return is_kept(self.storage, entry.name)
 
     def reasons(self) -> dict[str, list[str]]:

@@ -298,7 +298,7 @@ def _without_checkpoints(trial: Trial) -> Trial:
 
 
 def is_committed(path: str) -> bool:
-    """Return whether a checkpoint exists; those with a keep mark were not deleted."""
+    """Return whether a checkpoint exists; pinned ones are never deleted."""
     return Folder(path).exists("manifest.json")
 
 

@@ -34,7 +34,7 @@ def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
 
 
 def delete_checkpoints(trial: Trial) -> int:
-    """Delete the checkpoints of a trial without a keep mark, and return how many."""
+    """Delete the checkpoints of a trial that are not pinned, and return how many."""
     storage = open_storage(join(trial.run_dir, "checkpoints"))
     names = [entry.name for entry in scan(storage) if not is_kept(storage, entry.name)]
     for name in names:

@@ -141,7 +141,7 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
                 hung=f"{event['text']}; the stacks of all ranks that could write them: {event['stacks']}",
             )
     raised = [event for event in events if event["event"] == "rank_failed" and event["attempt"] == attempt]
-    causes = [event for event in raised if not event["collateral"]]
+    causes = [event for event in raised if not event["secondary"]]
     silent = {rank: text for rank, text in (gone or {}).items() if rank not in {event["rank"] for event in raised}}
     if not causes and silent:
         rank = min(silent)
@@ -158,8 +158,8 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
         phase=first.get("phase", ""),
         message=first["message"],
         traceback=first["traceback"],
-        retryable=not first["hopeless"],
-        secondary=first["collateral"],
+        retryable=first["retryable"],
+        secondary=first["secondary"],
     )
 
 
@@ -298,7 +298,7 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
                 text=f"preempted: {failure}" if preempted else str(failure),
                 preempted=preempted,
                 detail="" if failure.kind else failure.message,
-                hopeless=gives_up,
+                retrying=not gives_up,
             )
         )
         if gives_up:

@@ -157,8 +157,8 @@ def run_attempt(
                 type=type(error).__name__,
                 phase=phase_of(error),
                 message=str(error),
-                hopeless=is_fatal_error(error),
-                collateral=is_secondary(error),
+                retryable=not is_fatal_error(error),
+                secondary=is_secondary(error),
                 traceback="".join(traceback.format_exception(error)),
             )
         raise

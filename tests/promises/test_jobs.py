@@ -58,7 +58,7 @@ LONG = ["config.max_steps=100000", "config.pause_s=0.02"]
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[str]:
+def head(warm_workers: None) -> Iterator[str]:
     with heads.head() as address:
         yield address
 

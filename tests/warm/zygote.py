@@ -1,7 +1,7 @@
 """A warm process that has imported what Ray workers import, and forks them: in 0.1 s of CPU instead of 4.
 
-Half of what the tests on Ray would take is each worker's import of Ray, torch and Headway. Workers of jobs
-(tests/promises/test_jobs.py) start as users' do. What is forked is a process like any other: with its own pid, killed
+Half of what the tests on Ray would take is each worker's import of Ray, torch and Headway. Workers of a job that has
+brought Headway import it themselves, from there. What is forked is a process like any other: with its own pid, killed
 by signals, and registered with Ray by itself.
 
 A process connects to a socket (sitecustomize.py), passes its arguments, environment and output, and waits for the end
@@ -26,15 +26,17 @@ from typing import Any
 
 import numpy
 
-_IMPORTS = (
-    "ray.train.torch", "ray.tune", "ray.data", "torch._dynamo",
-    "headway.orchestrator.train.worker", "headway.datasets.stream",
-)  # fmt: skip
-# Variables that differ between workers, and are read when a worker starts, not at import.
+_IMPORTS = ("ray.train.torch", "ray.tune", "ray.data", "torch._dynamo", "ray.dashboard.modules.job.job_supervisor")
+_IMPORTS_OF_HEADWAY = ("headway.orchestrator.train.worker", "headway.datasets.stream")
+# Variables that differ between workers, and are not read at import. RAY_JOB_ID is: Ray's core keeps it.
 _OF_ONE_WORKER = {
     "PWD", "OLDPWD", "SHLVL", "_", "PYTHONPATH", "PYTEST_CURRENT_TEST",
-    "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_DEDUP_LOGS_SKIP_REGEX", "PL_DISABLE_FORK",
+    "RAY_RAYLET_PID", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_DEDUP_LOGS_SKIP_REGEX", "PL_DISABLE_FORK",
     "RAY_prestart_worker_first_driver", "RAY_raylet_start_wait_time_s", "PYTHONBREAKPOINT",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "RAY_JOB_STOP_WAIT_TIME_S",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "COLOR", "TOKEN",
 }  # fmt: skip
 
 
@@ -47,9 +49,15 @@ class Asked:
     folder: str
 
     @property
+    def brings_headway(self) -> bool:
+        """Whether a job may have brought its own copy of Headway."""
+        return "runtime_resources" in self.environment.get("PYTHONPATH", "")
+
+    @property
     def key(self) -> str:
         """The environment that all workers of a warm process share."""
-        return json.dumps(sorted(item for item in self.environment.items() if item[0] not in _OF_ONE_WORKER))
+        shared = sorted(item for item in self.environment.items() if item[0] not in _OF_ONE_WORKER)
+        return json.dumps([self.brings_headway, shared])
 
 
 def serve(server: socket.socket) -> None:
@@ -92,18 +100,27 @@ def understood(message: Any) -> Asked | None:
         parser.add_argument("--language")
         options, arguments = parser.parse_known_args(arguments[1:])
         context = json.loads(options.serialized_runtime_env_context)
+        prefix = context.get("command_prefix")
         if (
             options.language not in (None, "PYTHON")
-            or context.get("command_prefix")
+            or (prefix and (len(prefix) != 3 or prefix[::2] != ["cd", "&&"]))
             or context.get("override_worker_entrypoint")
-            or context.get("py_executable") not in (None, sys.executable)
+            or not is_this_python(context.get("py_executable", sys.executable))
             or any("$" in value for value in context.get("env_vars", {}).values())
             # Spares, which warm their workers themselves, are under test.
             or context.get("env_vars", {}).get("HEADWAY_SPARES")
         ):
             return None
         environment = {**environment, **context.get("env_vars", {})}
+        folder = prefix[1] if prefix else folder
     return Asked(arguments, environment, folder) if arguments[0].endswith("default_worker.py") else None
+
+
+def is_this_python(executable: str) -> bool:
+    """Return whether a command starts the interpreter of this environment, under any of its names."""
+    return os.path.dirname(executable) == os.path.dirname(sys.executable) and os.path.samefile(
+        executable, sys.executable
+    )
 
 
 def fork_workers(source: socket.socket, first: Asked) -> None:
@@ -113,7 +130,7 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
     # Ray's core reads this when it is imported, and ends a worker when that process is gone. Workers of many raylets
     # are forked from this one; sitecustomize.py ends each with its raylet.
     os.environ["RAY_RAYLET_PID"] = str(os.getppid())
-    warm_up()
+    warm_up(_IMPORTS if first.brings_headway else (*_IMPORTS, *_IMPORTS_OF_HEADWAY))
     with contextlib.suppress(EOFError):
         while True:
             message, (client, *files) = receive(source)
@@ -138,8 +155,8 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
             close([client, *files])
 
 
-def warm_up() -> None:
-    """Import everything without drawing from the RNG of Ray's core, or forks would give their objects equal ids.
+def warm_up(names: tuple[str, ...]) -> None:
+    """Import modules without drawing from the RNG of Ray's core, or forks would give their objects equal ids.
 
     Raises:
         RuntimeError: a number was drawn.
@@ -154,7 +171,7 @@ def warm_up() -> None:
             return named(os.urandom(named.size()))
 
     named, ray.actor.ActorClassID = ray.actor.ActorClassID, Unpredictable
-    for name in _IMPORTS:
+    for name in names:
         importlib.import_module(name)
     ray.actor.ActorClassID = named
 

@@ -50,7 +50,7 @@ class Retention:
         if self.keep_every_time is not None and self.keep_every_time.unit != "seconds":
             raise ConfigError(f'keep_every_time must be a time such as "30m", got {self.keep_every_time}')
 
-    def superseded(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    def to_delete(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints to delete, given all checkpoints in commit order."""
         reasons = self.reasons(checkpoints)
         return [each for each in checkpoints if not reasons[each.path]]
@@ -162,10 +162,11 @@ def is_better(value: float, than: float, *, mode: Mode, by: float = 0.0) -> bool
 
 
 KEEP_MARK = "pinned"
+"""The file that marks a checkpoint as pinned (`headway checkpoints pin`): it is never deleted by a rule."""
 
 
 def mark_kept(storage: Storage, name: str) -> None:
-    """Mark a checkpoint to be kept permanently, even by a run that is training now.
+    """Pin a checkpoint: keep it permanently, even by a run that is training now.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was just deleted.
@@ -181,11 +182,11 @@ def mark_kept(storage: Storage, name: str) -> None:
 
 
 def unmark_kept(storage: Storage, name: str) -> None:
-    """Remove the mark; the run's retention decides at its next save."""
+    """Unpin a checkpoint; the run's retention decides at its next save."""
     if is_kept(storage, name):
         storage.unlink(name, KEEP_MARK)
 
 
 def is_kept(storage: Storage, name: str) -> bool:
-    """Whether a checkpoint has a keep mark."""
+    """Return whether a checkpoint is pinned."""
     return storage.has(name, KEEP_MARK)

@@ -77,7 +77,7 @@ class CheckpointStore:
     """The checkpoints of one run. Every rank has a store, and all ranks call `save`, `newest_good` and `load` together.
 
     Old checkpoints are deleted only after a commit. Never deleted are the one just committed, the best ones, those that
-    this store has loaded, and those with a keep mark. Saving a step again commits a second checkpoint before it deletes
+    this store has loaded, and pinned ones. Saving a step again commits a second checkpoint before it deletes
     the first, so there always is one.
 
     Only one run at a time may save to a directory. If another process commits a checkpoint there, the next save fails
@@ -496,7 +496,7 @@ class CheckpointStore:
             for entry in there.values()
             if entry.checkpoint is not None and entry.checkpoint.sequence > self.began_after
         ]
-        doomed += [there[each.path].name for each in self._retention.superseded(checkpoints)]
+        doomed += [there[each.path].name for each in self._retention.to_delete(checkpoints)]
         for name in doomed:
             if self._storage.path_of(name) not in self._loaded and not is_kept(self._storage, name):
                 self._remove(name, self._storage.remove)

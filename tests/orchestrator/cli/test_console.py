@@ -23,7 +23,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "message", "text": "[bold]hello[/bold]"},
     {"event": "evaluated", "step": 10, "metrics": {"validation/loss": 0.5}},
     {"event": "checkpoint_saved", "step": 10, "path": "/runs/a/checkpoints/step-00000010"},
-    {"event": "group_failed", "text": "the worker of rank 1 died", "hopeless": False},
+    {"event": "group_failed", "text": "the worker of rank 1 died", "retrying": True},
     {"event": "attempt_started", "attempt": 2, "world_size": 1, "workers": [{"host": "b"}]},
     {"event": "restored", "step": 10, "epoch": 0},
     {"event": "of_a_later_version"},

@@ -60,7 +60,7 @@ def train(storage: Path, name: str = "one", **config: Any) -> Run:
     driver.add(
         "rank_failed", attempt=1, rank=0, step=1, type="ValueError", message=OWNED, traceback=f"Traceback\n{OWNED}"
     )
-    driver.add("group_failed", text=f"rank 0 raised ValueError: {OWNED}", hopeless=False)
+    driver.add("group_failed", text=f"rank 0 raised ValueError: {OWNED}", retrying=True)
     driver.add("attempt_started", attempt=2, world_size=1, workers=[worker])
     bridge = RunCallback(
         run.folder, EventWriter(run.folder, "rank-0"), is_main=True, lease=run.lease, polls_preemption=False

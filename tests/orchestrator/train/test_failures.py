@@ -189,21 +189,21 @@ def started(attempt: int) -> Event:
     return {"event": "attempt_started", "attempt": attempt}
 
 
-def raised(attempt: int, rank: int, *, collateral: bool = False) -> Event:
+def raised(attempt: int, rank: int, *, secondary: bool = False) -> Event:
     return {
         "event": "rank_failed", "attempt": attempt, "rank": rank, "step": 3, "began_at": 0, "type": "ValueError",
-        "message": f"of rank {rank}", "traceback": "", "hopeless": False, "collateral": collateral,
+        "message": f"of rank {rank}", "traceback": "", "retryable": True, "secondary": secondary,
     }  # fmt: skip
 
 
 def test_the_first_cause_is_told_not_its_consequences() -> None:
-    found = last_failure([started(1), raised(1, 0, collateral=True), raised(1, 2), raised(1, 1)])
+    found = last_failure([started(1), raised(1, 0, secondary=True), raised(1, 2), raised(1, 1)])
     assert found is not None
     assert (found.rank, found.kind) == (2, "ValueError")
 
 
 def test_a_rank_that_died_is_the_cause_of_its_peers_errors() -> None:
-    found = last_failure([started(1), raised(1, 0, collateral=True)], {0: "reset", 1: "the process is gone"})
+    found = last_failure([started(1), raised(1, 0, secondary=True)], {0: "reset", 1: "the process is gone"})
     assert found is not None
     assert (found.rank, found.kind, str(found)) == (1, "", "the worker of rank 1 died")
 
@@ -216,7 +216,7 @@ def test_only_the_last_attempt_counts() -> None:
 
 
 def test_a_lost_peer_of_which_nobody_knows_more_is_told_as_it_is() -> None:
-    found = last_failure([started(1), raised(1, 0, collateral=True)], {0: "reset"})
+    found = last_failure([started(1), raised(1, 0, secondary=True)], {0: "reset"})
     assert found is not None
     assert found.rank == 0
 

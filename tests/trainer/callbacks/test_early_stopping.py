@@ -12,7 +12,7 @@ from headway.trainer import Callback, CheckpointConfig, ConfigError, FitResult, 
 from headway.trainer.callbacks import EarlyStopping
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
-from tests.trainer.checkpoints.test_best import Scripted
+from tests.trainer.checkpoints.test_retention import Scripted
 
 NAN, INF = math.nan, math.inf
 ALONE = World.single("cpu")

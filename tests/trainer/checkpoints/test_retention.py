@@ -1,4 +1,4 @@
-"""The best checkpoint: kept, never copied, and named in the result."""
+"""Retention rules, and the best checkpoint: kept, never copied, and named in the result."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_what_is_kept_is_a_pure_function(
 ) -> None:
     there = _checkpoints(*losses)
     assert retention.best(there) == (None if best is None else there[best])
-    assert [each.step for each in retention.superseded(there)] == deleted
+    assert [each.step for each in retention.to_delete(there)] == deleted
 
 
 def test_the_best_evaluation_is_saved_and_stays(tmp_path: Path) -> None:

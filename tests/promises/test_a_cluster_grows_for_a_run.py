@@ -59,6 +59,8 @@ def port(tmp_path: Path) -> Iterator[int]:
     file = tmp_path / "autoscaling.json"
     file.write_text(json.dumps(config))
     variables = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    # Workers must be children of their raylet, which tells the machine.
+    variables["HEADWAY_TESTS_ZYGOTE"] = ""
     with heads.head(f"--autoscaling-config={file}", f"--port={port}", num_cpus=1, **variables):
         yield port
 

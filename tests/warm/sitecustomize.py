@@ -11,7 +11,7 @@ import sys
 _WORKER = os.path.join("ray", "_private", "workers", "setup_worker.py")
 _DIRECT = os.path.join("ray", "_private", "workers", "default_worker.py")
 
-if "HEADWAY_TESTS_ZYGOTE" in os.environ and len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith((_WORKER, _DIRECT)):
+if os.environ.get("HEADWAY_TESTS_ZYGOTE") and len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith((_WORKER, _DIRECT)):
     import ctypes
     import json
     import signal

@@ -172,7 +172,7 @@ def measure(
     trainer.setup()
     # `fit` does this before the first epoch. Without `fit`, the epochs of both loops can be interleaved.
     trainer._engine.loop.recorder.start(resumed=False, began_s=time.perf_counter())
-    trainer.callbacks.on_fit_start(trainer)
+    trainer.callbacks.on_fit_start()
 
     def ours() -> float:
         began_s = time.perf_counter()

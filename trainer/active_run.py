@@ -25,7 +25,7 @@ from .checkpoints.store import Checkpoint
 from .config import as_plain
 from .distributed import dtensor
 from .distributed.world import World
-from .errors import DataError
+from .errors import DataError, StepError
 from .loop.control import StopStatus
 from .loop.engine import Engine
 from .loop.progress import Progress
@@ -177,7 +177,13 @@ class ActiveRun:
         return autocast(self._engine.config.precision, self.device)
 
     def log(
-        self, name: str, value: float | torch.Tensor, weight: LossWeight | None = None, *, reduce: Reduce = "mean"
+        self,
+        name: str,
+        value: float | torch.Tensor,
+        weight: LossWeight | None = None,
+        *,
+        reduce: Reduce = "mean",
+        **unexpected: Any,
     ) -> None:
         """Log a number of this step as `train/<name>` or `validation/<name>`. Any subset of the ranks may call this.
 
@@ -189,10 +195,18 @@ class ActiveRun:
             reduce: "mean" is the weighted mean over micro-batches, ranks and the interval between two records, as for
                 values that the step returns. "sum", "max" and "min" reduce over the same. "last" is the latest value
                 of the lowest rank that has one.
+            unexpected: must be empty.
 
         Raises:
-            StepError: the value is not a single number, or the name is logged elsewhere with another `reduce`.
+            StepError: the value is not a single number, or the name is logged elsewhere with another `reduce`; or
+                there is an unexpected argument, such as Lightning's `prog_bar`.
         """
+        if unexpected:
+            raise StepError(
+                f"log() has no argument {', '.join(unexpected)}: values are averaged over ranks and the interval "
+                "config.log_every, shown in the progress display and written to every tracker; reduce= changes the "
+                "average to a sum, max, min or the last value"
+            )
         self._engine.loop.log(name, value, weight, reduce)
 
     def log_images(self, images: Mapping[str, torch.Tensor]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from .checkpoints.retention import Mode, Retention
 from .errors import ConfigError
@@ -24,8 +26,58 @@ MAY_CHANGE = (
 """Fields of a `TrainerConfig` that do not change what is learned: a resumed run may have other values."""
 
 
+ELSEWHERE = {
+    "batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
+    "per_device_train_batch_size": "micro_batch_size", "epochs": "max_epochs", "num_epochs": "max_epochs",
+    "num_train_epochs": "max_epochs", "steps": "max_steps", "total_steps": "max_steps", "max_grad": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm", "grad_clip": "max_grad_norm", "clip_grad_norm": "max_grad_norm",
+    "accumulate_grad_batches": "gradient_accumulation_steps", "grad_accum": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps", "logging_steps": "log_every",
+    "log_every_n_steps": "log_every", "val_check_interval": "evaluate_every", "eval_steps": "evaluate_every",
+    "check_val_every_n_epoch": "evaluate_every", "limit_val_batches": "evaluate_batches",
+    "num_sanity_val_steps": "sanity_batches", "save_steps": "checkpoint=CheckpointConfig(every=...)",
+    "save_total_limit": "checkpoint=CheckpointConfig(keep_last=...)", "random_seed": "seed",
+    "strategy": "parallel=ParallelConfig(strategy=...)", "bf16": 'precision="bf16"', "fp16": 'precision="fp16"',
+    "mixed_precision": "precision", "amp": 'precision="bf16"', "torch_compile": "parallel=ParallelConfig(compile=...)",
+    "gradient_checkpointing": 'parallel=ParallelConfig(activation_checkpointing="full")',
+    "devices": "scaling.workers of an Experiment", "num_workers": "num_workers of the DataLoader",
+    "resume_from_checkpoint": "Trainer.fit(resume=...)", "output_dir": "Trainer(config, run_dir=...)",
+    "max_time": "the callback TimeLimit",
+}  # fmt: skip
+"""What to set here in place of the fields of other libraries, if the names are too different to guess."""
+
+
+class _NamesTheNearest:
+    """Base of the configs: an unknown keyword is an error that names the nearest field."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        known = [each.name for each in fields(cls) if each.init]  # type: ignore[arg-type]
+        if unknown := given.keys() - known:
+            parameters = inspect.signature(cls.__init__).parameters.values()
+            # A subclass may have an __init__ of its own.
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+                for name in sorted(unknown - {each.name for each in parameters}):
+                    raise ConfigError(f"{cls.__name__} has no field {name!r}: {_instead_of(cls, name, known)}")
+        return super().__new__(cls)
+
+
+def _instead_of(cls: type, name: str, known: list[str]) -> str:
+    """Return what to do about a field that a config does not have."""
+    if any(name in vars(base).get("__annotations__", ()) for base in cls.__mro__):
+        return (
+            "it is declared, but the class is no dataclass; write @dataclass(frozen=True, kw_only=True) above the class"
+        )
+    if name in ELSEWHERE and issubclass(cls, TrainerConfig):
+        return f"use {ELSEWHERE[name]}"
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]}?"
+    if issubclass(cls, TrainerConfig):
+        return f"a field of your own belongs to a subclass; Headway's are {', '.join(known)}"
+    return f"it has {', '.join(known)}"
+
+
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(_NamesTheNearest):
     """How a model is distributed over the ranks.
 
     Attributes:
@@ -88,7 +140,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(_NamesTheNearest):
     """When checkpoints are saved, and which are kept.
 
     Attributes:
@@ -152,7 +204,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSpikeConfig:
+class LossSpikeConfig(_NamesTheNearest):
     """Which losses count as spikes, and how often the run rolls back to an earlier checkpoint.
 
     The logged loss is checked at every flush of the log: the mean over the interval and all ranks. The fewer samples an
@@ -182,7 +234,7 @@ class LossSpikeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(_NamesTheNearest):
     """How to train. Subclass it, frozen and keyword-only, to add fields of your own.
 
     A `Duration` may be written as text: `evaluate_every="500 steps"`.
@@ -339,6 +391,22 @@ class TrainerConfig:
             )
 
 
+def check_is_dataclass(config: TrainerConfig) -> None:
+    """Check that the fields that a config's class declares are fields.
+
+    Raises:
+        ConfigError: the class lacks its decorator, so that declared fields are ignored.
+    """
+    known = {each.name for each in fields(config)}
+    for base in type(config).__mro__:
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            if name not in known and "ClassVar" not in str(annotation):
+                raise ConfigError(
+                    f"{base.__name__} declares {name}, but is no dataclass: write @dataclass(frozen=True, "
+                    "kw_only=True) above the class"
+                )
+
+
 def as_plain(config: Any) -> Any:
     """Return a config as dicts, lists, numbers and text, as it is written to files."""
     if isinstance(config, Duration):
@@ -366,7 +434,9 @@ def _one_of(name: str, value: Any, choices: Any) -> None:
 
 def _strings(config: Any, name: str, what: str) -> None:
     value = getattr(config, name)
-    if isinstance(value, str) or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, (list, tuple, set, frozenset)) or not all(
+        isinstance(each, str) and each for each in value
+    ):
         raise ConfigError(f"{name} must be a list of {what}, got {value!r}")
     object.__setattr__(config, name, tuple(value))
 

@@ -280,6 +280,7 @@ class _Functions:
     """The arguments of a `Session` as a `Program` for the engine."""
 
     overrides_prepare_batch = False
+    overrides_init_weights = True
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]
 

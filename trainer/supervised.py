@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -50,6 +50,19 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         >>> trainer.fit().status
         'completed'
     """
+
+    def __new__(cls, *unexpected: Any, **_: Any) -> Self:
+        """Refuse arguments without names.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        if unexpected:
+            raise ConfigError(
+                f"{cls.__name__} takes its arguments by name: {cls.__name__}(model=..., loss_fn=..., train=..., "
+                "config=...)"
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,

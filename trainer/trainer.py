@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from .active_run import ActiveRun
 from .callbacks.base import Callback, OwnHooks, PlainFunction, check_hooks
-from .config import TrainerConfig
+from .config import TrainerConfig, check_is_dataclass
 from .distributed.world import World
 from .errors import ConfigError
 from .loop.engine import Engine
@@ -20,6 +20,7 @@ from .loop.steps import LossWeight
 from .result import FitResult
 from .session import Session
 from .setup import weight_init
+from .setup.class_check import check_overrides
 from .setup.dry_run import Estimate
 from .step.lr_stepping import Interval
 from .trackers.base import Tracker
@@ -77,7 +78,8 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
 
     Attributes:
         config: as given.
-        overrides_loss_weight, overrides_num_tokens, overrides_prepare_batch: whether the subclass overrides the method.
+        overrides_init_weights, overrides_loss_weight, overrides_num_tokens, overrides_prepare_batch: whether the
+            subclass overrides the method.
 
     Raises:
         ConfigError: the config is not a `TrainerConfig`.
@@ -108,6 +110,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_hooks(cls, leading=("self",))
+        check_overrides(cls, Trainer)
 
     def __init__(
         self,
@@ -122,9 +125,11 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
     ) -> None:
         if not isinstance(config, TrainerConfig):
             raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), got {config!r:.80}")
+        check_is_dataclass(config)
         self.config: C = config
         self.overrides_loss_weight: bool = type(self).loss_weight is not Trainer.loss_weight
         self.overrides_num_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
+        self.overrides_init_weights: bool = type(self).init_weights is not Trainer.init_weights
         self.overrides_prepare_batch: bool = type(self).prepare_batch is not Trainer.prepare_batch
         self._engine = Engine(
             self,
@@ -274,9 +279,19 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
 
     # ---- Running ---------------------------------------------------------------------------------------------------
 
+    if not TYPE_CHECKING:
+        # Hidden from type checkers, for which every attribute would exist.
+        def __getattr__(self, name: str) -> Any:
+            if name == "_engine":
+                raise ConfigError(
+                    f"{type(self).__name__}.__init__ does not call super().__init__(config, ...): call it first, and "
+                    "pass on the keyword arguments of Trainer"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def fit(
         self,
-        *,
+        *unexpected: Any,
         resume: Literal["auto", "never"] | str = "auto",
         restore: Collection[str] = COMPONENTS,
         accept_changes: bool = False,
@@ -284,6 +299,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         """Start or resume training, until a limit is reached or a stop is requested. Every rank must call this.
 
         Args:
+            unexpected: must be empty; models and data come from the `configure_` methods.
             resume: "auto" resumes from the newest good checkpoint of `run_dir`, or starts fresh if there is none. A
                 trainer that has trained already continues from its current state, unless its loop ended with an error:
                 then it needs a checkpoint. "never" starts fresh; a path resumes from that checkpoint.
@@ -299,6 +315,11 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
             StepError, NonFiniteError: a step returned no loss, or gave a gradient that is not finite.
             CheckpointError: no checkpoint is good, or none can be written.
         """
+        if unexpected:
+            raise ConfigError(
+                f"fit() takes no {type(unexpected[0]).__name__}: return models, data and optimizers from the "
+                "configure_ methods, or use SupervisedTrainer(model=..., train=..., config=...)"
+            )
         with Session.of_engine(self._engine) as run:
             run.restore(resume, restore, accept_changes=accept_changes)
             if run.start():

@@ -23,13 +23,14 @@ from headway.trainer.trainer import Trainer
 
 from .coerce import PlainScalar, coerce, parse_yaml, render_yaml
 from .experiment import Experiment, config_type
-from .target import load_target, target_of
+from .target import config_beside, load_target, target_of
 
 
 def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[str] = ()) -> Experiment:
     """Return the experiment of a target, with overrides.
 
-    A trainer class becomes an experiment with the defaults of its config; its name is the class name in kebab case.
+    A trainer class becomes an experiment with the config that its file has for it, or with the defaults of its config;
+    its name is the class name in kebab case.
 
     Args:
         target: as for `load_target`, or an object that it returns.
@@ -45,7 +46,12 @@ def resolve(target: str | Experiment | type[Trainer[Any]], overrides: Sequence[s
     tree = _tree(values)
     if "trainer" in tree:
         raise ConfigError("trainer cannot be overridden: use another target")
-    return _experiment_of(found, {"name": PlainScalar(_kebab(found.__name__)), **tree})
+    name = PlainScalar(_kebab(found.__name__))
+    config = config_beside(found) if isinstance(target, str) else None
+    if config is None:
+        return _experiment_of(found, {"name": name, **tree})
+    config = _create(type(config), tree.pop("config", {}), "config", config)
+    return cast(Experiment, _create(Experiment, {"name": name, **tree, "trainer": found, "config": config}, ""))
 
 
 def override(settings: Any, values: Mapping[str, Any], path: str = "") -> Any:

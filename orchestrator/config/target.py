@@ -14,10 +14,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from headway.trainer.config import TrainerConfig
 from headway.trainer.errors import ConfigError
 from headway.trainer.trainer import Trainer
 
-from .experiment import Experiment
+from .experiment import Experiment, config_type
 
 # Prefix of the module name of a user's file, so that `trainer.py` or `random.py` does not shadow another module.
 _PREFIX = "headway_file_"
@@ -46,6 +47,23 @@ def load_target(target: str) -> Experiment | type[Trainer[Any]]:
         f"{target} is a {type(found).__name__}: a target must be an Experiment, a function that returns one, or a "
         "Trainer class"
     )
+
+
+def config_beside(trainer: type[Trainer[Any]]) -> TrainerConfig | None:
+    """Return the config of a trainer's class that its module has, as a `python file.py` would use it; None if none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    wanted = config_type(trainer)
+    module = sys.modules[trainer.__module__]
+    configs = {name: each for name, each in vars(module).items() if isinstance(each, wanted)}
+    if len(configs) > 1 and "config" not in configs:
+        raise ConfigError(
+            f"{module.__name__.removeprefix(_PREFIX)} has {', '.join(sorted(configs))} for {trainer.__name__}: name "
+            "one of them config, or put it into an Experiment"
+        )
+    return configs.get("config") or next(iter(configs.values()), None)
 
 
 def load_named(target: str, name: str) -> Any:

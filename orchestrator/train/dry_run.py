@@ -151,7 +151,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "precision", config.precision + (", linear layers in float8" if config.float8 else "")
     for name, size in estimate.models.items():
         frozen = f", {size.frozen:,} of them frozen" if size.frozen else ""
-        yield name, f"{size.kind}, {_many(size.parameters, 'parameter')}{frozen}, {_about(size.parameter_bytes)}"
+        units = _many(size.blocks, "block") if size.blocks else "one block"
+        weights = f"{_many(size.parameters, 'parameter')}{frozen}, {_about(size.parameter_bytes)}"
+        yield name, f"{size.kind}, {weights}" + (f", in {units}" if config.parallel.strategy != "none" else "")
     state = estimate.optimizer_bytes
     for name, kind in estimate.optimizers.items():
         yield name, kind

@@ -83,9 +83,16 @@ class EarlyStopping(Callback):
         if not _should_have(metrics, self.monitor):
             return
         if self.monitor not in metrics:
+            prefix, _, rest = self.monitor.replace("/", "_").partition("_")
+            of_evaluations = prefix in ("val", "valid", "eval", "test") and rest
             raise ConfigError(
-                f"EarlyStopping monitors {self.monitor!r}, which is not logged; logged metrics: "
-                f"{', '.join(sorted(metrics)) or 'none'}"
+                f"EarlyStopping monitors {self.monitor!r}, which is not logged; "
+                + (
+                    f"metrics of evaluations begin with 'validation/': did you mean 'validation/{rest}'?"
+                    if of_evaluations
+                    else f"logged metrics: {', '.join(sorted(metrics)) or 'none'}, and those of evaluations, which "
+                    "begin with 'validation/'"
+                )
             )
         if self._warmup_left:
             self._warmup_left -= 1

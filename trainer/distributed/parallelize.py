@@ -11,27 +11,23 @@ broadcasts rank 0's weights. The order follows torchtitan's `parallelize_llama`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelConfig, Precision
 from ..errors import ConfigError
 from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
+from .ddp import ReplicatedModule
 from .dtensor import is_sharded
-from .world import World, set_group_timeout
+from .fsdp import shard_fully
+from .world import World
 
 
 def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World) -> None:
@@ -66,7 +62,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     if shards:
         if not on_meta(model):
             broadcast_weights(model, world)
-        _fully_shard(model, [block for _, _, block in blocks], config, precision, world)
+        shard_fully(model, [block for _, _, block in blocks], config, precision, world)
     offloads = shards and config.cpu_offload
     _materialise(model, torch.device("cpu") if offloads else world.device, world.device)
 
@@ -76,7 +72,7 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
         return model
-    return DistributedDataParallel(
+    return ReplicatedModule(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
@@ -160,11 +156,35 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
             )
     blocks = [block for model in models.values() for _, _, block in blocks_of(model, config)]
     if missing := set(config.shard_modules) - {type(block).__name__ for block in blocks}:
-        inside = {type(each).__name__ for model in models.values() for each in model.modules() if each is not model}
+        inside = {
+            type(each).__name__
+            for model in models.values()
+            for each in model.modules()
+            if each is not model and has_forward(each)
+        }
         raise ConfigError(
-            f"parallel.shard_modules names {', '.join(sorted(missing))}, which {', '.join(models)} does not contain; "
-            f"it contains {', '.join(sorted(inside)) or 'no modules'}"
+            f"parallel.shard_modules names {', '.join(sorted(missing))}, which {', '.join(models)} does not contain as "
+            f"a module with forward(); it contains {', '.join(sorted(inside)) or 'no modules'}"
         )
+    if config.strategy in ("fsdp", "hsdp"):
+        for name, model in models.items():
+            found = blocks_of(model, config)
+            apart = {id(block) for _, _, block in _without_shared_weights(model, found)}
+            for block in (block for _, _, block in found if id(block) not in apart):
+                tied = next(
+                    path for path, each in model.named_parameters() if any(each is p for p in block.parameters())
+                )
+                raise ConfigError(
+                    f"parallel.shard_modules names {type(block).__name__}, but a {type(block).__name__} shares "
+                    f"{name}.{tied} with another module, and a sharded weight belongs to one: leave it out"
+                )
+    if config.activation_checkpointing != "none":
+        for module in (each for block in blocks for each in block.modules()):
+            if getattr(module, "running_mean", None) is not None and module.training:
+                raise ConfigError(
+                    "parallel.activation_checkpointing computes each block twice, and would update the running means "
+                    f"of {type(module).__name__} twice: leave it out, or use a norm without running means"
+                )
     if config.activation_checkpointing != "none" and not blocks:
         raise ConfigError(
             "parallel.activation_checkpointing needs blocks to checkpoint, but there is no ModuleList in "
@@ -192,49 +212,70 @@ def without_gradient_sync(
 
 
 def blocks_of(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return the modules to checkpoint, compile and shard individually, outermost first, as (parent, name, module)."""
+    """Return the modules to checkpoint, compile and shard individually, outermost first, as (parent, name, module).
+
+    Those that `shard_modules` names; or the layers that a Hugging Face model names in `_no_split_modules`; or the
+    elements of every `ModuleList`, of a `ModuleDict` without lists in it, and of a `Sequential` that repeats a module
+    with submodules. Never a container without `forward`; and unless the user names them, none without parameters, and
+    none that shares a weight with another module, because a weight belongs to a single unit. Empty if nothing fits: the
+    model is then one unit.
+    """
     wanted = set(config.shard_modules)
     if not wanted:
-        # Hugging Face's models name their layers; their ModuleLists may hold smaller modules, such as experts.
+        # Their ModuleLists may hold smaller modules, such as experts.
         layers = set(getattr(model, "_no_split_modules", None) or ())
         wanted = layers & {type(module).__name__ for module in model.modules()}
-    found: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(model.modules()):
-        in_list = isinstance(parent, (nn.ModuleList, nn.ModuleDict))
-        for name, child in parent.named_children():
-            if type(child).__name__ in wanted or (not wanted and in_list):
-                found.append((parent, name, child))
+    repeated = set() if wanted else _repeated_in_sequentials(model)
+
+    def is_block(parent: nn.Module, child: nn.Module) -> bool:
+        if wanted:
+            return type(child).__name__ in wanted
+        if not any(True for _ in child.parameters()):
+            return False
+        if isinstance(parent, nn.ModuleDict):
+            return not any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) for each in parent.children())
+        return isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and type(child) in repeated)
+
+    found = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if is_block(parent, child) and has_forward(child)
+    ]
+    return found if config.shard_modules else _without_shared_weights(model, found)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, unlike a `ModuleList`."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _repeated_in_sequentials(model: nn.Module) -> set[type[nn.Module]]:
+    """Return the classes with submodules that occur twice in one `Sequential`, such as the blocks of a ResNet."""
+    found: set[type[nn.Module]] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Sequential):
+            classes = Counter(type(child) for child in module if any(True for _ in child.children()))
+            found.update(cls for cls, count in classes.items() if count > 1 and cls is not nn.Sequential)
     return found
 
 
-def _fully_shard(
-    model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, precision: Precision, world: World
-) -> None:
-    kind = world.device.type
-    if config.strategy == "hsdp":
-        assert config.shard_size is not None
-        shape = (world.size // config.shard_size, config.shard_size)
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():
-            set_group_timeout(group, config.timeout.amount)
-    else:
-        mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
-    policy = MixedPrecisionPolicy(
-        param_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
-        reduce_dtype=None if precision == "fp32" else torch.float32,
-    )
-    # Pinned memory is for asynchronous copies to a GPU, and needs one.
-    offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()
-    # Innermost first: fully_shard skips the parameters of modules that are already sharded.
-    for module in reversed(blocks):
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=config.reshard_after_forward,
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+def _without_shared_weights(
+    model: nn.Module, blocks: list[tuple[nn.Module, str, nn.Module]]
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Drop blocks with a weight that a module outside of them has, too."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    shared = {parameter: set(modules) for parameter, modules in owners.items() if len(modules) > 1}
+    if not shared:
+        return blocks
+    return [
+        (parent, name, block)
+        for parent, name, block in blocks
+        if all(shared.get(each, set()) <= set(block.modules()) for each in block.parameters())
+    ]
 
 
 def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torch.device) -> None:
@@ -261,8 +302,8 @@ def _check_all_on_meta_or_none(model: nn.Module) -> None:
     if real and len(real) < len(tensors):
         raise ConfigError(
             f"{', '.join(real[:8])}{' and more' if len(real) > 8 else ''} of {type(model).__name__} came with values, "
-            "but the rest is on the meta device, where configure_models runs: set the values in init_weights(), or "
-            'create the whole model with values, under torch.device("cpu")'
+            'but the rest is on the meta device: remove torch.device("meta") from on_models_configured, where new '
+            "modules are created as the models are"
         )
 
 

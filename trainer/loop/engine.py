@@ -245,7 +245,7 @@ class Engine:
         self.check_config()
         ctx = self._make_context()
         try:
-            build.make_models(self.program, ctx, self.numerics)
+            build.make_models(self.program, ctx, self.numerics, shapes_only=True)
             self.open_data(ctx)
             unknown = ""
             try:

@@ -13,6 +13,7 @@ import torch
 from ..callbacks.base import CallbackList
 from ..data.protocols import BatchStream, GlobalBatch, LoadedBatch
 from ..data.tree import move
+from ..distributed.fsdp import sync_buffers
 from ..distributed.world import World
 from ..errors import ConfigError, DataError, StepError
 from ..exact.numerics import Numerics
@@ -210,11 +211,15 @@ def _aligned_batches(stream: BatchStream, world: World, activity: Activity) -> G
 def evaluating(ctx: RunContext) -> Iterator[None]:
     """Put the models in evaluation mode, without gradients, and restore the mode of every module at the end.
 
+    Every rank must enter this.
+
     The contexts of the callbacks are entered last and exited first.
     """
     modes = [(module, module.training) for model in ctx.models.values() for module in model.modules()]
     for model in ctx.models.values():
         model.eval()
+        # Each rank has its own running means; evaluations and checkpoints have the main rank's.
+        sync_buffers(model, ctx.world)
     was_training, ctx.mode.training = ctx.mode.training, False
     try:
         with torch.no_grad(), ctx.callbacks.evaluation_context():

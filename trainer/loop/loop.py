@@ -511,7 +511,7 @@ class Loop:
         # A checkpoint from here on resumes with closing the epoch.
         progress.is_closing = True
         for scheduler in self._ctx.lr_stepping.at("epoch"):
-            scheduler.step()
+            self._ctx.lr_stepping.step(scheduler)
         self._maybe_roll_back(self._flush())
         return self._close_epoch()
 

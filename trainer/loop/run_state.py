@@ -247,6 +247,7 @@ class RunState:
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         self.is_half_restored = True
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        self._ctx.lr_stepping.forget_positions()
         if resume == "auto" or store.contains(checkpoint):
             store.began_after = checkpoint.meta.get("began_after", 0)
         if "rng" in rank_parts and self._ctx.world.size > checkpoint.world_size:
@@ -281,13 +282,14 @@ class RunState:
         learns = ("models", "optimizers", "schedulers", "callbacks")
         parts = {name: part for name, part in self._parts().items() if name.split("/")[0] in learns}
         self._store.load({**parts, "progress": then}, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
+        ctx.lr_stepping.forget_positions()
         ctx.progress.step, ctx.progress.evaluated_step = then.step, then.evaluated_step
         # The latest metrics may be those of the discarded weights.
         ctx.history.latest.update(checkpoint.metrics)
         # The data does not go back, so epochs are still counted, and their schedulers stepped.
         for scheduler in ctx.lr_stepping.at("epoch"):
             for _ in range(then.epoch, ctx.progress.epoch):
-                scheduler.step()
+                ctx.lr_stepping.step(scheduler)
         self.last_saved_step = None
         ctx.callbacks.on_restored()
         return checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -11,27 +12,35 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from ..callbacks.base import Callback, PlainFunction
 from ..checkpoints.model_state import OptimizerState
+from ..checkpoints.rng import seed_everything
 from ..config import as_plain
-from ..data.protocols import BatchStream, ShardInfo
+from ..data.protocols import BatchStream, ShardInfo, is_stream
 from ..data.streams import as_stream
 from ..distributed import parallelize
+from ..distributed.fsdp import gather_in_methods
 from ..distributed.parallelize import named_tensors
 from ..distributed.world import World
-from ..errors import ConfigError
+from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics
 from ..loop.context import RunContext
 from ..loop.run_state import versions
 from ..loop.steps import Steps
+from ..loop.timing import Phase
 from ..step.lr_stepping import Interval
 from ..trackers.base import Tracker
 from . import weight_init
 from .freezing import freeze
 from .rank_consistency import check_agreement, check_weights, code_digests, shapes
+from .value_tracking import ValueTracker
 
 T = TypeVar("T")
+
+_STEP_PHASES: tuple[Phase, ...] = ("forward", "evaluation", "around an evaluation")
+"""The phases in which every rank calls the model."""
 
 
 class Program(Steps, Protocol):
@@ -40,6 +49,7 @@ class Program(Steps, Protocol):
     The `configure_` methods may set attributes, return objects, or both: see `collect`.
     """
 
+    overrides_init_weights: bool
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]
 
@@ -65,15 +75,86 @@ class Program(Steps, Protocol):
         """Return trackers."""
 
 
-def make_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
-    """Create the models on the meta device and freeze parameters; no collectives.
+def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes_only: bool = False) -> None:
+    """Create the models and freeze parameters; no collectives.
+
+    They are created on the meta device, without memory. If `init_weights` is not overridden and would lose values that
+    the user's code gives to them, or if that code does not run there, they are created again with their values.
+
+    Args:
+        program: gets the models as attributes.
+        ctx: gets the models.
+        numerics: ordinary or exact arithmetic.
+        shapes_only: leaves the models on the meta device if possible, also without their values.
 
     Raises:
         ConfigError: there is no model, one is in a private attribute, two models share a weight, or the config does not
             fit.
     """
-    with torch.device("meta"):
-        returned = program.configure_models()
+    before = dict(vars(program))
+    why_not = _make_on_meta(program, ctx, shapes_only=shapes_only)
+    if why_not:
+        vars(program).clear()
+        vars(program).update(before)
+        # The attempt on the meta device may have drawn random numbers.
+        seed_everything(ctx.config.seed, rank="common")
+        with weight_init.UnsetTensors() as unset:
+            _collect_models(program, ctx, program.configure_models())
+            ctx.callbacks.on_models_configured()
+        if program.overrides_init_weights:
+            with torch.no_grad():
+                program.init_weights()
+        unset.initialize({name: getattr(program, name) for name in ctx.models})
+        if not shapes_only:
+            ctx.print(_why_with_values(ctx.models, why_not))
+    # A callback may have replaced a model.
+    ctx.models.update({name: getattr(program, name) for name in ctx.models})
+    freeze(ctx.models, ctx.config.freeze)
+    parallelize.check_modules(ctx.models, ctx.config.parallel)
+    numerics.check_models(ctx.models)
+
+
+def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> str:
+    """Create the models on the meta device; return why their values would be lost, or an empty text."""
+    tracker = ValueTracker()
+    with warnings.catch_warnings(record=True) as raised:
+        try:
+            with torch.device("meta"), tracker:
+                returned = program.configure_models()
+        except Exception as error:
+            return _reason(error, "configure_models()")
+    _collect_models(program, ctx, returned)
+    with warnings.catch_warnings(record=True) as also_raised:
+        try:
+            with torch.device("meta"), tracker:
+                ctx.callbacks.on_models_configured()
+        except Exception as error:
+            if "meta" not in str(error):
+                raise
+            return _reason(error, "on_models_configured()")
+    models = {name: getattr(program, name) for name in ctx.models}
+    has_values = {name for name, tensor in named_tensors(models) if not tensor.is_meta}
+    on_meta = {name for name, tensor in named_tensors(models) if tensor.is_meta}
+    if has_values and on_meta:
+        return f"{_first(sorted(has_values))} came with values"
+    if on_meta and not shapes_only:
+        if (writer := tracker.elsewhere(models)) is not None:
+            return f"{writer.place} makes a tensor that is neither a parameter nor a buffer"
+        if tracker.loaded is not None:
+            return f"{tracker.loaded.place} loads values"
+        if not program.overrides_init_weights:
+            try:
+                lost = tracker.lost(models)
+            except Exception as error:
+                return _reason(error, "reset_parameters()")
+            if lost:
+                return f"{next(iter(lost.values())).place} gives values to {_first(list(lost))}"
+    for each in (*raised, *also_raised):
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+    return ""
+
+
+def _collect_models(program: Program, ctx: RunContext, returned: Any) -> None:
     collect(program, returned, "configure_models", {"model": nn.Module})
     models = _without_submodules(
         {name: each for name, each in _attributes(program, nn.Module).items() if _has_state(each)}
@@ -85,12 +166,27 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
         )
     ctx.models.clear()
     ctx.models.update(models)
-    ctx.callbacks.on_models_configured()
-    # A callback may have replaced a model.
-    ctx.models.update({name: getattr(program, name) for name in models})
-    freeze(ctx.models, ctx.config.freeze)
-    parallelize.check_modules(ctx.models, ctx.config.parallel)
-    numerics.check_models(ctx.models)
+
+
+def _reason(error: Exception, where: str) -> str:
+    """Return why something does not run on the meta device."""
+    if isinstance(error, HeadwayError):
+        raise error
+    text = str(error).strip().partition("\n")[0]
+    return f"{where} does not run on the meta device ({type(error).__name__}: {text:.120})"
+
+
+def _why_with_values(models: Mapping[str, nn.Module], why: str) -> str:
+    size = sum(tensor.nbytes for _, tensor in named_tensors(models))
+    what = "the model is" if len(models) == 1 else "the models are"
+    return (
+        f"{what} created with values, {size / 2**20:,.1f} MiB on every rank, because {why}. If init_weights() of the "
+        "trainer sets the values, nothing is allocated before sharding"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
 def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
@@ -107,6 +203,7 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
         "config": as_plain(config),
         "run_dir": ctx.run_dir,
         "models": shapes(ctx.models),
+        "models created": {name: "on meta" if name in born_on_meta else "with values" for name in ctx.models},
         "versions": versions(),
         "code": code_digests(type(program), ctx.models) if world.size > 1 else {},
     }
@@ -123,6 +220,7 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
     with times.phase("parallelise"):
         check_weights(world, ctx.models)
         for name, model in ctx.models.items():
+            gather_in_methods(model, lambda: ctx.activity.phase in _STEP_PHASES)
             _set_model(program, ctx, name, numerics.replicate(model, config, world))
 
 
@@ -173,11 +271,33 @@ def open_data(program: Program, ctx: RunContext, numerics: Numerics) -> tuple[Ba
     loaders = program.configure_dataloaders()
     if loaders is None:
         loaders = getattr(program, "train_dataloader", None), getattr(program, "val_dataloader", None)
-    train, validation = loaders if isinstance(loaders, tuple) and len(loaders) == 2 else (loaders, None)
+    train, validation = _train_and_validation(loaders)
     data = _open(ctx, numerics, train, training=True, in_use=())
     sets = {} if validation is None else open_sets(ctx, numerics, validation, in_use=[data])
     numerics.check_data(data, sets, ctx.world)
     return data, sets
+
+
+def _train_and_validation(loaders: Any) -> tuple[Any, Any]:
+    """Return what `configure_dataloaders` returned as training and validation data.
+
+    Raises:
+        ConfigError: it returned several loaders that are not a pair.
+    """
+    if not isinstance(loaders, (tuple, list, Mapping)):
+        return loaders, None
+    values = loaders.values() if isinstance(loaders, Mapping) else loaders
+    num_loaders = sum(isinstance(each, DataLoader) or is_stream(each) for each in values)
+    if num_loaders and (isinstance(loaders, Mapping) or len(loaders) != 2):
+        raise ConfigError(
+            f"configure_dataloaders() returned a {type(loaders).__name__} of {len(loaders)}: return (train, "
+            'validation); several validation sets are a dict, (train, {"validation": ..., "test": ...}), and '
+            "trainer.evaluate(test) reads others after training"
+        )
+    if isinstance(loaders, tuple) and len(loaders) == 2 or num_loaders == 2:
+        train, validation = loaders
+        return train, validation
+    return loaders, None
 
 
 def open_sets(

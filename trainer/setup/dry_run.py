@@ -25,7 +25,8 @@ class ModelSize:
         kind: its class name.
         parameters, trainable: number of elements of all parameters, and of those that are trained.
         parameter_bytes, trainable_bytes, buffer_bytes: their size, unsharded.
-        block_bytes: size of the largest block that is gathered at a time; 0 without blocks.
+        blocks: number of blocks that are gathered, checkpointed and compiled one at a time; 0: the model is one unit.
+        block_bytes: size of the largest block; 0 without blocks.
         rest_bytes: size of the parameters outside of blocks.
     """
 
@@ -35,6 +36,7 @@ class ModelSize:
     parameter_bytes: int
     trainable_bytes: int
     buffer_bytes: int
+    blocks: int
     block_bytes: int
     rest_bytes: int
 
@@ -171,7 +173,8 @@ def size_of(model: nn.Module, config: ParallelConfig, precision: Precision) -> M
         trainable=sum(each.numel() for each in parameters if each.requires_grad),
         parameter_bytes=kept(parameters),
         trainable_bytes=kept(each for each in parameters if each.requires_grad),
-        buffer_bytes=kept(model.buffers()),
+        buffer_bytes=sum(each.nbytes for each in model.buffers()),
+        blocks=len(inside),
         block_bytes=max((kept(block) for block in inside), default=0),
         rest_bytes=kept(each for each in parameters if id(each) not in in_blocks),
     )

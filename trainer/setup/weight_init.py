@@ -1,13 +1,15 @@
-"""Initialization of models that were created on the meta device, equal for every number of ranks."""
+"""Initialization of models, equal for every number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..distributed.dtensor import to_local
@@ -30,18 +32,65 @@ def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[
     with torch.no_grad(), _ShardInvariantRandom():  # type: ignore[no-untyped-call]
         init_weights()
     after = dict(named_tensors(models))
-    forgotten = [
+    _check_set(
         name
         for name, tensor in after.items()
         if name in tensors
         and tensor is tensors[name]
         and _is_unset(tensor, untouched=tensor._version == versions[name])
-    ]
-    if forgotten:
+    )
+
+
+class UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills tensors that are created without values, as by `torch.empty`, with NaN, so that unset values are found."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._created: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in WITHOUT_VALUES and not result.is_meta:
+            _fill_nan(result)
+            self._created.add(result.untyped_storage())
+        return result
+
+    def initialize(self, models: Mapping[str, nn.Module]) -> None:
+        """Call `reset_parameters` of modules whose tensors have no values yet.
+
+        Raises:
+            ConfigError: a parameter or buffer got no value.
+        """
+        with torch.no_grad():
+            for model in models.values():
+                for module in model.modules():
+                    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                    reset = getattr(module, "reset_parameters", None)
+                    if callable(reset) and any(self._has(tensor) for tensor in own):
+                        reset()
+        _check_set(name for name, tensor in named_tensors(models) if self._has(tensor))
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        if (
+            isinstance(tensor, (DTensor, UninitializedParameter, UninitializedBuffer))
+            or tensor.untyped_storage() not in self._created
+        ):
+            return False
+        return _is_unset(tensor, untouched=False)
+
+
+WITHOUT_VALUES = (
+    *(aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided),
+    *(aten.new_empty, aten.new_empty_strided),
+)
+"""Operators that return tensors without values."""
+
+
+def _check_set(unset: Iterable[str]) -> None:
+    if names := list(unset):
         raise ConfigError(
-            f"{', '.join(forgotten[:8])}{' and more' if len(forgotten) > 8 else ''} got no value: models are created "
-            "on the meta device, without memory, and initialized afterwards. Define `reset_parameters()` in the module "
-            "that owns each, or override `init_weights()` in the trainer"
+            f"{', '.join(names[:8])}{' and more' if len(names) > 8 else ''} got no value: define "
+            "`reset_parameters()` in the module that owns each, or override `init_weights()` in the trainer"
         )
 
 

@@ -58,7 +58,8 @@ class AutoMicrobatchStep(OptimizerStep):
         self.splits = 1
         self._generators = RngState()
         # Reduced in `_step`, not by DDP.
-        self._averaged, self._replicated = self._replicated, set()
+        self._averaged = {p for model in self._replicated for p in model.parameters()}
+        self._replicated = []
         self._buffers = [buffer for model in self._models.values() for buffer in model.buffers()]
 
     def counters(self) -> dict[str, float]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.protocols import GlobalBatch
 from ..data.tree import move
+from ..distributed.ddp import ReplicatedModule
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import StepError
 from ..loop.context import RunContext
@@ -90,12 +91,10 @@ class OptimizerStep:
         self._stepped: set[Optimizer] = set()
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._not_yet_checked = set(self._optimizers)
-        self._replicated = {
-            p
-            for model in self._models.values()
-            if isinstance(model, DistributedDataParallel)
-            for p in model.parameters()
-        }
+        self._replicated = [model for model in self._models.values() if isinstance(model, ReplicatedModule)]
+        self._in_user_step = False
+        for name, optimizer in ctx.optimizers.items():
+            optimizer.register_step_pre_hook(partial(self._refuse_other_steps, name))
         self.stepping: Sequence[Optimizer] = ()
         self.is_last_micro_batch = True
         self.is_padding = False
@@ -133,8 +132,10 @@ class OptimizerStep:
         try:
             with closing(self._each_micro_batch()) as each:
                 for micro_batch, _ in each:
+                    self._in_user_step = True
                     with autocast(self._config.precision, self._world.device):
                         yield micro_batch
+                    self._in_user_step = False
                     if not self._called_backward:
                         raise StepError("a micro-batch got no backward pass: call run.backward(loss) for each of them")
             self._has_accumulated = True
@@ -307,6 +308,8 @@ class OptimizerStep:
             self.weight = self._current_weights[i]
             callbacks.on_batch_start(micro_batch, batch_idx)
             self.is_last_micro_batch = i == last
+            for model in self._replicated:
+                model.reduces_itself = False
             self._loss_scale, self._micro_batch = self._loss_scales_now[i], i
             self.is_padding = not self._batch.num_samples[i]
             self._returned, self._called_backward = {}, False
@@ -324,6 +327,7 @@ class OptimizerStep:
 
     def _begin_attempt(self) -> None:
         self._stepped.clear()
+        self._in_user_step = False
         self._outputs, self._losses, self._rejection, self._is_applied = [], [], None, False
 
     def _step_accumulated(self) -> None:
@@ -335,11 +339,21 @@ class OptimizerStep:
             zero_gradients(self._optimizers)
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
+        is_first = bool(self._not_yet_checked)
+        before = _gradient_versions(self._optimizers) if is_first else None
+        self._in_user_step = True
         with autocast(self._config.precision, self._world.device):
             outputs = self._steps.training_step(micro_batch, batch_idx)
+        self._in_user_step = False
         if isinstance(outputs, torch.Tensor):
             outputs = {"loss": outputs}
         if not self._called_backward:
+            if is_first and before != _gradient_versions(self._optimizers):
+                raise StepError(
+                    f"training_step of {self._ctx.name} changed gradients by loss.backward() or zero_grad(): return "
+                    "the loss and remove these calls, because Headway makes them; or call self.backward(loss) and "
+                    "self.step(optimizer), which accumulate over micro-batches and ranks"
+                )
             # dict first: isinstance(x, Mapping) is 10x slower.
             if not isinstance(outputs, (dict, Mapping)) or "loss" not in outputs:
                 raise StepError(
@@ -371,11 +385,8 @@ class OptimizerStep:
         """Compute the gradient norm of some optimizers, step them if it is finite, and return the norm."""
         guard = self._guard
         self._activity.enter("optimizer")
-        if self._replicated and len(self._losses) > self._micro_batch + 1:
-            # DDP reduces the gradients of the first backward after a forward, but not of a second one.
-            self._world.all_reduce_mean(
-                [p.grad for p in _parameters_with_gradient(optimizers) if p in self._replicated]
-            )
+        if self._replicated:
+            self._reduce_what_ddp_did_not(optimizers)
         if self._scaler is not None:
             self._scaler.unscale([p.grad for p in _parameters_with_gradient(optimizers)])
         self.stepping = optimizers
@@ -414,24 +425,40 @@ class OptimizerStep:
             self.wait_for_snapshot()
             self.wait_for_snapshot = None
         rates = [_snapshot_rate(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        in_user_step, self._in_user_step = self._in_user_step, False
         for optimizer in optimizers:
             if not_finite is None:
                 optimizer.step()
             else:
                 with skipping(optimizer, not_finite):
                     optimizer.step()
+        self._in_user_step = in_user_step
         if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
             return self._reject(optimizers, norm, value)
         zero_gradients(optimizers)
         for scheduler in self._schedulers:
             if scheduler.optimizer in optimizers:
-                scheduler.step()
+                self._ctx.lr_stepping.step(scheduler)
         self._is_applied = True
         self.learning_rates = rates
         # Equal on all ranks, so added once.
         if self._world.is_main:
             self._metrics.add(norms)
         return norm
+
+    def _refuse_other_steps(self, name: str, *_: Any) -> None:
+        if self._in_user_step:
+            raise StepError(
+                f"self.{name}.step() was called, but Headway steps the optimizers that are attributes: return the loss "
+                f"from training_step and remove the call, or use self.backward(loss) and self.step(self.{name})"
+            )
+
+    def _reduce_what_ddp_did_not(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average gradients of forward passes around DDP, and of a second backward pass after one forward pass."""
+        twice = len(self._losses) > self._micro_batch + 1
+        rest = {p for model in self._replicated if twice or not model.reduces_itself for p in model.parameters()}
+        if rest:
+            self._world.all_reduce_mean([p.grad for p in _parameters_with_gradient(optimizers) if p in rest])
 
     def _reject(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
         """Reject the update because of a non-finite gradient: clear the gradients and record why."""
@@ -508,6 +535,16 @@ def zero_gradients(optimizers: Sequence[Optimizer]) -> None:
                 p.grad = None
 
 
+def _gradient_versions(optimizers: Sequence[Optimizer]) -> list[int | None]:
+    """Return the version of each parameter's gradient, which changes when it is modified; None without a gradient."""
+    return [
+        None if p.grad is None else p.grad._version
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
         raise StepError(f"the loss is {_describe(loss)}; it must be a tensor with one element")
@@ -516,7 +553,8 @@ def _check_loss(loss: Any) -> None:
     if not loss.requires_grad:
         raise StepError(
             "the loss has no gradient: it does not depend on a trainable parameter. Was it computed under no_grad(), "
-            "detached, or converted to a number with .item()?"
+            "detached, or converted to a number with .item()? A step that runs backward itself calls "
+            "self.backward(loss)"
         )
 
 

@@ -34,9 +34,23 @@ def without_autocast(precision: Precision, device: torch.device) -> AbstractCont
 
 
 def cast_weights(model: nn.Module, precision: Precision) -> None:
-    """Cast a model's floating-point parameters and buffers to bfloat16 in place, if the precision is "bf16-true"."""
-    if precision == "bf16-true":
-        model.bfloat16()
+    """Cast a model's floating-point parameters to bfloat16 in place, if the precision is "bf16-true".
+
+    Buffers keep their dtype: rotary frequencies and position tables would be wrong in bfloat16, and running means would
+    hardly move. So do the weights of norms with running means, which must have the dtype of these.
+    """
+    if precision != "bf16-true":
+        return
+    buffers = [(module, *each) for module in model.modules() for each in module.named_buffers(recurse=False)]
+    norms = nn.ModuleList(each for each in model.modules() if getattr(each, "running_mean", None) is not None)
+    exact = [parameter.detach().clone() for parameter in norms.parameters()]
+    model.bfloat16()
+    norms.float()
+    with torch.no_grad():
+        for parameter, values in zip(norms.parameters(), exact, strict=True):
+            parameter.copy_(values)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
 
 
 def loss_scaler(precision: Precision, optimizers: Sequence[Optimizer]) -> LossScaler | None:

@@ -124,3 +124,15 @@ def test_the_recorded_target_finds_the_class_again(tmp_path: Path) -> None:
     experiment = resolve(f"{file}:A", ["config.size=5"])
     assert target_of(experiment.trainer) == f"{file}:A"
     assert from_yaml(to_yaml(experiment)) == experiment
+
+
+def test_the_config_of_a_file_is_that_of_its_trainer(tmp_path: Path) -> None:
+    file = write(tmp_path, "config = AConfig(max_steps=60, size=5)\n")
+    for target in (file, f"{file}:A"):
+        experiment = resolve(target, ["config.max_steps=7"])
+        assert (experiment.name, experiment.config.max_steps, experiment.config.size) == ("a", 7, 5)
+    several = write(tmp_path, "one, two = AConfig(max_steps=1), AConfig(max_steps=2)\n", "several.py")
+    with pytest.raises(ConfigError, match="several has one, two for A: name one of them config"):
+        resolve(several)
+    chosen = write(tmp_path, "one, config = AConfig(max_steps=1), AConfig(max_steps=2)\n", "chosen.py")
+    assert resolve(chosen).config.max_steps == 2

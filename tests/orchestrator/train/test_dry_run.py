@@ -81,7 +81,7 @@ def test_a_plan_is_read_by_people(tmp_path: Path) -> None:
         "  workers      2, each with 0.5 CPU",
         "  strategy     fsdp over 2 ranks",
         "  precision    fp32",
-        "  model        Deep, 273 parameters, 63 of them frozen, 1.07 KiB",
+        "  model        Deep, 273 parameters, 63 of them frozen, 1.07 KiB, in 2 blocks",
         "  optimizer    AdamW",
         "  batch        16 samples per step: on each of 2 ranks 2 micro-batches of at most 4",
         "  data         96 samples in 6 steps an epoch, 7 left out; resume guarantee: exact",

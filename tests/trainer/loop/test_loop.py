@@ -617,7 +617,7 @@ def test_what_one_rank_asks_for_happens_on_all_at_the_same_update(tmp_path: Path
     assert 2 <= evaluated <= 4, "a stop ends an evaluation of 32 batches early"
     assert first["metrics"] == []
     assert first["again"] == 8
-    assert first["unwrapped"] == ("Deep", "DistributedDataParallel")
+    assert first["unwrapped"] == ("Deep", "ReplicatedModule")
 
 
 # ---- Alone ---------------------------------------------------------------------------------------------------------

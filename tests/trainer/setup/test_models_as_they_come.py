@@ -1,0 +1,332 @@
+"""Models from anywhere begin with the values that plain PyTorch gives them, whoever gives these."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.trainer import Callback, ConfigError, ParallelConfig, World
+from headway.trainer.checkpoints.rng import seed_everything
+from tests.distributed import run_on_ranks
+from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
+
+ALONE = World.single("cpu")
+
+
+class Initializes(nn.Module):
+    """As nanoGPT: its own initialization, at the end of the constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.last = nn.Linear(4, 3)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.02)
+            torch.nn.init.constant_(module.bias, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+class WritesData(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self[0].weight.data[0].fill_(0.25)
+
+
+class OnesAndTable(nn.Module):
+    """A LayerNorm of its own, and a position table, as buffers that `__init__` computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("table", torch.sin(torch.arange(6.0)), persistent=False)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x * self.weight + self.table)
+
+
+class PlainTensor(nn.Module):
+    """A tensor that is neither a parameter nor a buffer, in an object that is not a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+        self.tables = {"shift": [torch.full((6,), 2.0)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.tables["shift"][0])
+
+
+class Reads(nn.Sequential):
+    """As timm: reads numbers from a tensor in the constructor."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self.rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
+
+
+class HeadTied(nn.Module):
+    """The head has the embedding's weight, whose values come from the embedding, which is reset before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 6)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x @ self.embed.weight)[:, :3]
+
+
+class Copies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+class Attends(nn.Module):
+    """torch's own, which initializes in `_reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(1)
+        return self.out(self.attention(x, x, x)[0].squeeze(1))
+
+
+def _loads() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 3))
+    with torch.device("cpu"):
+        values = {"0.weight": torch.full((3, 6), 0.125), "0.bias": torch.ones(3)}
+    model.load_state_dict(values)
+    return model
+
+
+def _applied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 3))
+    model.apply(lambda each: nn.init.constant_(each.weight, 0.75) if isinstance(each, nn.Linear) else None)
+    return model
+
+
+def _on_device() -> nn.Module:
+    return Initializes().to("cpu")
+
+
+def _in_part() -> nn.Module:
+    model = Deep(4, 0.0)
+    with torch.device("cpu"):
+        model.first = nn.Linear(6, 4)
+    return model
+
+
+def _parametrized() -> nn.Module:
+    return nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
+
+
+BUILT_FOR_REAL: dict[str, Callable[[], nn.Module]] = {
+    "apply in __init__": Initializes,
+    ".data in __init__": WritesData,
+    "torch.ones and a computed buffer": OnesAndTable,
+    "a plain tensor": PlainTensor,
+    ".item()": Reads,
+    "a tied head": HeadTied,
+    "copies of a layer": Copies,
+    "MultiheadAttention": Attends,
+    "load_state_dict": _loads,
+    "apply in configure_models": _applied,
+    ".to(device)": _on_device,
+    "values in part": _in_part,
+    "weight_norm": _parametrized,
+}
+
+BUILT_ON_META: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(6, 3),
+    "norms": lambda: nn.Sequential(nn.BatchNorm1d(6), nn.LayerNorm(6), nn.RMSNorm(6), nn.Linear(6, 3)),
+    "LSTM": lambda: nn.LSTM(6, 3),
+    "Embedding": lambda: nn.Embedding(6, 3, padding_idx=0),
+    "Conv": lambda: nn.Conv1d(6, 3, 1),
+    "PReLU": lambda: nn.Sequential(nn.Linear(6, 3), nn.PReLU()),
+    "another dtype": lambda: nn.Linear(6, 3).double(),
+    "several": lambda: Deep(4, 0.1),
+}
+
+
+def _trainer_of(make: Callable[[], nn.Module], **options: Any) -> type[TinyTrainer]:
+    class Makes(TinyTrainer):
+        def configure_models(self) -> None:
+            self.model = make()
+
+    return Makes
+
+
+def _setup(make: Callable[[], nn.Module], *, world: World = ALONE, **parallel: Any) -> tuple[TinyTrainer, list[str]]:
+    said: list[str] = []
+    config = TinyConfig(max_steps=2, global_batch_size=8, parallel=ParallelConfig(**parallel))
+    trainer = _trainer_of(make)(config, world=world, printer=said.append)
+    trainer.setup()
+    return trainer, said
+
+
+@pytest.mark.parametrize("name", BUILT_FOR_REAL)
+def test_values_that_a_model_gives_itself_are_those_of_plain_pytorch(name: str) -> None:
+    make = BUILT_FOR_REAL[name]
+    seed_everything(0, rank="common")
+    plain = make()
+    trainer, said = _setup(make)
+    assert len(said) == 1
+    assert said[0].startswith("the model is created with values")
+    for (key, value), (own_key, own) in zip(
+        (*plain.named_parameters(), *plain.named_buffers()),
+        (*trainer.model.named_parameters(), *trainer.model.named_buffers()),
+        strict=True,
+    ):
+        assert key == own_key
+        assert torch.equal(value, own), key
+    if name != "several":
+        assert trainer.fit().status == "completed"
+
+
+@pytest.mark.parametrize("name", BUILT_ON_META)
+def test_models_that_reset_parameters_initializes_are_created_on_the_meta_device(name: str) -> None:
+    devices: list[str] = []
+
+    class Watches(Callback):
+        def on_models_configured(self, trainer: Any) -> None:
+            devices.extend(p.device.type for p in trainer.model.parameters())
+
+    said: list[str] = []
+    trainer = _trainer_of(BUILT_ON_META[name])(
+        TinyConfig(max_steps=1), world=ALONE, callbacks=[Watches()], printer=said.append
+    )
+    trainer.setup()
+    assert set(devices) == {"meta"}
+    assert said == []
+
+
+def test_the_line_names_the_code_and_the_weight() -> None:
+    _, said = _setup(Initializes)
+    assert said == [
+        "the model is created with values, 0.0 MiB on every rank, because _init_weights "
+        f"(test_models_as_they_come.py:{_line_of_normal()}) gives values to model.first.weight and 3 more. If "
+        "init_weights() of the trainer sets the values, nothing is allocated before sharding"
+    ]
+
+
+def _line_of_normal() -> int:
+    code = Initializes._init_weights.__code__
+    return code.co_firstlineno + 2
+
+
+def test_a_callback_that_gives_values_is_heard_too() -> None:
+    class Adds(Callback):
+        def on_models_configured(self, trainer: Any) -> None:
+            trainer.model.last = nn.Linear(4, 3)
+            nn.init.zeros_(trainer.model.last.weight)
+
+    said: list[str] = []
+    trainer = _trainer_of(lambda: Deep(4, 0.0))(
+        TinyConfig(max_steps=1), world=ALONE, callbacks=[Adds()], printer=said.append
+    )
+    trainer.setup()
+    assert not trainer.model.last.weight.any()
+    assert "because on_models_configured (test_models" in said[0]
+
+
+def test_init_weights_has_the_last_word() -> None:
+    class Sets(_trainer_of(Reads)):  # type: ignore[misc]
+        def init_weights(self) -> None:
+            nn.init.constant_(self.model[0].weight, 3.0)
+
+    trainer = Sets(TinyConfig(max_steps=1), world=ALONE)
+    trainer.setup()
+    assert (trainer.model[0].weight == 3.0).all()
+
+    class OnMeta(_trainer_of(Initializes)):  # type: ignore[misc]
+        def init_weights(self) -> None:
+            for each in (self.model.first, self.model.last):
+                assert each.weight.isnan().all(), "nothing was drawn before"
+                each.reset_parameters()
+
+    said: list[str] = []
+    OnMeta(TinyConfig(max_steps=1), world=ALONE, printer=said.append).setup()
+    assert said == []
+
+
+def test_memory_that_nothing_initializes_is_an_error_also_in_a_model_with_values() -> None:
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.shift = nn.Parameter(torch.empty(3))
+
+    with pytest.raises(ConfigError, match=r"^model\.shift got no value: define `reset_parameters\(\)`"):
+        _setup(Forgets)
+
+    class Resets(Forgets):
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.shift, 7.0)
+
+    trainer, _ = _setup(Resets)
+    assert (trainer.model.shift == 7.0).all()
+
+
+def test_an_error_of_the_users_own_is_raised_as_it_is() -> None:
+    def fails() -> nn.Module:
+        raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer"):
+        _setup(fails)
+
+
+NAMES = ("apply in __init__", "torch.ones and a computed buffer", "a tied head", ".item()")
+
+
+def _weights_on_ranks(world: World) -> dict[str, Any]:
+    return {
+        f"{name}, {strategy}": weights(_setup(BUILT_FOR_REAL[name], world=world, strategy=strategy)[0])
+        for name in NAMES
+        for strategy in ("ddp", "fsdp")
+    }
+
+
+def test_every_strategy_begins_with_the_values_of_one_process() -> None:
+    ranks = run_on_ranks(_weights_on_ranks, 2)
+    for name in NAMES:
+        alone = weights(_setup(BUILT_FOR_REAL[name])[0])
+        for rank in ranks:
+            for strategy in ("ddp", "fsdp"):
+                found = rank[f"{name}, {strategy}"]
+                assert found.keys() == alone.keys()
+                assert all(torch.equal(found[key], alone[key]) for key in alone), (name, strategy)
+
+
+def test_loaded_weights_are_kept_where_init_weights_sets_others() -> None:
+    class Loads(_trainer_of(_loads)):  # type: ignore[misc]
+        def init_weights(self) -> None:
+            super().init_weights()
+            nn.init.zeros_(self.model[0].bias)
+
+    trainer = Loads(TinyConfig(max_steps=1), world=ALONE)
+    trainer.setup()
+    assert (trainer.model[0].weight == 0.125).all()
+    assert not trainer.model[0].bias.any()

@@ -1,0 +1,266 @@
+"""Natural mistakes of people who come from plain PyTorch, Lightning or Hugging Face are refused with the way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from headway.trainer import (
+    ConfigError,
+    ParallelConfig,
+    StepError,
+    SupervisedTrainer,
+    Trainer,
+    TrainerConfig,
+    World,
+)
+from headway.trainer.callbacks import EarlyStopping
+from tests.tiny import Rows, TinyConfig, TinyTrainer
+
+ALONE = World.single("cpu")
+
+
+def _fit(cls: type[TinyTrainer], **config: Any) -> None:
+    cls(TinyConfig(**{"max_steps": 4, "log_every": 1, **config}), world=ALONE).fit()
+
+
+def _nothing(self: Any, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("configure_optimizer", "did you mean configure_optimizers?"),
+        ("valdation_step", "did you mean validation_step?"),
+        ("traning_step", "did you mean training_step?"),
+        ("configure_model", "did you mean configure_models?"),
+        ("configure_dataloader", "did you mean configure_dataloaders?"),
+        ("init_weight", "did you mean init_weights?"),
+        ("train_dataloader", r"define configure_dataloaders\(self\), which returns \(train, validation\)"),
+        ("val_dataloader", "define configure_dataloaders"),
+        ("get_train_dataloader", "define configure_dataloaders"),
+        ("val_step", "define validation_step"),
+        ("compute_loss", "define training_step"),
+        ("create_optimizer", "define configure_optimizers"),
+        ("test_step", r"define trainer\.evaluate\(data\)"),
+        ("optimizer_step", r"define self\.step\(optimizer\) inside training_step"),
+        ("validation_epoch_end", "define the hook on_evaluation_end"),
+    ],
+)
+def test_a_method_that_nobody_calls_is_refused_when_the_class_is_defined(name: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"^Wrong defines {name}, which Headway never calls.*{advice}"):
+        type("Wrong", (TinyTrainer,), {name: _nothing})
+
+
+def test_an_attribute_of_lightning_is_refused_too() -> None:
+    with pytest.raises(TypeError, match=r"defines automatic_optimization.*self\.backward\(loss\)"):
+        type("Wrong", (TinyTrainer,), {"automatic_optimization": False})
+
+
+def test_a_helper_that_the_class_uses_may_have_any_name() -> None:
+    class Helps(TinyTrainer):
+        def compute_loss(self, batch: Any) -> torch.Tensor:
+            return F.cross_entropy(self.model(batch["x"]), batch["y"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.compute_loss(batch)
+
+        @staticmethod
+        def configure_optimizer(model: nn.Module) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> None:
+            self.optimizer = self.configure_optimizer(self.model)
+
+    _fit(Helps)
+
+
+def test_a_method_that_would_replace_one_of_ours_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"defines train_step, and would replace the method of Trainer.*training_step"):
+        type("Wrong", (TinyTrainer,), {"train_step": _nothing})
+
+    class Extends(TinyTrainer):
+        def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+            return super().evaluate(*args, **options)
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step"])
+def test_a_step_without_batch_idx_is_refused(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"Wrong\.{name}\(self, batch\) must accept the arguments \(self, batch, batch_"
+    ):
+        type("Wrong", (TinyTrainer,), {name: lambda self, batch: None})
+
+
+@pytest.mark.parametrize(
+    ("field", "advice"),
+    [
+        ("max_step", "did you mean max_steps"),
+        ("num_train_epochs", "use max_epochs"),
+        ("gradient_clip_val", "use max_grad_norm"),
+        ("accumulate_grad_batches", "use gradient_accumulation_steps"),
+        ("strategy", r"use parallel=ParallelConfig\(strategy=...\)"),
+        ("colour", "a field of your own belongs to a subclass; Headway's are max_epochs,"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(field: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"TrainerConfig has no field '{field}': {advice}"):
+        TrainerConfig(**{field: 1})
+    with pytest.raises(ConfigError, match="ParallelConfig has no field 'stratgy': did you mean strategy"):
+        ParallelConfig(stratgy="ddp")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="shard_modules must be a list of class names, got None"):
+        ParallelConfig(shard_modules=None)  # type: ignore[arg-type]
+
+
+def test_a_config_without_its_decorator_is_refused() -> None:
+    class Plain(TrainerConfig):
+        learning_rate: float = 0.1
+
+    with pytest.raises(ConfigError, match=r"no field 'learning_rate': it is declared, but the class is no dataclass"):
+        Plain(learning_rate=0.2)  # type: ignore[call-arg]
+
+    class Silent(TinyConfig):
+        depth: int = 3
+
+    with pytest.raises(ConfigError, match=r"Silent declares depth, but is no dataclass: write @dataclass\(frozen"):
+        TinyTrainer(Silent(max_steps=1), world=ALONE)
+
+
+def test_a_config_may_have_an_init_of_its_own() -> None:
+    @dataclass(frozen=True, kw_only=True, init=False)
+    class Own(TinyConfig):
+        def __init__(self, *, rate: float, **fields: Any) -> None:
+            super().__init__(learning_rate=rate, **fields)
+
+    assert Own(rate=0.5, max_steps=1).learning_rate == 0.5
+
+
+def test_a_trainer_without_super_init_says_so() -> None:
+    class Forgets(TinyTrainer):
+        def __init__(self, config: TinyConfig) -> None:
+            self.config = config
+
+    with pytest.raises(ConfigError, match=r"Forgets\.__init__ does not call super\(\)\.__init__\(config, \.\.\.\)"):
+        Forgets(TinyConfig(max_steps=1)).fit()
+    with pytest.raises(AttributeError, match="'Forgets' object has no attribute 'colour'"):
+        _ = Forgets(TinyConfig(max_steps=1)).colour  # type: ignore[attr-defined]
+
+
+def test_data_and_models_are_not_arguments_of_fit() -> None:
+    with pytest.raises(ConfigError, match=r"fit\(\) takes no DataLoader: return models, data and optimizers from"):
+        TinyTrainer(TinyConfig(max_steps=1), world=ALONE).fit(DataLoader(Rows(8)))
+    with pytest.raises(ConfigError, match=r"SupervisedTrainer takes its arguments by name: SupervisedTrainer\(model="):
+        SupervisedTrainer(nn.Linear(6, 3), TrainerConfig(max_steps=1))  # type: ignore[call-arg]
+
+
+def test_the_arguments_of_lightnings_log_are_refused() -> None:
+    class Logs(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+            self.log("loss_too", loss, prog_bar=True, on_step=True)
+            return loss
+
+    with pytest.raises(StepError, match=r"log\(\) has no argument prog_bar, on_step: values are averaged"):
+        _fit(Logs)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda each: (each, each, each), r"returned a tuple of 3: return \(train, validation\); several"),
+        (lambda each: [each, each, each], "returned a list of 3"),
+        (lambda each: {"train": each, "val": each}, "returned a dict of 2"),
+        (lambda each: (each,), "returned a tuple of 1"),
+    ],
+)
+def test_loaders_that_are_not_a_pair_are_refused(make: Any, message: str) -> None:
+    class Wrong(TinyTrainer):
+        def configure_dataloaders(self) -> Any:
+            return make(DataLoader(Rows(16), batch_size=4))
+
+    with pytest.raises(ConfigError, match=message):
+        _fit(Wrong)
+
+
+def test_a_pair_may_be_a_list() -> None:
+    class Lists(TinyTrainer):
+        def configure_dataloaders(self) -> Any:
+            return [DataLoader(Rows(16), batch_size=4), DataLoader(Rows(8), batch_size=4)]
+
+    trainer = Lists(TinyConfig(max_steps=4), world=ALONE)
+    assert "validation/loss" in trainer.fit().metrics
+
+
+class ByHand(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+        self.by_hand(loss, batch_idx)
+        return loss
+
+    def by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
+        raise NotImplementedError
+
+
+class StepsScheduler(ByHand):
+    def by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
+        self.scheduler.step()
+
+
+class StepsSchedulerAtEpochs(TinyTrainer):
+    def on_epoch_end(self, metrics: Any) -> None:
+        self.scheduler.step()
+
+
+class StepsOptimizer(ByHand):
+    def by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
+        self.optimizer.step()
+
+
+class RunsBackward(ByHand):
+    def by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
+        loss.backward(retain_graph=True)
+
+
+class ClearsGradients(ByHand):
+    def by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("cls", "config", "message"),
+    [
+        (StepsScheduler, {}, r"^self\.scheduler\.step\(\) was called, but Headway steps the schedulers"),
+        (StepsSchedulerAtEpochs, {"max_steps": 30}, r"^self\.scheduler\.step\(\) was called"),
+        (StepsOptimizer, {}, r"^self\.optimizer\.step\(\) was called, but Headway steps the optimizers"),
+        (RunsBackward, {}, r"changed gradients by loss\.backward\(\) or zero_grad\(\): return the loss"),
+        (ClearsGradients, {"gradient_accumulation_steps": 2}, "changed gradients by loss"),
+    ],
+)
+def test_what_headway_does_is_not_done_twice(cls: type[TinyTrainer], config: dict[str, Any], message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        _fit(cls, **config)
+
+
+def test_clearing_gradients_where_there_are_none_is_harmless() -> None:
+    _fit(ClearsGradients)
+
+
+def test_early_stopping_on_a_name_of_lightnings_names_ours() -> None:
+    with pytest.raises(ConfigError, match="begin with 'validation/': did you mean 'validation/loss'"):
+        TinyTrainer(
+            TinyConfig(max_steps=4, log_every=1), world=ALONE, callbacks=[EarlyStopping("val_loss", patience=1)]
+        ).fit()
+
+
+def test_a_scheduler_may_be_restored_and_go_on(tmp_path: Any) -> None:
+    for steps in (6, 12):
+        trainer = TinyTrainer(TinyConfig(max_steps=steps), run_dir=tmp_path / "run", world=ALONE)
+        assert trainer.fit().steps == steps
+    assert isinstance(trainer, Trainer)

@@ -1,0 +1,47 @@
+"""DDP that can be used like the module inside it, and that notices forward passes around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class ReplicatedModule(DistributedDataParallel):
+    """A replicated model with the attributes and methods of the user's module.
+
+    DDP averages the gradients of a backward pass only if the forward pass before it went through DDP. A forward pass
+    through a part of the model, or through a method that calls the module inside, does not: its gradients would stay
+    different on every rank, without an error. `reduces_itself` tells whether DDP reduces the next backward pass.
+
+    Args:
+        module: the user's module, initialized.
+        options: as for `DistributedDataParallel`.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.reduces_itself = False
+        self._is_ready = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass, and prepare to reduce gradients."""
+        if torch.is_grad_enabled():
+            self.reduces_itself = self.require_backward_grad_sync
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_ready" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)

@@ -1,0 +1,177 @@
+"""FSDP2: sharding of a model, and methods of a sharded model that use its weights."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from ..config import ParallelConfig, Precision
+from ..errors import ConfigError
+from .world import World, set_group_timeout
+
+
+def shard_fully(
+    model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, precision: Precision, world: World
+) -> None:
+    """Shard a model by FSDP2, in place. Every rank must call this.
+
+    Args:
+        model: on the meta device, or with the same weights on every rank.
+        blocks: modules in it to gather one at a time, outermost first.
+        config: its strategy is "fsdp" or "hsdp".
+        precision: the dtype of gathered parameters.
+        world: the ranks to shard over.
+
+    Raises:
+        ConfigError: a block cannot be sharded.
+    """
+    kind = world.device.type
+    if config.strategy == "hsdp":
+        assert config.shard_size is not None
+        shape = (world.size // config.shard_size, config.shard_size)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():
+            set_group_timeout(group, config.timeout.amount)
+    else:
+        mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    casts = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    # Autocast casts the inputs of each operator that needs it, as under DDP.
+    policy = MixedPrecisionPolicy(
+        param_dtype=casts,
+        reduce_dtype=None if precision == "fp32" else torch.float32,
+        cast_forward_inputs=False,
+    )
+    as_is = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+    # Pinned memory is for asynchronous copies to a GPU, and needs one.
+    offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()
+    # Innermost first: fully_shard skips the parameters of modules that are already sharded.
+    for module in (*reversed(blocks), model):
+        for apart in _of_another_dtype(module, casts):
+            fully_shard(apart, mesh=mesh, mp_policy=as_is, offload_policy=offload)
+        try:
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=None if module is model else config.reshard_after_forward,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"torch cannot shard {type(module).__name__} as a unit ({error}): name the classes of the blocks in "
+                "parallel.shard_modules"
+            ) from error
+
+
+def _of_another_dtype(unit: nn.Module, casts: torch.dtype | None) -> list[list[nn.Module]]:
+    """Return groups of modules that FSDP must gather apart from the rest of a unit.
+
+    Its parameters must have one dtype; and a norm with running means computes with weights of the dtype of these.
+    """
+    owners = [
+        module
+        for module in unit.modules()
+        if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+    ]
+    dtypes = Counter(parameter.dtype for module in owners for parameter in module.parameters(recurse=False))
+    usual = max(dtypes, key=lambda dtype: dtypes[dtype], default=None)
+    groups: dict[torch.dtype, list[nn.Module]] = {}
+    for module in owners:
+        dtype = next(module.parameters(recurse=False)).dtype
+        is_norm = getattr(module, "running_mean", None) is not None
+        if module is not unit and (dtype != usual or (casts is not None and is_norm)):
+            groups.setdefault(dtype, []).append(module)
+    return list(groups.values())
+
+
+def gather_in_methods(model: nn.Module, is_in_step: Callable[[], bool]) -> None:
+    """Let methods of sharded modules use their weights as `forward` does, when a step calls them.
+
+    FSDP2 gathers a module's weights around `forward` only, so that `model.generate(...)` or `model.encode(x)` would
+    meet shards. Elsewhere, as in `configure_optimizers`, a method gets the shards: gathering needs every rank.
+
+    Args:
+        model: sharded or not.
+        is_in_step: whether a training or validation step runs, on every rank.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        calls = _Calls()
+        module.register_forward_pre_hook(calls.enter, prepend=True)
+        module.register_forward_hook(calls.leave, always_call=True)
+        for name in _own_methods(type(module)):
+            plain = getattr(module, name)
+            register_fsdp_forward_method(module, name)
+            setattr(module, name, _gathering(plain, vars(module)[name], is_in_step, calls))
+
+
+def sync_buffers(model: nn.Module, world: World) -> None:
+    """Overwrite the saved buffers of a sharded model, such as running means, by the main rank's, as DDP does.
+
+    Every rank must call this.
+    """
+    if isinstance(model, FSDPModule):
+        names = model.state_dict(keep_vars=True).keys()
+        for name, buffer in model.named_buffers():
+            if name in names:
+                world.broadcast_tensor(buffer)
+
+
+class _Calls:
+    """Counts the calls of a module's `forward` and gathering methods in progress."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def enter(self, *_: Any) -> None:
+        self.depth += 1
+
+    def leave(self, *_: Any) -> None:
+        self.depth -= 1
+
+
+def _gathering(
+    plain: Callable[..., Any], gathers: Callable[..., Any], is_in_step: Callable[[], bool], calls: _Calls
+) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Inside a call of the same module the weights are gathered already.
+        if calls.depth or not is_in_step():
+            return plain(*args, **kwargs)
+        calls.enter()
+        try:
+            return gathers(*args, **kwargs)
+        finally:
+            calls.leave()
+
+    return call
+
+
+def _own_methods(cls: type) -> list[str]:
+    """Return the public methods that a class defines beyond those of `nn.Module`."""
+    known = set(dir(nn.Module)) | set(dir(FSDPModule))
+    names = {name for base in cls.__mro__ if not base.__module__.startswith("torch.") for name in vars(base)}
+    return sorted(
+        name
+        for name in names - known
+        if not name.startswith("_")
+        and inspect.isfunction(function := inspect.getattr_static(cls, name))
+        and not inspect.isgeneratorfunction(function)
+    )

@@ -1,0 +1,164 @@
+"""Finds out which code gives values to the tensors of a model that is created on the meta device."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..checkpoints.rng import preserve_rng
+from ..distributed.parallelize import named_tensors
+from .weight_init import WITHOUT_VALUES, aten, reset_parameters
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The code that last gave values to a tensor.
+
+    Attributes:
+        module: whose `reset_parameters` it was; None for other code.
+        place: function and line of the nearest code outside torch, for messages.
+    """
+
+    module: weakref.ref[nn.Module] | None
+    place: str
+
+
+class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the last writer of every tensor that is created or changed in this context.
+
+    Writes through views and through `.data` count, because tensors are identified by their storage.
+
+    Attributes:
+        loaded: the code that copied values from a tensor that has some, as `load_state_dict` does; None if none has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writers: weakref.WeakKeyDictionary[torch.UntypedStorage, Writer | None] = weakref.WeakKeyDictionary()
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._outermost: FrameType | None = None
+        self.loaded: Writer | None = None
+
+    def __enter__(self) -> ValueTracker:
+        self._outermost = sys._getframe(1)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._outermost = None
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
+        for each in _written(func, args, kwargs):
+            self._writers[each.untyped_storage()] = self._find_writer()
+            if func.overloadpacket is aten.copy_ and each.is_meta and not args[1].is_meta:
+                self.loaded = self._find_writer()
+        for each in _tensors(result):
+            if each.is_meta:
+                self._made[id(each)] = weakref.ref(each)
+            if id(each.untyped_storage()) in inputs or func.overloadpacket in WITHOUT_VALUES:
+                continue
+            # Another dtype of the same values.
+            converts = func.overloadpacket is aten._to_copy
+            self._writers[each.untyped_storage()] = self.writer_of(args[0]) if converts else self._find_writer()
+        return result
+
+    def writer_of(self, tensor: torch.Tensor) -> Writer | None:
+        """Return the code that last gave values to a tensor; None if none has."""
+        return self._writers.get(tensor.untyped_storage())
+
+    def lost(self, models: Mapping[str, nn.Module]) -> dict[str, Writer]:
+        """Return the tensors whose values the default initialization would not reproduce, by name.
+
+        That is `reset_parameters` of every module: it reproduces a value that the same method of the same module gave.
+        """
+        tensors = {
+            name: tensor
+            for name, tensor in named_tensors(models)
+            if tensor.is_meta and not isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
+        }
+        built = {name: writer for name, tensor in tensors.items() if (writer := self.writer_of(tensor)) is not None}
+        if all(writer.module is not None for writer in built.values()):
+            with preserve_rng(), torch.no_grad(), self:
+                for model in models.values():
+                    reset_parameters(model)
+        lost = {}
+        for name, writer in built.items():
+            reset = self.writer_of(tensors[name])
+            if writer.module is None or reset is None or reset.module != writer.module:
+                lost[name] = writer
+        return lost
+
+    def elsewhere(self, models: Mapping[str, nn.Module]) -> Writer | None:
+        """Return who gave values to a tensor that still exists and is neither a parameter nor a buffer, if any."""
+        held = {
+            id(tensor.untyped_storage())
+            for _, tensor in named_tensors(models)
+            if not isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
+        }
+
+        def others() -> Iterator[torch.Tensor]:
+            for reference in self._made.values():
+                if (tensor := reference()) is not None and id(tensor.untyped_storage()) not in held:
+                    yield tensor
+
+        if next(others(), None) is None:
+            return None
+        # Temporary tensors in reference cycles.
+        gc.collect()
+        found = next(others(), None)
+        return None if found is None else self.writer_of(found) or Writer(None, "configure_models")
+
+    def _find_writer(self) -> Writer:
+        inner = sys._getframe(2)
+        frame: FrameType | None = inner
+        while frame is not None and frame is not self._outermost and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        place = "configure_models"
+        if frame is not None and frame is not self._outermost:
+            place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        return Writer(_resetting(inner, self._outermost), place)
+
+
+def _resetting(frame: FrameType | None, outermost: FrameType | None) -> weakref.ref[nn.Module] | None:
+    """Return the module whose `reset_parameters` is the nearest in a stack of calls, if any."""
+    while frame is not None and frame is not outermost:
+        if frame.f_code.co_name == "reset_parameters" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
+            return weakref.ref(owner)
+        frame = frame.f_back
+    return None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the arguments that an operator changes in place."""
+    if func._schema.is_mutable:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))

@@ -89,6 +89,9 @@ class ParallelConfig(_NamesTheNearest):
             the layers that a Hugging Face model names (`_no_split_modules`), or the children of every `ModuleList` and
             `ModuleDict`, which usually hold the blocks of a deep model.
         reshard_after_forward: frees gathered parameters between forward and backward: less memory, one more all-gather.
+        no_sync: reduces gradients in the last micro-batch of an update only: less traffic; but under "fsdp" and "hsdp"
+            every rank then holds the whole gradient between micro-batches. None does so under "ddp" only ("hsdp" still
+            reduces across groups only once).
         find_unused_parameters: lets DDP train a model in which some parameters get no gradient; traverses the graph in
             every step.
         compile: compiles each of these modules (or the whole model if there are none) with `torch.compile`.
@@ -110,6 +113,7 @@ class ParallelConfig(_NamesTheNearest):
     shard_size: int | None = None
     shard_modules: tuple[str, ...] = ()
     reshard_after_forward: bool = True
+    no_sync: bool | None = None
     find_unused_parameters: bool = False
     compile: bool = False
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -121,6 +125,8 @@ class ParallelConfig(_NamesTheNearest):
         _one_of("strategy", self.strategy, Strategy)
         _one_of("activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing)
         _strings(self, "shard_modules", "class names")
+        if self.no_sync not in (None, True, False):
+            raise ConfigError(f"no_sync must be True, False or None, got {self.no_sync!r}")
         _positive("shard_size", self.shard_size)
         _parse_durations(self, "timeout", "step_timeout")
         for name in ("timeout", "step_timeout"):

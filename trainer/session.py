@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .active_run import ActiveRun
 from .callbacks.base import Callback, PlainFunction
+from .callbacks.progress_bar import ProgressBar
 from .checkpoints.store import Checkpoint
 from .config import TrainerConfig
 from .data.protocols import GlobalBatch
@@ -63,8 +64,8 @@ class Session(ActiveRun):
         num_tokens: a function from a micro-batch to its number of tokens, for the throughput and `max_tokens`.
         metrics: evaluation metrics that are not means, as for `Trainer.configure_metrics`.
         scheduler_interval, scheduler_monitor: as the attributes of `Trainer`.
-        run_dir, callbacks, trackers, world, attempt, printer: as for `Trainer`. Hooks get the session in place of the
-            trainer.
+        run_dir, callbacks, trackers, world, attempt, printer, show_progress: as for `Trainer`. Hooks get the session in
+            place of the trainer.
 
     Attributes:
         result: how the run ended; set when the block has been left.
@@ -107,6 +108,7 @@ class Session(ActiveRun):
         world: World | None = None,
         attempt: int = 1,
         printer: Callable[[str], None] | None = None,
+        show_progress: bool | None = None,
     ) -> None:
         if not isinstance(config, TrainerConfig):
             raise ConfigError(f"config must be a TrainerConfig (or a subclass), got {config!r:.80}")
@@ -134,6 +136,7 @@ class Session(ActiveRun):
                 world=world,
                 attempt=attempt,
                 printer=printer,
+                progress_bar=ProgressBar() if show_progress or (printer is None and show_progress is None) else None,
             )
         )
 

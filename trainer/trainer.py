@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .active_run import ActiveRun
 from .callbacks.base import Callback, OwnHooks, PlainFunction, check_hooks
+from .callbacks.progress_bar import ProgressBar
 from .config import TrainerConfig, check_is_dataclass
 from .distributed.world import World
 from .errors import ConfigError
@@ -75,6 +76,8 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         attempt: number of this attempt at the run, for its records.
         printer: displays messages of the main rank, such as those of `print`; by default on stdout. See "Logging" in
             the documentation for files and levels.
+        show_progress: whether the main rank shows its progress: a bar on a terminal, elsewhere a line per record. By
+            default if there is no `printer`. A `ProgressBar` among the callbacks replaces it.
 
     Attributes:
         config: as given.
@@ -122,6 +125,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         world: World | None = None,
         attempt: int = 1,
         printer: Callable[[str], None] | None = None,
+        show_progress: bool | None = None,
     ) -> None:
         if not isinstance(config, TrainerConfig):
             raise ConfigError(f"{type(self).__name__} needs a TrainerConfig (or a subclass), got {config!r:.80}")
@@ -141,6 +145,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
             world=world,
             attempt=attempt,
             printer=printer,
+            progress_bar=ProgressBar() if show_progress or (printer is None and show_progress is None) else None,
         )
 
     # ---- Methods to override ---------------------------------------------------------------------------------------

@@ -253,10 +253,18 @@ class CallbackList:
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore each callback that has a state in the checkpoint; warn about states without a callback."""
+        """Restore each callback that has a state in the checkpoint.
+
+        Warns about states without a callback, and callbacks that should have a state.
+        """
         if gone := sorted(set(state_dict) - set(self._by_key)):
             warnings.warn(
                 f"the checkpoint has states of callbacks that this run does not have: {', '.join(gone)}",
+                stacklevel=2,
+            )
+        if new := sorted(key for key in self.state_dict() if key not in state_dict):
+            warnings.warn(
+                f"the checkpoint has no state of {', '.join(new)}: added, renamed or moved callbacks begin anew",
                 stacklevel=2,
             )
         for key, callback in self._by_key.items():

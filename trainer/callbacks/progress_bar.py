@@ -7,13 +7,10 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from ..metrics.units import human_duration as human_duration
 from .base import Callback
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
 
 _ERASE_LINE = "\r\x1b[2K"
 _BAR_WIDTH = 16
@@ -44,14 +41,14 @@ class ProgressBar(Callback):
         self._drawn = self._interrupted = ""
         self._drawn_s = -math.inf
 
-    def on_step_end(self, trainer: Trainer[Any]) -> None:
+    def on_step_end(self, trainer: Any) -> None:
         """Advance the bar."""
         now_s = time.monotonic()
         if now_s - self._drawn_s >= _REDRAW_S and self._is_live and trainer.world.is_main:
             self._drawn_s = now_s
             self._draw_training(trainer)
 
-    def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+    def on_log(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """Show a record."""
         if not trainer.world.is_main:
             return
@@ -66,22 +63,22 @@ class ProgressBar(Callback):
         else:
             self._draw_training(trainer)
 
-    def on_evaluation_start(self, trainer: Trainer[Any]) -> None:
+    def on_evaluation_start(self, trainer: Any) -> None:
         """Remember the bar, to restore it after the evaluation."""
         self._interrupted = self._drawn
 
-    def on_evaluation_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_evaluation_batch_end(self, trainer: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Show the progress of the evaluation instead of the bar."""
         now_s = time.monotonic()
         if now_s - self._drawn_s >= _REDRAW_S and self._is_live and trainer.world.is_main:
             self._drawn_s = now_s
             self._draw(f"evaluating · batch {batch_idx + 1:,}")
 
-    def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+    def on_evaluation_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """Restore the bar."""
         self._draw(self._interrupted)
 
-    def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
+    def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
         """Remove the bar; its last state stays as a line."""
         last, self._drawn = self._drawn, ""
         if last:
@@ -100,7 +97,7 @@ class ProgressBar(Callback):
             self._live = (self._stream or sys.stdout).isatty()
         return self._live
 
-    def _draw_training(self, trainer: Trainer[Any]) -> None:
+    def _draw_training(self, trainer: Any) -> None:
         step, total_steps = trainer.global_step, trainer.total_steps
         record = {**self._record, "step": step, "epoch": trainer.current_epoch}
         left_s = self._left_s

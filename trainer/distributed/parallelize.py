@@ -193,21 +193,24 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
 
 
 def without_gradient_sync(
-    models: Mapping[str, nn.Module], *, also_sharded: bool = True
+    models: Mapping[str, nn.Module], *, no_sync: bool | None, must_reach_parameters: bool
 ) -> AbstractContextManager[object]:
-    """Skip gradient reduction inside the context, for all but the last micro-batch of an update.
+    """Put off gradient reduction inside the context, for all but the last micro-batch of an update.
 
     Args:
         models: the models being trained.
-        also_sharded: whether to skip sharded gradients too; sharded parameters then get no `grad`.
+        no_sync: as in `ParallelConfig`. If None, sharded gradients are reduced in every micro-batch, as in torchtitan:
+            a rank would otherwise hold the whole gradient.
+        must_reach_parameters: whether sharded parameters must get their `grad` in every micro-batch.
     """
     stack = ExitStack()
     for model in models.values():
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) and no_sync is not False:
             stack.enter_context(model.no_sync())
-        elif isinstance(model, FSDPModule) and also_sharded:
-            model.set_requires_gradient_sync(False)
-            stack.callback(model.set_requires_gradient_sync, True)
+        elif isinstance(model, FSDPModule) and no_sync is not False and not must_reach_parameters:
+            put_off = model.set_requires_gradient_sync if no_sync else model.set_requires_all_reduce
+            put_off(False)
+            stack.callback(put_off, True)
     return stack
 
 

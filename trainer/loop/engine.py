@@ -45,6 +45,7 @@ class Engine:
         program: the user's code: how models, optimizers and data are made, and the steps.
         owner: the trainer or session that hooks get as `trainer`.
         config, run_dir, callbacks, trackers, world, attempt, printer: as `Trainer` describes them.
+        progress_bar: a callback with a method `print`, added unless the user's callbacks have one of its class.
 
     Attributes:
         numerics: ordinary or exact arithmetic.
@@ -66,6 +67,7 @@ class Engine:
         world: World | None,
         attempt: int,
         printer: Callable[[str], None] | None,
+        progress_bar: Callback | None,
     ) -> None:
         self.program, self.config, self.owner = program, config, owner
         self.run_dir, self.attempt = run_dir, attempt
@@ -85,6 +87,8 @@ class Engine:
         self.is_set_up = False
         self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
         self._printer = printer
+        self._progress_bar = progress_bar
+        self._display: Callable[[str], None] = print
         self._given_world = self._world = world
         self._requests: Requests | None = None
         self._loop: Loop | None = None
@@ -137,7 +141,7 @@ class Engine:
     def print(self, text: str) -> None:
         """Log a message of the run and display it once, from the main rank."""
         if self.world.is_main:
-            messages.log(text, self._printer or print, on_console=self._printer is None)
+            messages.log(text, self._printer or self._display, on_console=self._printer is None)
 
     def begin(self) -> None:
         """Start the run: install signal handlers and set everything up; `end` undoes it. Every rank must call this."""
@@ -292,6 +296,10 @@ class Engine:
 
     def _make_context(self) -> RunContext:
         given = (*self.program.configure_callbacks(), *self._given_callbacks)
+        bar = self._progress_bar
+        if bar is not None and not any(isinstance(each, type(bar)) for each in given):
+            given = (*given, bar)
+            self._display = bar.print  # type: ignore[attr-defined]
         self.callbacks = CallbackList(given, trainer=self.owner)
         self._context = RunContext(
             name=type(self.owner).__name__,

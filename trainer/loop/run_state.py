@@ -16,6 +16,7 @@ import torch
 from ..checkpoints.background import BackgroundSave
 from ..checkpoints.code_fingerprint import learning_code_at_first_use
 from ..checkpoints.model_state import ModelState, NamedModels, OptimizerState, tensors_changed_by_step
+from ..checkpoints.optimizer_settings import OptimizerSettings
 from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import RngState, seed_everything
@@ -84,6 +85,7 @@ class RunState:
             data=data,
             exact=numerics.facts(ctx.device),
         )
+        self._settings = OptimizerSettings(ctx.optimizers, ctx.lr_stepping.schedulers)
         self._store: CheckpointStore | None = None
         config = ctx.config.checkpoint
         if ctx.run_dir is not None:
@@ -258,6 +260,8 @@ class RunState:
             checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
         )
         self._report_changed_length(checkpoint)
+        if "settings" in parts and (lines := self._settings.adopt(accept_changes=accept_changes)):
+            self._ctx.print("configure_optimizers() has changed; " + "; ".join(lines))
         self._has_begun = True
         self._ctx.callbacks.on_restored()
         self.is_half_restored = False
@@ -442,6 +446,7 @@ class RunState:
             "models": ModelState(models),
             **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in ctx.optimizers.items()},
             **{f"schedulers/{name}": each for name, each in ctx.lr_stepping.schedulers.items()},
+            "settings": self._settings,
             "update": self._optimizer_step,
             "progress": ctx.progress,
             "history": ctx.history,

@@ -142,6 +142,10 @@ class MeanMetrics:
         if other.reduced.values:
             self.reduced.merge(other.reduced)
 
+    def names(self) -> set[str]:
+        """Return the names of the values since the last read."""
+        return {*self._sums, *self._on_device, *(name for name, _ in self._folded), *self.reduced.values}
+
     def reset(self) -> None:
         """Drop everything since the last read."""
         self._sums.clear()

@@ -13,6 +13,7 @@ import torch
 
 from ..config import as_plain
 from ..data.protocols import GlobalBatch
+from ..errors import StepError
 from ..loop.context import RunContext
 from ..loop.steps import Steps
 from ..result import PER_EPOCH
@@ -154,7 +155,10 @@ class Recorder:
             record["paused_s"] = paused_s
         for source in self.metric_sources:
             # JSON cannot encode NumPy or torch scalars.
-            record |= {name: float(value) for name, value in source(record).items()}
+            more = {name: float(value) for name, value in source(record).items()}
+            if twice := sorted(more.keys() & record.keys()):
+                raise StepError(f"a metric source returns {twice[0]!r}, which the record has already: rename it")
+            record |= more
         progress.elapsed_s = record["elapsed_s"] = elapsed_s
         # Unlike the throughput, the means include what an interrupted attempt had added.
         self.samples = progress.samples - self._flushed_samples

@@ -106,7 +106,7 @@ class AutoMicrobatchStep(OptimizerStep):
             self._callbacks.on_out_of_memory(message)
 
     def _compute_and_step(self) -> None:
-        with without_gradient_sync(self._models):
+        with without_gradient_sync(self._models, no_sync=True, must_reach_parameters=False):
             super()._compute_and_step()
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:

@@ -12,6 +12,25 @@ from ..config import TrainerConfig
 from ..distributed.world import World
 from ..metrics.units import human_bytes
 
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUDA out of memory",
+    "HIP out of memory",
+    "MPS backend out of memory",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+)
+"""What errors say that are not `torch.OutOfMemoryError`.
+
+Source: `should_reduce_batch_size` of Accelerate, `_is_cuda_oom` of Composer, and NCCL's `CUDACHECK`.
+"""
+
 _STATM = Path("/proc/self/statm")
 
 
@@ -42,7 +61,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that a device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
 
 
 def add_memory_advice(error: BaseException, config: TrainerConfig, world: World, *, step: int, may_halve: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..data.protocols import GlobalBatch
-from ..data.tree import move
+from ..data.tree import map_tensors, move
 from ..distributed.ddp import ReplicatedModule
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import StepError
@@ -227,8 +227,20 @@ class OptimizerStep:
         for each, weight, counts in zip(self._outputs, self._current_weights, self._batch.num_samples, strict=True):
             if counts:
                 self._metrics.add(each, weight, "train/")
+        if self.logged.names():
+            self._check_names()
         self._metrics.merge(self.logged)
         return None
+
+    def _check_names(self) -> None:
+        """Check that no number is both logged and returned: their mean would be that of neither."""
+        returned = {f"train/{name}" for outputs in self._outputs for name in outputs}
+        if twice := sorted(returned & self.logged.names()):
+            name = twice[0].removeprefix("train/")
+            raise StepError(
+                f"{name!r} is both returned by training_step and logged by self.log({name!r}, ...) during the update: "
+                "rename one of them"
+            )
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward for a step that calls it, inside its forward pass."""
@@ -314,16 +326,21 @@ class OptimizerStep:
             self.is_padding = not self._batch.num_samples[i]
             self._returned, self._called_backward = {}, False
             # Gradient isolation restores unsharded gradients, so they must not be sharded before.
-            also_sharded = isolation is None or not isolation.may_step_manually
-            with nullcontext() if i == last else without_gradient_sync(self._models, also_sharded=also_sharded):
+            reaches = isolation is not None and isolation.may_step_manually
+            with nullcontext() if i == last else self._without_gradient_sync(must_reach_parameters=reaches):
                 yield micro_batch, batch_idx
             if isolation is not None:
                 isolation.end_micro_batch()
             self.is_padding = False
+            self._returned = map_tensors(torch.Tensor.detach, self._returned)
             self._outputs.append(self._returned)
             progress.micro_batches += 1
             callbacks.on_batch_end(self._returned, micro_batch, batch_idx)
             self.weight = 1.0
+
+    def _without_gradient_sync(self, *, must_reach_parameters: bool) -> AbstractContextManager[object]:
+        no_sync = self._config.parallel.no_sync
+        return without_gradient_sync(self._models, no_sync=no_sync, must_reach_parameters=must_reach_parameters)
 
     def _begin_attempt(self) -> None:
         self._stepped.clear()
@@ -372,7 +389,8 @@ class OptimizerStep:
         """Run backward, with the loss weighted so that the update's gradient is that of the mean over its samples."""
         _check_loss(loss)
         scale = self._loss_scale
-        self._losses.append((self._micro_batch, loss, scale))
+        # Detached, as the outputs are: the graph, and what functions keep in it, would live until the next update.
+        self._losses.append((self._micro_batch, loss.detach(), scale))
         if self._scaler is not None:
             # In float32: a float16 loss would overflow.
             loss, scale = loss.float(), scale * self._scaler.scale
@@ -387,8 +405,8 @@ class OptimizerStep:
         self._activity.enter("optimizer")
         if self._replicated:
             self._reduce_what_ddp_did_not(optimizers)
-        if self._scaler is not None:
-            self._scaler.unscale([p.grad for p in _parameters_with_gradient(optimizers)])
+        if self._scaler is not None and (scaled := _parameters_with_gradient(optimizers)):
+            self._scaler.unscale([p.grad for p in scaled])
         self.stepping = optimizers
         self._callbacks.on_gradients_ready()
         parameters = _parameters_with_gradient(optimizers)
@@ -474,7 +492,8 @@ class OptimizerStep:
         limit, largest = self._config.max_grad_norm, self._config.max_grad_value
         # Skips a multiplication by one if the host knows the norm. 1e-6 as in clip_norm.
         if limit is not None and not (isinstance(measured, float) and measured + 1e-6 <= limit):
-            clip_norm(parameters, limit, norm)
+            # A NaN would spoil every gradient before the report can name the parameters.
+            clip_norm(parameters, limit, norm if isinstance(measured, float) else norm.nan_to_num(limit, math.inf))
         if largest is not None:
             clip_value(parameters, largest)
 

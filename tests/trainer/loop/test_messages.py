@@ -65,7 +65,7 @@ def test_a_handler_that_prints_replaces_the_print(capsys: pytest.CaptureFixture[
 
 def test_a_level_silences_them(capsys: pytest.CaptureFixture[str]) -> None:
     HEADWAY.setLevel(logging.WARNING)
-    train()
+    train(show_progress=False)
     assert capsys.readouterr() == ("", "")
 
 

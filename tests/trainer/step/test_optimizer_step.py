@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, CheckpointConfig, ConfigError, ParallelConfig, StepError, Trainer, World
+from headway.trainer import (
+    Callback,
+    CheckpointConfig,
+    ConfigError,
+    NonFiniteError,
+    ParallelConfig,
+    StepError,
+    Trainer,
+    World,
+)
 from headway.trainer.data.protocols import LoadedBatch
-from headway.trainer.distributed.dtensor import to_full_tensor
+from headway.trainer.distributed.dtensor import to_full_tensor, to_local
+from headway.trainer.step.oom import is_out_of_memory
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
 
@@ -273,20 +285,41 @@ def _count_synchronisations(world: World) -> dict[str, Any]:
         config = _config(**settings, micro_batch_size=micro_batch_size)
         TinyTrainer(config, world=world, callbacks=[spy]).fit()
         counts[f"ddp/{micro_batch_size}"] = spy.buckets
-        config = _config(**settings, micro_batch_size=micro_batch_size, parallel=ParallelConfig(strategy="fsdp"))
-        trainer = TinyTrainer(config, world=world)
-        with _CountReduceScatters() as mode:
-            trainer.fit()
-        counts[f"fsdp/{micro_batch_size}"] = mode.count
+        for name, no_sync in (("fsdp", None), ("no_sync", True)):
+            parallel = ParallelConfig(strategy="fsdp", no_sync=no_sync)
+            config = _config(**settings, micro_batch_size=micro_batch_size, parallel=parallel)
+            held = _HeldGradients()
+            trainer = TinyTrainer(config, world=world, callbacks=[held])
+            with _CountReduceScatters() as mode:
+                trainer.fit()
+            counts[f"{name}/{micro_batch_size}"] = mode.count
+            counts[f"{name}/{micro_batch_size}/held"] = held.most
+    counts["parameters"] = sum(parameter.numel() for parameter in Deep(9, 0.0).parameters())
     return counts
 
 
-def test_gradients_meet_once_per_update() -> None:
+class _HeldGradients(Callback):
+    """Counts the elements of unsharded gradients that a rank holds between micro-batches."""
+
+    most = 0
+
+    def on_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_accumulating_gradients:
+            leaves = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_leaf]
+            gradients = {id(each.grad): each.grad for each in leaves if each.grad is not None}
+            self.most = max(self.most, sum(to_local(each).numel() for each in gradients.values()))
+
+
+def test_gradients_meet_once_per_update_or_are_never_whole_on_a_rank() -> None:
     """Three updates of one or of four micro-batches: as many all-reduces of DDP's one bucket, and reduce-scatters."""
     counts = run_on_ranks(_count_synchronisations, 2)[0]
     assert counts["ddp/8"] == counts["ddp/2"] == 3
     # FSDP2 has the two blocks and the rest of the model as its groups.
-    assert counts["fsdp/8"] == counts["fsdp/2"] == 3 * 3
+    assert counts["fsdp/8"] == counts["no_sync/8"] == counts["no_sync/2"] == 3 * 3
+    assert counts["fsdp/2"] == 3 * 3 * 4
+    # Between micro-batches a rank holds its half of the gradient, padded to whole rows, unless no_sync is set.
+    assert counts["parameters"] / 2 <= counts["fsdp/2/held"] < 0.7 * counts["parameters"]
+    assert counts["no_sync/2/held"] >= counts["parameters"]
 
 
 # ---- The norm ------------------------------------------------------------------------------------------------------
@@ -642,3 +675,105 @@ def test_no_gradient_is_left_after_an_update() -> None:
     trainer = TinyTrainer(_config(max_steps=3), world=ALONE)
     trainer.fit()
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+# ---- What an update leaves behind, and what it refuses --------------------------------------------------------------
+
+
+class _Keeps(torch.autograd.Function):
+    """Keeps a tensor in the graph, as custom kernels do."""
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = torch.ones(3)
+        _Keeps.alive.append(weakref.ref(ctx.kept))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def test_no_graph_outlives_its_micro_batch() -> None:
+    class Keeping(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = _Keeps.apply(F.cross_entropy(self.model(batch["x"]), batch["y"]))  # type: ignore[no-untyped-call]
+            return {"loss": loss, "too": loss * 2}
+
+    alive: list[int] = []
+
+    class Counts(Callback):
+        def on_batch_end(self, trainer: Trainer[Any], outputs: Any, batch: Any, batch_idx: int) -> None:
+            gc.collect()
+            alive.append(sum(each() is not None for each in _Keeps.alive))
+
+    _Keeps.alive.clear()
+    config = _config(max_steps=2, global_batch_size=8, micro_batch_size=2)
+    Keeping(config, world=World.single("cpu"), callbacks=[Counts()]).fit()
+    assert alive == [0] * 8
+
+
+def test_a_number_is_not_both_returned_and_logged() -> None:
+    class Twice(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 5.0)
+            return F.cross_entropy(self.model(batch["x"]), batch["y"])
+
+    with pytest.raises(StepError, match=r"'loss' is both returned by training_step and logged by self\.log\('loss'"):
+        Twice(_config(max_steps=2), world=World.single("cpu")).fit()
+
+
+def test_a_metric_source_does_not_replace_a_metric() -> None:
+    class Adds(Callback):
+        def on_setup_end(self, trainer: Trainer[Any]) -> None:
+            trainer.add_metric_source(lambda record: {"train/loss": 0.0})
+
+    with pytest.raises(StepError, match="a metric source returns 'train/loss', which the record has already"):
+        TinyTrainer(_config(max_steps=2), world=World.single("cpu"), callbacks=[Adds()]).fit()
+
+
+def test_the_report_names_only_the_guilty_parameters_where_the_host_learns_the_norm_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where gradients are clipped before the norm is known."""
+    monkeypatch.setattr("headway.trainer.step.optimizer_step.HOST_READABLE", ())
+
+    class Spoils(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+
+        def on_gradients_ready(self) -> None:
+            self.model.last.bias.grad.fill_(float("nan"))
+
+    config = _config(max_steps=2, max_grad_norm=0.1, non_finite="skip", max_non_finite=1)
+    with pytest.raises(NonFiniteError, match=r"in the gradient of model\.last\.bias\. The update") as caught:
+        Spoils(config, world=World.single("cpu")).fit()
+    assert "blocks" not in str(caught.value)
+
+
+def test_fp16_without_a_gradient_says_what_is_wrong() -> None:
+    class Elsewhere(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.ones((), requires_grad=True) * 2
+
+    with pytest.raises(StepError, match="no parameter of the optimizer got a gradient"):
+        Elsewhere(_config(max_steps=2, precision="fp16"), world=World.single("cpu")).fit()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+        "MPS backend out of memory (MPS allocated: 1 GB)",
+    ],
+)
+def test_every_way_to_say_out_of_memory_is_understood(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))

@@ -1,4 +1,4 @@
-"""docs/coming-from.md: every name of four other trainers has a row, and every Headway name in it exists."""
+"""docs/coming-from/small-trainers.md: every name of four trainers has a row, and every Headway name in it exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headway.trainer.result import Status
 from headway.trainer.step.lr_stepping import Interval
 from tests.tiny import TinyConfig, TinyTrainer
 
-PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from" / "small-trainers.md"
 
 THEIRS = {
     "Dream Trainer": """

@@ -14,6 +14,8 @@ import griffe
 import pytest
 import yaml
 
+import headway.trainer.session
+import headway.trainer.trainer
 from headway.trainer import Callback, CheckpointConfig, Duration
 from headway.trainer.callbacks.base import HOOKS
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
@@ -131,6 +133,9 @@ def test_the_examples_of_the_reference_run(
     monkeypatch.chdir(folder)
     example.globs = dict(names)
     told: list[str] = []
+    # The display of progress, with times, is no result of an example.
+    for landing in (headway.trainer.trainer, headway.trainer.session):
+        monkeypatch.setattr(landing, "ProgressBar", lambda: None)
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=told.append, clear_globs=False)
     assert "".join(told) == ""
     assert not [line for line in example.examples if "SKIP" in line.source], "an example that is skipped does not run"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from .metrics.histogram import Histogram
 from .metrics.history import History
 from .metrics.reductions import Reduce
 from .metrics.train_log import MetricSource
+from .setup.pretrained import load_safetensors
 from .step.precision import autocast
 
 
@@ -324,6 +325,23 @@ class ActiveRun:
         self._engine.setup()
         self._engine.loop.begin_without_restore()
         return self._engine.loop.saver.save()
+
+    def load_pretrained(self, source: str | Path, *, model: str | None = None, skip: Sequence[str] = ()) -> None:
+        """Copy weights from safetensors files into a model; each rank reads only its shards. Call it in `init_weights`.
+
+        The model is then created on the meta device, sharded, and filled without a whole copy on any rank. Weights that
+        the files do not have, such as computed buffers, must be set before. Any rank may call this, without others.
+
+        Args:
+            source: a `.safetensors` file, or a folder as `save_pretrained` of Hugging Face writes it; a local path.
+            model: the attribute that holds the model; optional with a single model.
+            skip: shell patterns over names of weights that may be missing on either side, such as ("lm_head.*",).
+
+        Raises:
+            CheckpointError: there are no such files; or names or shapes differ.
+        """
+        name = choose_model(model, self.models, self._engine.context.name)
+        load_safetensors(self.models[name], source, skip=skip)
 
     def export(self, file: str | Path, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
         """Write the current weights to one safetensors file, from the main rank. Every rank must call this.

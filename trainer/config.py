@@ -47,8 +47,18 @@ ELSEWHERE = {
 """What to set here in place of the fields of other libraries, if the names are too different to guess."""
 
 
+class InitSignature:
+    """The signature of a class as that of its `__init__`, where `__new__` takes anything only to check it."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 class _NamesTheNearest:
     """Base of the configs: an unknown keyword is an error that names the nearest field."""
+
+    __signature__ = InitSignature()
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         known = [each.name for each in fields(cls) if each.init]  # type: ignore[arg-type]

@@ -229,7 +229,7 @@ class Session(ActiveRun):
         return self._engine.loop.epoch()
 
     def accumulate(self, batch: Any) -> Iterator[Any]:
-        """Yield this rank's micro-batches of a global batch, on the device; gradients are reduced at the last one.
+        """Yield this rank's micro-batches of a global batch, on the device; DDP reduces gradients at the last one.
 
         Inside the `for`, forward passes run in the config's precision. A batch that does not come from `for batch in
         run` is used as one micro-batch of this rank, and the position in the training data does not change.

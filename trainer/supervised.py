@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .config import TrainerConfig
+from .config import InitSignature, TrainerConfig
 from .errors import ConfigError, StepError
 from .optimizers import adamw, named
 from .trainer import Trainer
@@ -50,6 +50,8 @@ class SupervisedTrainer(Trainer[TrainerConfig]):
         >>> trainer.fit().status
         'completed'
     """
+
+    __signature__ = InitSignature()
 
     def __new__(cls, *unexpected: Any, **_: Any) -> Self:
         """Refuse arguments without names.

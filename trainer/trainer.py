@@ -47,7 +47,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         ├─ loop(): until a limit (max_epochs, max_steps, ...) or a stop request       on_epoch_start
         │  ├─ for each global batch (step/optimizer_step.py)                          on_step_start
         │  │  ├─ for each micro-batch of this rank: prepare_batch                     on_batch_start
-        │  │  │     training_step, backward; gradients are reduced at the last one    on_batch_end
+        │  │  │     training_step, backward; DDP reduces gradients at the last one    on_batch_end
         │  │  │     out of memory: repeat with smaller ones (step/auto_microbatch.py) on_out_of_memory
         │  │  ├─ gradient norm, check for NaN (step/nonfinite.py)                     on_gradients_ready
         │  │  ├─ clip, step, schedule                                                 on_step_end

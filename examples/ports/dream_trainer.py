@@ -5,7 +5,7 @@ python examples/ports/dream_trainer.py gan                                   the
 torchrun --nproc-per-node 2 examples/ports/dream_trainer.py                  on two ranks
 headway fit examples/ports/dream_trainer.py:gan config.max_steps=2000        on Ray, longer
 
-Running one again resumes the run. docs/coming-from.md maps the names.
+Running one again resumes the run. docs/coming-from/small-trainers.md maps the names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torchmetrics.classification import MulticlassF1Score, MulticlassPrecision, 
 
 from headway.orchestrator import Experiment
 from headway.trainer import Callback, Trainer, TrainerConfig, schedules
-from headway.trainer.callbacks import ProgressBar
 
 # ---- The classifier of their reference -----------------------------------------------------------------------------
 
@@ -174,10 +173,7 @@ gan = Experiment(
 
 if __name__ == "__main__":
     chosen = gan if "gan" in sys.argv[1:] else classifier
-    bar = ProgressBar()
-    trainer = chosen.trainer(
-        chosen.config, run_dir=f"runs/{chosen.name}-alone", callbacks=[bar, BatchesSeen()], printer=bar.print
-    )
+    trainer = chosen.trainer(chosen.config, run_dir=f"runs/{chosen.name}-alone", callbacks=[BatchesSeen()])
     result = trainer.fit()
     trainer.print(f"{result.status} after {result.steps} steps: {result.reason}")
     trainer.print(", ".join(f"{name} {value:.3f}" for name, value in trainer.evaluate().items()))

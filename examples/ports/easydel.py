@@ -4,7 +4,7 @@ python examples/ports/easydel.py                                     in this pro
 torchrun --nproc-per-node 2 examples/ports/easydel.py                on two ranks, each with half of the parameters
 headway fit examples/ports/easydel.py scaling.workers=2              the same on two Ray workers
 
-Running it again resumes the run. docs/coming-from.md maps the names.
+Running it again resumes the run. docs/coming-from/small-trainers.md maps the names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headway.orchestrator import Experiment
 from headway.trainer import CheckpointConfig, ParallelConfig, Trainer, TrainerConfig, optimizers, schedules
-from headway.trainer.callbacks import ProgressBar
 
 PAD, BEGIN, END = 10, 11, 12
 IGNORED = -100  # the label without a loss, by Hugging Face's convention
@@ -125,8 +124,7 @@ experiment = Experiment(
 )
 
 if __name__ == "__main__":
-    bar = ProgressBar()
-    trainer = FineTune(experiment.config, run_dir="runs/easydel-alone", callbacks=[bar], printer=bar.print)
+    trainer = FineTune(experiment.config, run_dir="runs/easydel-alone")
     result = trainer.fit()
     if trainer.world.is_main:
         model = AutoModelForCausalLM.from_pretrained("runs/easydel-alone/pretrained")

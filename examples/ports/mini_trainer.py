@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 examples/ports/mini_trainer.py                      
 headway fit examples/ports/mini_trainer.py config.model.hidden_size=256          on Ray, with another model
 headway fit examples/ports/mini_trainer.py --print-config                        the resolved config as YAML
 
-Running it again resumes the run. docs/coming-from.md maps the names.
+Running it again resumes the run. docs/coming-from/small-trainers.md maps the names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway.orchestrator import Experiment
 from headway.trainer import Callback, CheckpointConfig, Trainer, TrainerConfig, schedules
-from headway.trainer.callbacks import Ema, PeakMemory, ProgressBar
+from headway.trainer.callbacks import Ema, PeakMemory
 from headway.trainer.trackers import CsvTracker, ImageFilesTracker
 
 
@@ -106,9 +106,8 @@ experiment = Experiment(
 )
 
 if __name__ == "__main__":
-    bar = ProgressBar()
     run_dir = Path("runs/mini-alone")
-    trainer = MyTrainer(experiment.config, run_dir=run_dir, callbacks=[bar], printer=bar.print)
+    trainer = MyTrainer(experiment.config, run_dir=run_dir)
     result = trainer.fit()
     trainer.print(f"{result.status} after {result.steps} steps: {result.reason}")
     trainer.print(f"accuracy {result.metrics['validation/top/1']:.1%} on held-out digits, with averaged weights")

@@ -2,7 +2,7 @@
 
 python examples/ports/qurious.py
 
-Running it again resumes the run. docs/coming-from.md maps the names.
+Running it again resumes the run. docs/coming-from/small-trainers.md maps the names.
 """
 
 from __future__ import annotations

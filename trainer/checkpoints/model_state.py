@@ -106,6 +106,7 @@ class OptimizerState:
         state = self._optimizer.state_dict()
         return {
             **state,
+            "class": type(self._optimizer).__name__,
             "state": {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()},
             "param_groups": [
                 {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
@@ -127,9 +128,15 @@ class OptimizerState:
         """Load the settings, and the state in its saved dtypes.
 
         Raises:
-            CheckpointError: the parameter groups differ from the saved ones.
+            CheckpointError: the class or the parameter groups differ from the saved ones.
         """
         self._targets = None
+        saved_class, own_class = state.get("class"), type(self._optimizer).__name__
+        if saved_class != own_class:
+            raise CheckpointError(
+                f"optimizer {self._name!r} is an {own_class}, but the checkpoint has the state of an {saved_class}: "
+                "set that one in configure_optimizers(), or remove 'optimizers' from restore= to start with a new state"
+            )
         parameters = self._parameters_by_name()
         numbers = {name: number for number, name in enumerate(parameters)}
         saved_groups, live_groups = state["param_groups"], self._optimizer.param_groups

@@ -50,6 +50,7 @@ class LoaderStream:
         self._indices = _Indices()
         self._reader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
+        self._permutation: tuple[tuple[int, int], torch.Tensor] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -146,7 +147,11 @@ class LoaderStream:
         rows = len(self._dataset)
         if not self._shuffle or not self._shard.training:
             return torch.arange(rows)
-        return torch.randperm(rows, generator=_generator(self._shard.seed, epoch))
+        # Kept for the epoch: every save asks for the next rows, and a permutation of 20 million takes seconds.
+        key = self._shard.seed, epoch
+        if self._permutation is None or self._permutation[0] != key:
+            self._permutation = key, torch.randperm(rows, generator=_generator(*key))
+        return self._permutation[1]
 
     @property
     def _seeds_this_process(self) -> bool:
@@ -190,7 +195,8 @@ class LoaderStream:
                 batch_sampler=self._indices,
                 collate_fn=loader.collate_fn,
                 num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory,
+                # Copies from other memory would wait for the device.
+                pin_memory=loader.pin_memory or self._shard.device.type == "cuda",
                 **workers,
             )
         self._reader.generator = generator

@@ -57,7 +57,7 @@ class World:
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
         """Return a world of one process, on the given device or the best one of the machine."""
-        return cls(rank=0, size=1, local_rank=0, device=torch.device(device) if device else _best_device(0))
+        return cls(rank=0, size=1, local_rank=0, device=_device(device, 0))
 
     @classmethod
     def from_environment(cls, *, timeout_s: float = TIMEOUT_S, with_cpus: bool = False) -> World:
@@ -100,7 +100,7 @@ class World:
         if not (dist.is_available() and dist.is_initialized()):
             return cls.single(device)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        on = torch.device(device) if device else _best_device(local_rank)
+        on = _device(device, local_rank)
         return cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
@@ -236,8 +236,15 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.control)
 
-    def close(self) -> None:
-        """End the process group if this object started it. May be called twice."""
+    def close(self, *, after_error: bool = False) -> None:
+        """End the process group if this object started it. May be called twice.
+
+        Args:
+            after_error: whether other ranks may not call this. NCCL would wait for them, and hide the error until its
+                watchdog ends the process (https://github.com/pytorch/pytorch/issues/119250): its group is left alone.
+        """
+        if after_error and self.device.type == "cuda":
+            return
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
             # A DDP model keeps gloo's threads alive, and these may still hold the last tensors they sent; releasing one
@@ -258,8 +265,8 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.close(after_error=kind is not None)
 
 
 @dataclass(slots=True)
@@ -321,6 +328,16 @@ def backend(device_type: str, *, with_cpus: bool = False) -> str:
     if device_type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if with_cpus else "nccl"
+
+
+def _device(given: torch.device | str | None, local_rank: int) -> torch.device:
+    """Return the given device or the best one, after making it current, for streams, events and random states."""
+    if given is None:
+        return _best_device(local_rank)
+    device = torch.device(given)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 def _best_device(local_rank: int) -> torch.device:

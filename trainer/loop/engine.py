@@ -173,7 +173,7 @@ class Engine:
         try:
             with ExitStack() as last_first:
                 if self._given_world is None and self._world is not None:
-                    last_first.callback(self._world.close)
+                    last_first.callback(self._world.close, after_error=error is not None)
                 for stream in self.streams:
                     last_first.callback(stream.close)
                 if self.is_set_up:

@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def train(folder: Path, *callbacks: Callback, steps: int = 6, **settings: Any) -> None:
     checkpoint = CheckpointConfig(**{"every": "1 steps", "keep_last": "all", **settings})
     config = TinyConfig(max_steps=steps, evaluate_every="1 steps", checkpoint=checkpoint)  # type: ignore[arg-type]
-    TinyTrainer(config, world=ALONE, run_dir=folder, callbacks=list(callbacks)).fit()
+    TinyTrainer(config, world=ALONE, run_dir=folder, callbacks=list(callbacks), show_progress=False).fit()
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_two_runs_are_compared_by_what_they_left_behind(capsys: pytest.CaptureFi
         config = TinyConfig(width=width, max_steps=2, evaluate_every="1 steps")  # type: ignore[arg-type]
         experiment = Experiment(name=name, trainer=TinyTrainer, config=config, storage=str(tmp_path))
         run = open_run(experiment).run
-        result = TinyTrainer(config, world=ALONE, run_dir=run.run_dir).fit()
+        result = TinyTrainer(config, world=ALONE, run_dir=run.run_dir, show_progress=False).fit()
         run.update(status=result.status, steps=result.steps, metrics={"validation/loss": float(width)})
 
     def compare(*names: str) -> list[str]:

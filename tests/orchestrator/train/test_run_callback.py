@@ -40,7 +40,11 @@ def train(run_dir: str) -> None:
     """Train until a stop is requested, in a separate process."""
     config = TinyConfig(max_steps=10**9, checkpoint=CheckpointConfig(every=None))
     callbacks = [bridge(Folder(run_dir)), lambda *_: time.sleep(0.01)]
-    print(TinyTrainer(config, run_dir=run_dir, world=World.single("cpu"), callbacks=callbacks).fit().status)
+    print(
+        TinyTrainer(config, run_dir=run_dir, world=World.single("cpu"), callbacks=callbacks, show_progress=False)
+        .fit()
+        .status
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from headway.trainer import World
+from headway.trainer import CheckpointError, World
 from tests.tiny import TinyConfig, TinyTrainer
 
 ALONE = World.single("cpu")
@@ -48,7 +48,7 @@ def _run(folder: Path, *, accept: bool = False, **config: Any) -> tuple[list[flo
 
     trainer = Notes(Config(log_every=1, **config), run_dir=folder, world=ALONE, printer=said.append)
     trainer.fit(accept_changes=accept)
-    return rates, said
+    return rates, [line for line in said if line.startswith("configure_optimizers()")]
 
 
 def test_an_accepted_learning_rate_is_in_force_and_said(tmp_path: Path) -> None:
@@ -100,3 +100,20 @@ def test_a_change_of_the_code_alone_is_said_and_not_in_force(tmp_path: Path) -> 
         "configure_optimizers() has changed; optimizer.lr: 0.01 -> 0.5 is not in force: accept_changes=True puts it in "
         "force"
     ]
+
+
+def test_another_optimizer_is_refused_by_its_class(tmp_path: Path) -> None:
+    _run(tmp_path, max_steps=2)
+
+    class Sgd(Scheduled):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    trainer = Sgd(Config(max_steps=4), run_dir=tmp_path, world=ALONE)
+    with (
+        pytest.warns(UserWarning, match="the code of configure_optimizers"),
+        pytest.raises(
+            CheckpointError, match=r"'optimizer' is an SGD, but the checkpoint has the state of an AdamW: set"
+        ),
+    ):
+        trainer.fit()

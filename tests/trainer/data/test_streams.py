@@ -759,3 +759,19 @@ def test_iterables_of_unequal_lengths_end_together(tmp_path: Path) -> None:
     for one, other, (steps, epochs) in zip(first, second, [(6, 2), (2, 2), (3, 1), (6, 2)], strict=False):
         assert (one["steps"], one["epochs"]) == (other["steps"], other["epochs"]) == (steps, epochs)
         assert len(one["losses"]) == epochs
+
+
+def test_the_order_of_an_epoch_is_drawn_once_however_often_the_run_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda rows, **options: drawn.append(rows) or randperm(rows, **options))
+    stream = _set_up(_shuffled(), global_batch_size=4)
+    batches = stream.epoch(0)
+    for batch in batches:
+        assert stream.next_rows(0, offset=0, count=4) == batch.row_ids()[0]
+        break
+    for _ in range(3):
+        stream.next_rows(0, offset=4, count=2)
+    assert len(drawn) == 1
+    assert stream.next_rows(1, offset=0, count=4) != stream.next_rows(0, offset=0, count=4)
+    assert len(drawn) == 3

@@ -130,3 +130,25 @@ def test_half_a_torchrun_environment_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         World.from_environment()
+
+
+def test_after_an_error_a_rank_with_nccl_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without GPUs: the group must not be destroyed, which is what hangs."""
+    ended: list[str] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append("destroyed"))
+    for device in ("cuda", "cpu"):
+        world = World(rank=0, size=2, local_rank=0, device=torch.device(device), rendezvous=object())  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="the user's own"), world:
+            raise RuntimeError("the user's own")
+        assert ended == (["destroyed"] if device == "cpu" else [])
+    world.close()
+    assert ended == ["destroyed"] * 2
+
+
+def test_a_device_that_is_asked_for_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert World.single("cuda:1").device == torch.device("cuda:1")
+    World.single("cpu")
+    assert current == [torch.device("cuda:1")]

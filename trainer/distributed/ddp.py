@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_OPERATORS = ("__getitem__", "__len__", "__iter__", "__contains__")
 
 
 class ReplicatedModule(DistributedDataParallel):
@@ -20,6 +23,12 @@ class ReplicatedModule(DistributedDataParallel):
         module: the user's module, initialized.
         options: as for `DistributedDataParallel`.
     """
+
+    def __new__(cls, module: nn.Module, **options: Any) -> ReplicatedModule:
+        """Create a module that supports the operators of the user's, as in `self.model["encoder"]`."""
+        # Python looks these up in the class.
+        operators = {name: _of_module(name) for name in _OPERATORS if hasattr(type(module), name)}
+        return super().__new__(type(cls.__name__, (cls,), operators) if operators else cls)
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -45,3 +54,10 @@ class ReplicatedModule(DistributedDataParallel):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+
+def _of_module(name: str) -> Callable[..., Any]:
+    def call(self: ReplicatedModule, *args: Any) -> Any:
+        return getattr(self.module, name)(*args)
+
+    return call

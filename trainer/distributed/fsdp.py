@@ -61,7 +61,8 @@ def shard_fully(
     # Pinned memory is for asynchronous copies to a GPU, and needs one.
     offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()
     # Innermost first: fully_shard skips the parameters of modules that are already sharded.
-    for module in (*reversed(blocks), model):
+    roots = callable_roots(model)
+    for module in (*reversed(blocks), *(each for each in roots if not any(each is block for block in blocks))):
         for apart in _of_another_dtype(module, casts):
             fully_shard(apart, mesh=mesh, mp_policy=as_is, offload_policy=offload)
         try:
@@ -70,13 +71,32 @@ def shard_fully(
                 mesh=mesh,
                 mp_policy=policy,
                 offload_policy=offload,
-                reshard_after_forward=None if module is model else config.reshard_after_forward,
+                reshard_after_forward=None if module in roots else config.reshard_after_forward,
             )
         except ValueError as error:
             raise ConfigError(
                 f"torch cannot shard {type(module).__name__} as a unit ({error}): name the classes of the blocks in "
                 "parallel.shard_modules"
             ) from error
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called or have weights of its own, unlike a `ModuleList` or `ModuleDict`."""
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
+
+
+def callable_roots(model: nn.Module) -> list[nn.Module]:
+    """Return the model, or if it is a container such as a `ModuleDict`, the modules in it that can be called."""
+    if has_forward(model):
+        return [model]
+    return [
+        root for child in model.children() if any(True for _ in child.parameters()) for root in callable_roots(child)
+    ]
+
+
+def sharded_roots(model: nn.Module) -> list[FSDPModule]:
+    """Return the outermost sharded modules of a model: itself, some if it is a container, or none."""
+    return [root for root in callable_roots(model) if isinstance(root, FSDPModule)]
 
 
 def _of_another_dtype(unit: nn.Module, casts: torch.dtype | None) -> list[list[nn.Module]]:
@@ -127,7 +147,7 @@ def sync_buffers(model: nn.Module, world: World) -> None:
 
     Every rank must call this.
     """
-    if isinstance(model, FSDPModule):
+    if sharded_roots(model):
         names = model.state_dict(keep_vars=True).keys()
         for name, buffer in model.named_buffers():
             if name in names:

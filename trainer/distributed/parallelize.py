@@ -26,7 +26,7 @@ from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
 from .ddp import ReplicatedModule
 from .dtensor import is_sharded
-from .fsdp import shard_fully
+from .fsdp import has_forward, shard_fully, sharded_roots
 from .world import World
 
 
@@ -207,10 +207,11 @@ def without_gradient_sync(
     for model in models.values():
         if isinstance(model, DistributedDataParallel) and no_sync is not False:
             stack.enter_context(model.no_sync())
-        elif isinstance(model, FSDPModule) and no_sync is not False and not must_reach_parameters:
-            put_off = model.set_requires_gradient_sync if no_sync else model.set_requires_all_reduce
-            put_off(False)
-            stack.callback(put_off, True)
+        elif no_sync is not False and not must_reach_parameters:
+            for root in sharded_roots(model):
+                put_off = root.set_requires_gradient_sync if no_sync else root.set_requires_all_reduce
+                put_off(False)
+                stack.callback(put_off, True)
     return stack
 
 
@@ -246,11 +247,6 @@ def blocks_of(model: nn.Module, config: ParallelConfig) -> list[tuple[nn.Module,
         if is_block(parent, child) and has_forward(child)
     ]
     return found if config.shard_modules else _without_shared_weights(model, found)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called, unlike a `ModuleList`."""
-    return type(module).forward is not nn.Module.forward
 
 
 def _repeated_in_sequentials(model: nn.Module) -> set[type[nn.Module]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ T = TypeVar("T")
 TIMEOUT_S = 1800.0
 _GLOO_DRAIN_S = 0.05
 _OWN_GROUP = "headway-own-group"
+_group_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,6 @@ class Rendezvous:
 
     Attributes:
         store: kept by `torchrun` or by rank 0; outlives the process groups.
-        groups: number of process groups started.
     """
 
     store: Store
@@ -284,7 +285,6 @@ class Rendezvous:
     device: torch.device
     backend: str
     timeout: datetime.timedelta
-    groups: int = 0
 
     @classmethod
     def from_environment(cls, device: torch.device, backend: str, timeout_s: float) -> Rendezvous:
@@ -295,11 +295,11 @@ class Rendezvous:
 
     def start_process_group(self) -> None:
         """Start the next process group. Every rank must call this."""
-        self.groups += 1
         dist.init_process_group(
             self.backend,
-            # Without a new prefix the second group would find the stale addresses of the first.
-            store=PrefixStore(f"headway-{self.groups}", self.store),
+            # Without a new prefix the second group, also that of another trainer in the same program, would find the
+            # stale addresses of the first.
+            store=PrefixStore(f"headway-{next(_group_numbers)}", self.store),
             rank=self.rank,
             world_size=self.size,
             timeout=self.timeout,

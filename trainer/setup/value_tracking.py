@@ -94,7 +94,7 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.is_meta and not isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
         }
         built = {name: writer for name, tensor in tensors.items() if (writer := self.writer_of(tensor)) is not None}
-        if all(writer.module is not None for writer in built.values()):
+        if built and all(writer.module is not None for writer in built.values()):
             with preserve_rng(), torch.no_grad(), self:
                 for model in models.values():
                     reset_parameters(model)

@@ -63,10 +63,10 @@ class UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         with torch.no_grad():
             for model in models.values():
-                for module in model.modules():
-                    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                # From the inside out: a module may initialize the parameters of those in it.
+                for module in reversed(list(model.modules())):
                     reset = getattr(module, "reset_parameters", None)
-                    if callable(reset) and any(self._has(tensor) for tensor in own):
+                    if callable(reset) and any(self._has(each) for each in (*module.parameters(), *module.buffers())):
                         reset()
         _check_set(name for name, tensor in named_tensors(models) if self._has(tensor))
 

@@ -241,6 +241,18 @@ class CallsPart(CallsWhole):
         return F.cross_entropy(self.model.out(x), batch["y"])
 
 
+class CallsByName(TinyTrainer):
+    """The model is a container, of which a step calls the elements."""
+
+    def configure_models(self) -> None:
+        self.model = nn.ModuleDict({"encoder": nn.Sequential(Block(), Block()), "head": nn.Linear(6, 3)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert len(self.model) == 2
+        assert "head" in self.model
+        return F.cross_entropy(self.model["head"](self.model["encoder"](batch["x"])), batch["y"])
+
+
 class SetsAttribute(CallsWhole):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.model.temperature = 1.0 + self.global_step
@@ -259,7 +271,7 @@ def _fit(cls: type[TinyTrainer], world: World, **options: Any) -> dict[str, torc
 def _use_on_ranks(world: World) -> dict[str, dict[str, torch.Tensor]]:
     found = {
         f"{cls.__name__}, {strategy}": _fit(cls, world, strategy=strategy)
-        for cls in (UsesMethods, CallsWhole, SetsAttribute)
+        for cls in (UsesMethods, CallsWhole, SetsAttribute, CallsByName)
         for strategy in ("ddp", "fsdp")
     }
     return found | {"CallsPart, ddp": _fit(CallsPart, world, strategy="ddp")}
@@ -267,7 +279,7 @@ def _use_on_ranks(world: World) -> dict[str, dict[str, torch.Tensor]]:
 
 def test_self_model_is_the_users_module_under_every_strategy() -> None:
     ranks = run_on_ranks(_use_on_ranks, 2)
-    for cls in (UsesMethods, CallsWhole, SetsAttribute, CallsPart):
+    for cls in (UsesMethods, CallsWhole, SetsAttribute, CallsByName, CallsPart):
         alone = _fit(cls, ALONE)
         for rank, found in enumerate(ranks):
             for name in (each for each in found if each.startswith(f"{cls.__name__},")):

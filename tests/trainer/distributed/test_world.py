@@ -1,5 +1,6 @@
 """The world: with one rank every collective is the identity; with several, all ranks get the same result."""
 
+import datetime
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from headway.trainer import ConfigError, Duration, ParallelConfig, World
+from headway.trainer.distributed import world as world_module
+from headway.trainer.distributed.world import Rendezvous
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -152,3 +155,15 @@ def test_a_device_that_is_asked_for_is_made_current(monkeypatch: pytest.MonkeyPa
     assert World.single("cuda:1").device == torch.device("cuda:1")
     World.single("cpu")
     assert current == [torch.device("cuda:1")]
+
+
+def test_trainers_of_one_program_meet_at_different_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the second group would find the stale addresses of the first, and sometimes hang."""
+    prefixes: list[str] = []
+    monkeypatch.setattr(world_module, "PrefixStore", lambda prefix, store: prefixes.append(prefix))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    for _ in range(2):
+        group = Rendezvous(None, 0, 2, torch.device("cpu"), "gloo", datetime.timedelta(seconds=1))  # type: ignore[arg-type]
+        group.start_process_group()
+        group.start_process_group()
+    assert len(set(prefixes)) == 4

@@ -167,7 +167,9 @@ def measure(
         # The hand-written loop saves nothing either.
         checkpoint=CheckpointConfig(every=None, at_end=False),
     )
-    trainer = type("Bench", (BenchTrainer,), {"case": case})(config, world=world, callbacks=callbacks, run_dir=run_dir)
+    trainer = type("Bench", (BenchTrainer,), {"case": case})(
+        config, world=world, callbacks=callbacks, run_dir=run_dir, show_progress=False
+    )
     by_hand = ByHand(case, world)
     trainer.setup()
     # `fit` does this before the first epoch. Without `fit`, the epochs of both loops can be interleaved.

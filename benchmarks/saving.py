@@ -50,7 +50,7 @@ class Wide(Trainer[TrainerConfig]):
 def make_trainer(folder: str, *, saves: bool) -> Wide:
     checkpoint = CheckpointConfig(every="10 steps" if saves else None, at_end=False)  # type: ignore[arg-type]
     config = TrainerConfig(max_steps=10**9, log_every="1000 steps", checkpoint=checkpoint)  # type: ignore[arg-type]
-    trainer = Wide(config, run_dir=folder, world=World.single("cpu"))
+    trainer = Wide(config, run_dir=folder, world=World.single("cpu"), show_progress=False)
     trainer.train_epoch()
     # No save should be due at the end of an epoch, where `train_epoch` waits for it and `fit` does not.
     for _ in range(5):

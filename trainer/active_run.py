@@ -37,6 +37,7 @@ from .metrics.reductions import Reduce
 from .metrics.train_log import MetricSource
 from .setup.pretrained import load_safetensors
 from .step.precision import autocast
+from .trackers.images import as_tensor
 
 
 class ActiveRun:
@@ -210,11 +211,15 @@ class ActiveRun:
             )
         self._engine.loop.log(name, value, weight, reduce)
 
-    def log_images(self, images: Mapping[str, torch.Tensor]) -> None:
-        """Log images by name, each [channels, height, width]. Any rank may call this; the main rank's are logged.
+    def log_images(self, images: Mapping[str, Any]) -> None:
+        """Log images by name. Any rank may call this; the main rank's are logged.
 
         Inside an update they are logged with the step that it completes, as numbers are.
+
+        Args:
+            images: each a tensor [channels, height, width], uint8 or floating-point from 0 to 1, or a PIL image.
         """
+        images = {name: as_tensor(image) for name, image in images.items()}
         self.callbacks.on_log_images(images)
         recorder = self._engine.loop.recorder
         recorder.trackers.log_images(images, step=recorder.step)

@@ -153,7 +153,8 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
     def configure_models(self) -> Any:
         """Set one or several modules as attributes, or return one, or a dict of them by name.
 
-        Runs on the meta device: tensors have shapes, but no memory and no values.
+        Runs on the meta device: tensors have shapes, but no memory and no values. If that would lose values that this
+        code gives to them, or fails, it runs again, for real.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define configure_models(self) and set self.model in it, or return it"

@@ -7,7 +7,7 @@ reading the rows before it, on any number of ranks.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import tee
@@ -29,6 +29,8 @@ from torch.utils.data import (
 from ..checkpoints.rng import preserve_rng, seed_torch
 from ..errors import DataError
 from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
+
+_MOST_ROWS = 16
 
 
 class LoaderStream:
@@ -122,7 +124,7 @@ class LoaderStream:
         try:
             for micro_batches, num_samples, total in plan:
                 with preserve_rng() if self._seeds_this_process else nullcontext():
-                    loaded = [next(batches) for _ in micro_batches]
+                    loaded = [_read(batches, rows, epoch) for rows in micro_batches]
                 yield LoadedBatch(loaded, num_samples, total, micro_batches)
         finally:
             if not reader.persistent_workers:
@@ -233,6 +235,16 @@ class _SeededRows(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+
+def _read(batches: Iterator[Any], rows: Sequence[int], epoch: int) -> Any:
+    """Return the next batch; an error of the user's code names the rows."""
+    try:
+        return next(batches)
+    except Exception as error:
+        shown = ", ".join(map(str, rows[:_MOST_ROWS])) + (" ..." if rows[_MOST_ROWS:] else "")
+        error.add_note(f"raised while a DataLoader read the rows {shown} of its dataset, in epoch {epoch}")
+        raise
 
 
 def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:

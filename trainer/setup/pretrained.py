@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +34,8 @@ def load_safetensors(model: nn.Module, source: str | Path, *, skip: Sequence[str
     Raises:
         CheckpointError: there are no such files; or names or shapes differ.
     """
+    from safetensors import SafetensorError, safe_open
+
     files = _files_of(Path(source))
     tensors = {
         name: tensor

@@ -25,6 +25,17 @@ _COLOR_TYPE = {
 }  # PNG color type by number of channels: gray, gray + alpha, RGB, RGBA
 
 
+def as_tensor(image: Any) -> Any:
+    """Return a PIL image as a tensor uint8 [channels, height, width]: gray, or RGB; anything else as it is."""
+    if not hasattr(image, "convert"):
+        return image
+    import numpy as np
+    import torch
+
+    pixels = torch.from_numpy(np.array(image.convert("L" if image.mode in ("1", "L") else "RGB")))
+    return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+
+
 class ImageFilesTracker(Tracker):
     """Writes images as PNG files: `images/step-00000050/<name>.png` in the run directory.
 

@@ -252,7 +252,7 @@ def test_plain_values_survive_yaml(value: Any) -> None:
 
 
 def test_what_a_file_cannot_hold_is_refused() -> None:
-    experiment = Experiment(name="a", trainer=RichTrainer, config=RichConfig(anything=print))
+    experiment = Experiment(name="a", trainer=RichTrainer, config=RichConfig(anything=len))
     with pytest.raises(ConfigError, match=r"config.anything is a builtin_function_or_method"):
         to_yaml(experiment)
 

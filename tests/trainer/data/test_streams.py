@@ -775,3 +775,15 @@ def test_the_order_of_an_epoch_is_drawn_once_however_often_the_run_saves(monkeyp
     assert len(drawn) == 1
     assert stream.next_rows(1, offset=0, count=4) != stream.next_rows(0, offset=0, count=4)
     assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_while_reading_names_the_rows(num_workers: int) -> None:
+    class Fails(Numbers):
+        def __getitem__(self, row: int) -> int:
+            return 1 // (row - 5)
+
+    stream = _set_up(DataLoader(Fails(8), batch_size=4, num_workers=num_workers))
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(stream.epoch(2))
+    assert caught.value.__notes__[-1] == "raised while a DataLoader read the rows 4, 5, 6, 7 of its dataset, in epoch 2"

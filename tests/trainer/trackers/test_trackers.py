@@ -21,7 +21,7 @@ import fsspec
 import pytest
 import torch
 
-from headway.trainer import World, histograms
+from headway.trainer import Callback, World, histograms
 from headway.trainer.errors import ConfigError
 from headway.trainer.trackers import (
     ConsoleTracker,
@@ -36,7 +36,8 @@ from headway.trainer.trackers import (
     WandbTracker,
     read_records,
 )
-from headway.trainer.trackers.images import encode_png, pixels_HWC
+from headway.trainer.trackers.images import as_tensor, encode_png, pixels_HWC
+from tests.tiny import TinyConfig, TinyTrainer
 
 
 class Broken(Tracker):
@@ -632,3 +633,24 @@ def test_mlflow_is_one_run_with_every_step_once_and_a_true_status(
     assert [each.path[-6:-4] for each in client.list_artifacts(run.info.run_id, "texts/poem")] == ["05", "07", "08"]
     images = {image.path.split("+timestamp")[0] for image in client.list_artifacts(run.info.run_id, "images")}
     assert images == {f"images/validation~image+step+{step}" for step in (5, 7, 8)}
+
+
+def test_a_pil_image_is_logged_as_a_tensor() -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    for mode, channels in (("RGB", 3), ("L", 1), ("RGBA", 3), ("1", 1)):
+        tensor = as_tensor(image.new(mode, (4, 2), 1))
+        assert (tensor.dtype, list(tensor.shape)) == (torch.uint8, [channels, 2, 4])
+    given = torch.zeros(3, 2, 4)
+    assert as_tensor(given) is given
+    seen: dict[str, torch.Tensor] = {}
+
+    class Sees(Tracker):
+        def log_images(self, images: Mapping[str, torch.Tensor], *, step: int) -> None:
+            seen.update(images)
+
+    class Draws(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            trainer.log_images({"red": image.new("RGB", (4, 2), (255, 0, 0))})
+
+    TinyTrainer(TinyConfig(max_steps=1), world=World.single("cpu"), callbacks=[Draws()], trackers=[Sees()]).fit()
+    assert seen["red"][:, 0, 0].tolist() == [255, 0, 0]

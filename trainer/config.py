@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from .checkpoints.retention import Mode, Retention
 from .errors import ConfigError
@@ -407,6 +407,9 @@ class TrainerConfig(_NamesTheNearest):
             )
 
 
+C = TypeVar("C", bound=TrainerConfig)
+
+
 def check_is_dataclass(config: TrainerConfig) -> None:
     """Check that the fields that a config's class declares are fields.
 
@@ -421,6 +424,12 @@ def check_is_dataclass(config: TrainerConfig) -> None:
                     f"{base.__name__} declares {name}, but is no dataclass: write @dataclass(frozen=True, "
                     "kw_only=True) above the class"
                 )
+
+
+def one_step_on_cpu(config: C) -> C:
+    """Return the config of a step in one process on a CPU, without what that cannot do."""
+    parallel = replace(config.parallel, strategy="none", shard_size=None, compile=False, cpu_offload=False)
+    return replace(config, float8=False, exact=False, parallel=parallel)
 
 
 def as_plain(config: Any) -> Any:

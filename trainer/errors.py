@@ -3,7 +3,7 @@
 HeadwayError
 ├── ConfigError          a setting is invalid, or does not fit the machine
 ├── DataError            the data is missing, empty, or has changed
-├── StepError            a step returned no loss, or one without a gradient
+├── StepError            a step returned no loss, or one without a gradient, or fails in a dry run
 ├── NonFiniteError       a loss or a gradient is NaN or infinite
 ├── LossSpikeError       the loss has spiked more often than max_rollbacks allows
 └── CheckpointError      a checkpoint cannot be written, or no existing one can be read
@@ -24,7 +24,7 @@ class DataError(HeadwayError, ValueError):
 
 
 class StepError(HeadwayError, TypeError):
-    """A training or validation step returned no loss, or one without a gradient."""
+    """A training or validation step returned no loss, or one without a gradient, or fails in a dry run."""
 
 
 class NonFiniteError(HeadwayError, ArithmeticError):

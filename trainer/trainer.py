@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .active_run import ActiveRun
 from .callbacks.base import Callback, OwnHooks, PlainFunction, check_hooks
 from .callbacks.progress_bar import ProgressBar
-from .config import TrainerConfig, check_is_dataclass
+from .config import TrainerConfig, check_is_dataclass, one_step_on_cpu
 from .distributed.world import World
 from .errors import ConfigError
 from .loop.engine import Engine
@@ -376,6 +376,28 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
             ConfigError, DataError: as `fit` would raise.
         """
         return self._engine.estimate()
+
+    def check_step(self, *, ranks: int = 1) -> dict[str, float]:
+        """Make one update and evaluate one batch of each validation set in this process, on the CPU.
+
+        Uses real data: the first micro-batch that rank 0 gets. Nothing is written in `run_dir` and to trackers;
+        callbacks that write get a temporary one. The config is changed to what a CPU can do: without the strategy,
+        `compile`, `float8`, `cpu_offload` and `exact`. The trainer cannot be used for anything else afterwards.
+
+        It cannot show whether the memory of a GPU suffices, what only happens in later batches, on a GPU, or between
+        several ranks, and whether checkpoints can be written.
+
+        Args:
+            ranks: number of ranks that will train, among which a global batch is divided.
+
+        Returns:
+            The metrics of the update and of the evaluation.
+
+        Raises:
+            HeadwayError: as `fit` would raise, also after the first step; errors of the trainer's own code as they are.
+        """
+        self.config = self._engine.config = one_step_on_cpu(self.config)
+        return self._engine.check_step(ranks)
 
     def setup(self) -> None:
         """Join the process group, and build models, optimizers and data, once. Every rank must call this.

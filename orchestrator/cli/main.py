@@ -78,10 +78,13 @@ def fit(
     accept_changes: AcceptChanges = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved config and exit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, without running it.")] = False,
+    step: Annotated[bool, typer.Option("--step", help="With --dry-run: make one step on the CPU.")] = False,
     storage: Storage = None,
     verbose: Verbose = False,
 ) -> None:
     """Train a run, or resume it."""
+    if step and not dry_run:
+        raise typer.BadParameter("--step needs --dry-run")
     from ..cluster.ray_env import quiet_environment
 
     # Must precede the import of the target, which may import Ray.
@@ -98,7 +101,7 @@ def fit(
     if dry_run:
         from ..train.dry_run import plan
 
-        print(plan(experiment, resume=resume, restore=parts, accept_changes=accept_changes))
+        print(plan(experiment, resume=resume, restore=parts, accept_changes=accept_changes, step=step))
         return
     from ..train.fit import fit as fit_experiment
 

@@ -18,6 +18,7 @@ from ..runs.open import preview_run
 from ..runs.resume import ResumeOptions
 from ..storage.folder import Folder
 from .fit import rank0_world
+from .step_check import check_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,14 @@ class Plan:
         estimate: sizes and counts of what it trains.
         resumes: whether a run of this name exists, which `fit` would resume.
         is_finished: whether that run is finished, so that `fit` would train nothing.
+        step: the metrics of one step on the CPU; None if none was made.
     """
 
     experiment: Experiment
     estimate: Estimate
     resumes: bool
     is_finished: bool = False
+    step: dict[str, float] | None = None
 
     @property
     def epochs(self) -> float | None:
@@ -102,6 +105,7 @@ def plan(
     resume: str = "auto",
     restore: Collection[str] = COMPONENTS,
     accept_changes: bool = False,
+    step: bool = False,
 ) -> Plan:
     """Return what `fit` would do. Starts no Ray and no process group, allocates no weights, and writes nothing.
 
@@ -110,9 +114,12 @@ def plan(
         resume: as that of `fit`.
         restore: as that of `fit`.
         accept_changes: as that of `fit`.
+        step: makes one update and evaluates one batch in this process on the CPU, as `Trainer.check_step` does; this
+            does allocate weights.
 
     Raises:
         ConfigError: as `fit` does: the config, the data, the checkpoint, or the resources of this machine.
+        StepError: the step fails; the message has the lines of the user's code.
         RunConflictError: as `fit` does: the run has another config, or is being trained.
         StorageError: the storage cannot be written.
     """
@@ -140,6 +147,7 @@ def plan(
         estimate=estimate,
         resumes=found is not None,
         is_finished=found is not None and found.state == "finished",
+        step=check_step(experiment) if step else None,
     )
 
 
@@ -179,6 +187,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if state is None:
         yield "", f"and the state of the optimizer, which is unknown ({estimate.unknown})"
     yield "", "and activations, which grow with the micro-batch, and libraries"
+    if plan.step is not None:
+        losses = ", ".join(f"{name} {value:.4g}" for name, value in plan.step.items() if name.endswith("loss"))
+        evaluated = " and evaluated" if estimate.validation else ""
+        yield "step", f"made{evaluated} on the CPU{': ' if losses else ''}{losses}"
 
 
 def _strategy(experiment: Experiment) -> str:

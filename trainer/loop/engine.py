@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -90,6 +92,7 @@ class Engine:
         self._progress_bar = progress_bar
         self._display: Callable[[str], None] = print
         self._given_world = self._world = world
+        self._data_world: World | None = None
         self._requests: Requests | None = None
         self._loop: Loop | None = None
         self._context: RunContext | None = None
@@ -264,6 +267,30 @@ class Engine:
         finally:
             self._close_streams()
 
+    def check_step(self, ranks: int) -> dict[str, float]:
+        """Make one update and evaluate one batch of each validation set, in this process on the CPU.
+
+        Files of the run, such as those that callbacks write, go to a temporary folder.
+
+        Args:
+            ranks: the number of ranks among which the data is divided; this process gets the part of rank 0.
+        """
+        error: BaseException | None = None
+        with tempfile.TemporaryDirectory(prefix="headway-check-step-") as folder:
+            self.run_dir, self._given_trackers, self._progress_bar = folder, (), None
+            self._given_world = self._world = World.single("cpu")
+            self._data_world = replace(self._world, size=ranks)
+            self.numerics = numerics_of(self.config)
+            try:
+                self.check_config()
+                self.setup()
+                return self.loop.check_step()
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                self.end(error, "stopped")
+
     def check_config(self, *, elsewhere: bool = False) -> None:
         """Check the config.
 
@@ -286,7 +313,8 @@ class Engine:
 
     def open_data(self, ctx: RunContext) -> None:
         """Open training and validation data on this rank."""
-        self.data, self.validation = build.open_data(self.program, ctx, self.numerics)
+        reading = replace(ctx, world=self._data_world or ctx.world)
+        self.data, self.validation = build.open_data(self.program, reading, self.numerics)
         self._length = RunLength(self.config, self.progress, self.data)
         check_data(self.config, self.data, self.validation)
 

@@ -17,7 +17,7 @@ from ..config import LossSpikeConfig
 from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, is_exhausted
 from ..data.tree import batch_size
 from ..distributed.parallelize import check_no_partial_gradients
-from ..errors import ConfigError, DataError, LossSpikeError, StepError
+from ..errors import ConfigError, DataError, LossSpikeError, NonFiniteError, StepError
 from ..exact.numerics import Numerics
 from ..metrics.reductions import Reduce
 from ..metrics.train_log import Recorder
@@ -34,6 +34,8 @@ from .run_length import RunLength
 from .run_state import RunState
 from .saving import Saver
 from .steps import LossWeight, Steps
+
+_MOST_SCALES = 18
 
 
 class Loop:
@@ -349,6 +351,31 @@ class Loop:
         finally:
             self._evaluation = None
             self._numerics.seed_after_evaluation(self._config, self._progress.step)
+
+    def check_step(self) -> dict[str, float]:
+        """Make one update from the first micro-batch, evaluate one batch of each set, and return the metrics.
+
+        Raises:
+            DataError: the epoch has no batches.
+            NonFiniteError: no scale of the loss gives a finite gradient.
+        """
+        self._state.begin_without_restore()
+        self._callbacks.on_fit_start()
+        self._callbacks.on_epoch_start()
+        with closing(self._global_batches(0)) as batches:
+            batch = next(batches, None)
+            if batch is None:
+                raise DataError("epoch 1 has no batches: the training data is empty")
+            first = LoadedBatch(batch.micro_batches[:1], batch.num_samples[:1], batch.num_samples[0])
+            # The first scales of float16 may overflow.
+            if not any(self._run_step(first, lambda: self.optimizer_step(first)) for _ in range(_MOST_SCALES)):
+                raise NonFiniteError("the gradient of the first micro-batch is not finite at any scale of the loss")
+        metrics = self._flush()
+        evaluation = self._make_evaluation(self._validation, max_batches=1)
+        if evaluated := self._run_evaluation(evaluation):
+            self._state.record_evaluation(evaluated)
+            self._ctx.lr_stepping.step_after_evaluation(evaluated)
+        return {**metrics, **(evaluated or {})}
 
     def _warn_if_data_is_endless(self) -> None:
         """Warn before the first epoch if actions are due at its end, and the data may have none."""

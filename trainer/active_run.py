@@ -320,14 +320,26 @@ class ActiveRun:
             engine.loop.load_initial_weights()
             return engine.loop.evaluate(sets) or {}
 
-    def save_checkpoint(self) -> Checkpoint:
+    def save_checkpoint(self, path: str | Path | None = None) -> Checkpoint:
         """Save the whole state and wait until it is written. Every rank must call this, between two updates.
 
+        Args:
+            path: a path or fsspec URI, which all ranks share, for a checkpoint outside of `run_dir`: a folder that is
+                created, or replaced if it is a checkpoint. No rule deletes it, the run does not resume from it by
+                itself, and `on_checkpoint_saved` is not called. By default it is one of the run's own.
+
+        Returns:
+            The checkpoint; its `path` works in `fit(resume=...)`, `init_from`, `load_weights` and `evaluate`.
+
         Raises:
-            ConfigError: there is no `run_dir`, or it has checkpoints of a run that has not been restored.
-            CheckpointError: the checkpoint could not be written.
+            ConfigError: without `path`, there is no `run_dir`, or it has checkpoints of a run that has not been
+                restored; or `path` is among these.
+            CheckpointError: the checkpoint could not be written, or `path` exists and is not a checkpoint.
         """
         self._engine.setup()
+        if path is not None:
+            self._engine.loop.load_initial_weights()
+            return self._engine.loop.saver.save_to(str(path))
         self._engine.loop.begin_without_restore()
         return self._engine.loop.saver.save()
 

@@ -149,6 +149,7 @@ class CheckpointStore:
         metrics: Mapping[str, float],
         meta: Meta,
         changes_only_on_step: Callable[[torch.Tensor], bool] = lambda _: True,
+        name: str | None = None,
     ) -> Checkpoint:
         """Write a checkpoint and return it once it is on disk. Every rank must call this.
 
@@ -163,11 +164,14 @@ class CheckpointStore:
             changes_only_on_step: whether a tensor changes only when an optimizer steps. The writing of such tensors,
                 which are equal on all ranks, is divided among the ranks. Of other tensors, such as BatchNorm's buffers,
                 the main rank's are saved.
+            name: a name of the caller's choice, under which the checkpoint belongs to no run: it replaces an earlier
+                one of this name once all is staged, and no other is deleted. By default the step is the name.
 
         Raises:
-            CheckpointError: on every rank if one rank failed. Earlier checkpoints are untouched.
+            CheckpointError: on every rank if one rank failed, or `name` exists and is not a checkpoint. Earlier
+                checkpoints are untouched.
         """
-        info = _CheckpointInfo(step, epoch, dict(metrics), meta)
+        info = _CheckpointInfo(step, epoch, dict(metrics), meta, name)
         return self._write(info, lambda: self._snapshot(parts, rank_parts, changes_only_on_step))
 
     def begin_save(
@@ -235,11 +239,13 @@ class CheckpointStore:
             time.sleep(self._retry_after_s)
 
     def _try_to_write(self, doing: str, info: _CheckpointInfo, snapshot: Snapshot) -> Checkpoint:
-        sequence, name, token = self._on_main(doing, lambda: self._plan(info.step))
+        sequence, name, token = self._on_main(doing, lambda: self._plan(info))
         staged = self._on_all_ranks(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
             written, sums = self._on_all_ranks(doing, lambda: self._write_tensors(snapshot, staged))
             tensors = combine_checksums(self.world.all_gather_object(sums))
+            if info.name is not None:
+                self._on_main(doing, lambda: self._remove_replaced(name))
             rest = self._on_all_ranks(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
             gathered = self.world.all_gather_object(written | rest)
             files = {file: each for rank_sums in gathered for file, each in rank_sums.items()}
@@ -258,10 +264,11 @@ class CheckpointStore:
                     writer=f"process {os.getpid()} on {socket.gethostname()}",
                 )
                 manifest = write_manifest(checkpoint, files)
-                known = self._refuse_foreign()
-                # Set before the commit: if its reply is lost, the checkpoint found there is ours.
-                known.add(name)
-                self._sequence = sequence
+                if info.name is None:
+                    known = self._refuse_foreign()
+                    # Set before the commit: if its reply is lost, the checkpoint found there is ours.
+                    known.add(name)
+                    self._sequence = sequence
                 self._storage.commit(staged, name, manifest, files)
                 return checkpoint
 
@@ -269,7 +276,7 @@ class CheckpointStore:
         except CheckpointError:
             self._storage.abandon(staged, name)
             raise
-        if self.world.is_main:
+        if self.world.is_main and info.name is None:
             try:
                 self._retain(name, info.step)
             except Exception as error:
@@ -290,9 +297,10 @@ class CheckpointStore:
         """Return the checkpoints that this run has saved, without those of an earlier run in this directory."""
         return [each for each in self.list() if each.sequence > self.began_after]
 
-    def contains(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint is in this store. Any process may call this."""
-        return checkpoint.path == self._storage.path_of(split_path(checkpoint.path)[1])
+    def contains(self, path: str) -> bool:
+        """Whether a path or URI is that of a checkpoint of this store, existing or not. Any process may call this."""
+        storage, name = split_path(path)
+        return storage.path_of(name) == self._storage.path_of(name)
 
     def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
         """Return the newest intact checkpoint, or None if there is no checkpoint at all. Every rank must call this.
@@ -429,17 +437,37 @@ class CheckpointStore:
         entries = self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
         self.began_after = max((each.checkpoint.sequence for each in entries if each.checkpoint), default=0)
 
-    def _plan(self, step: int) -> tuple[int, str, str]:
+    def _plan(self, info: _CheckpointInfo) -> tuple[int, str, str]:
         """Return sequence number, name and token of the next save."""
+        token = uuid.uuid4().hex[:8]
+        if info.name is not None:
+            self._check_replaceable(info.name)
+            return 1, info.name, token
         if self._known is None:
             self._scan()
         self._refuse_foreign()
         taken = set(self._storage.names())
-        name, count = _name(step), 1
+        name, count = _name(info.step), 1
         while name in taken:
             count += 1
-            name = f"{_name(step)}.{count}"
-        return self._sequence + 1, name, uuid.uuid4().hex[:8]
+            name = f"{_name(info.step)}.{count}"
+        return self._sequence + 1, name, token
+
+    def _check_replaceable(self, name: str) -> bool:
+        """Return whether there is a checkpoint of this name, which a save may replace.
+
+        Raises:
+            CheckpointError: something else has this name.
+        """
+        if name not in self._storage.names():
+            return False
+        if not self._storage.has(name, MANIFEST):
+            raise CheckpointError(f"{self._storage.path_of(name)} exists and is not a checkpoint: choose another path")
+        return True
+
+    def _remove_replaced(self, name: str) -> None:
+        if self._check_replaceable(name):
+            self._storage.remove(name)
 
     def _scan(self) -> Sequence[ScannedCheckpoint]:
         """Return all committed checkpoints; the first scan also records which existed before this store."""
@@ -561,6 +589,7 @@ class _CheckpointInfo:
     epoch: int
     metrics: dict[str, float]
     meta: Meta
+    name: str | None = None
 
 
 def _writer(storage: Storage, name: str) -> str:

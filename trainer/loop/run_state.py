@@ -20,6 +20,7 @@ from ..checkpoints.optimizer_settings import OptimizerSettings
 from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import RngState, seed_everything
+from ..checkpoints.scan import split_path
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
 from ..config import CheckpointConfig, as_plain
 from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted
@@ -119,6 +120,22 @@ class RunState:
         self.last_saved_step = checkpoint.step
         return checkpoint
 
+    def save_to(self, path: str) -> Checkpoint:
+        """Write a checkpoint at a path outside the run's own, where no rule deletes it. Every rank must call this.
+
+        Raises:
+            ConfigError: the path is in the folder of the run's own checkpoints.
+            CheckpointError: it could not be written.
+        """
+        folder, name = split_path(path)
+        if name in ("", ".", "..") or (self._store is not None and self._store.contains(path)):
+            raise ConfigError(
+                f"path={path} must be the path of a new folder outside of {self._ctx.run_dir}/checkpoints, where the "
+                "run names and deletes its own: choose another, or leave path out"
+            )
+        store = CheckpointStore(folder.path_of(""), world=self._ctx.world)
+        return store.save(**self._contents(), name=name)
+
     def rejoin(self) -> None:
         """Create another process group for the saving threads. Every rank must call this."""
         if self._store is not None:
@@ -149,7 +166,7 @@ class RunState:
             "trainer": f"{self._program.__module__}:{self._program.__qualname__}",
             "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
             "total_steps": self._length.total_steps,
-            "began_after": self._require_store().began_after,
+            "began_after": self._store.began_after if self._store is not None else 0,
             "versions": versions(),
         }
 
@@ -250,7 +267,7 @@ class RunState:
         self.is_half_restored = True
         store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
         self._ctx.lr_stepping.forget_positions()
-        if resume == "auto" or store.contains(checkpoint):
+        if resume == "auto" or store.contains(checkpoint.path):
             store.began_after = checkpoint.meta.get("began_after", 0)
         if "rng" in rank_parts and self._ctx.world.size > checkpoint.world_size:
             self._seed_new_ranks(checkpoint)

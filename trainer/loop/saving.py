@@ -53,6 +53,14 @@ class Saver:
         self._report(checkpoint)
         return checkpoint
 
+    def save_to(self, path: str) -> Checkpoint:
+        """Save the state at a path of the user's, which does not count as a checkpoint of the run."""
+        self.finish()
+        self._optimizer_step.check_pending_norms()
+        with self._in_phase():
+            self._ctx.callbacks.on_checkpoint_start()
+            return self._state.save_to(path)
+
     def start(self) -> BackgroundSave:
         """Start saving the state in the background; `finish` ends it."""
         saving = self._begin(self._state.begin_save)

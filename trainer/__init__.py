@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .result import FitResult as FitResult, Table as Table, read_history as read_history
     from .session import Session as Session
     from .setup.dry_run import Estimate as Estimate
+    from .step.precision import LossScaler as LossScaler
     from .supervised import SupervisedTrainer as SupervisedTrainer
     from .trackers.base import Tracker as Tracker
     from .trainer import Trainer as Trainer
@@ -68,6 +69,7 @@ _PUBLIC = {
     "result": ("FitResult", "Table", "read_history"),
     "session": ("Session",),
     "setup.dry_run": ("Estimate",),
+    "step.precision": ("LossScaler",),
     "supervised": ("SupervisedTrainer",),
     "trackers.base": ("Tracker",),
     "trainer": ("Trainer",),

@@ -24,6 +24,7 @@ from .loop.run_state import COMPONENTS
 from .loop.steps import LossWeight
 from .result import FitResult, Status
 from .step.lr_stepping import Interval
+from .step.precision import LossScaler, ScalesLoss
 from .trackers.base import Tracker
 
 Models = nn.Module | Mapping[str, nn.Module]
@@ -63,6 +64,7 @@ class Session(ActiveRun):
             label; by default the number of samples.
         num_tokens: a function from a micro-batch to its number of tokens, for the throughput and `max_tokens`.
         metrics: evaluation metrics that are not means, as for `Trainer.configure_metrics`.
+        loss_scaler: for `precision="fp16"`, as for `Trainer.configure_loss_scaler`.
         scheduler_interval, scheduler_monitor: as the attributes of `Trainer`.
         run_dir, callbacks, trackers, world, attempt, printer, show_progress: as for `Trainer`. Hooks get the session in
             place of the trainer.
@@ -100,6 +102,7 @@ class Session(ActiveRun):
         loss_weight: Callable[[Any], LossWeight] | None = None,
         num_tokens: Callable[[Any], int | torch.Tensor] | None = None,
         metrics: Mapping[str, Any] | None = None,
+        loss_scaler: ScalesLoss | None = None,
         scheduler_interval: Interval | Mapping[str, Interval] = "step",
         scheduler_monitor: str | Mapping[str, str] = "validation/loss",
         run_dir: str | Path | None = None,
@@ -122,6 +125,7 @@ class Session(ActiveRun):
         program = _Functions(
             self, model, optimizer, (data, validation), validation_step, loss_weight, num_tokens, metrics or {}
         )
+        program.loss_scaler = loss_scaler
         program.scheduler_interval, program.scheduler_monitor = scheduler_interval, scheduler_monitor
         self.config = config
         self._program = program
@@ -284,6 +288,7 @@ class _Functions:
 
     overrides_prepare_batch = False
     overrides_init_weights = True
+    loss_scaler: ScalesLoss | None
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]
 
@@ -320,6 +325,9 @@ class _Functions:
 
     def configure_metrics(self) -> Mapping[str, Any]:
         return self._metrics
+
+    def configure_loss_scaler(self) -> ScalesLoss:
+        return LossScaler() if self.loss_scaler is None else self.loss_scaler
 
     def configure_callbacks(self) -> Sequence[Callback | PlainFunction]:
         return ()

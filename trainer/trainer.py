@@ -24,6 +24,7 @@ from .setup import weight_init
 from .setup.class_check import check_overrides
 from .setup.dry_run import Estimate
 from .step.lr_stepping import Interval
+from .step.precision import LossScaler, ScalesLoss
 from .trackers.base import Tracker
 
 C = TypeVar("C", bound=TrainerConfig)
@@ -221,6 +222,14 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         `self.metrics["f1"].update(...)` in `validation_step`; the result is logged as `validation/f1`.
         """
         return {}
+
+    def configure_loss_scaler(self) -> ScalesLoss:
+        """Return the loss scaler for `precision="fp16"`, without which this is not called.
+
+        It is a `LossScaler` with settings of your own, or any object with a number `scale`, `update(overflowed=...)`,
+        `state_dict()` and `load_state_dict(state)`. All of it must be equal on every rank; the state is in checkpoints.
+        """
+        return LossScaler()
 
     def loss_weight(self, batch: Any) -> LossWeight:
         """Return the weight of a micro-batch's mean loss; by default its number of samples.

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..step.precision import ScalesLoss
+
 LossWeight = float | torch.Tensor
 """Weight of a micro-batch's mean loss: its samples, or tokens with a label; on the device if a tensor."""
 
@@ -30,6 +32,9 @@ class Steps(Protocol):
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch for the steps."""
+
+    def configure_loss_scaler(self) -> ScalesLoss:
+        """Return the loss scaler; called only if the precision is "fp16"."""
 
     def loss_weight(self, batch: Any) -> LossWeight:
         """Return the weight of a micro-batch's mean loss."""

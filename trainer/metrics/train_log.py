@@ -18,6 +18,7 @@ from ..loop.context import RunContext
 from ..loop.steps import Steps
 from ..result import PER_EPOCH
 from ..step.optimizer_step import OptimizerStep
+from ..step.precision import describe_unequal_scales
 from ..trackers.base import RunInfo, Tracker, TrackerList
 from .means import MeanMetrics
 
@@ -133,11 +134,15 @@ class Recorder:
         # After read(), which waits for the device.
         seconds = max(time.perf_counter() - self._interval_s - self._paused_s, 1e-9)
         times_s = (seconds, self._paused_s, self.elapsed_s())
-        per_rank = ctx.world.all_gather_object((*times_s, float(self._tokens), self.waited_s / seconds))
+        counters = self._optimizer_step.counters()
+        scale = counters.get("loss_scale", 1.0)
+        per_rank = ctx.world.all_gather_object((*times_s, scale, float(self._tokens), self.waited_s / seconds))
+        if len(set(scales := [each[3] for each in per_rank])) > 1:
+            raise StepError(describe_unequal_scales(scales))
         # From the slowest rank, so that records are equal on every rank.
         seconds, paused_s, elapsed_s = (max(each[i] for each in per_rank) for i in range(3))
         samples = progress.samples - self._samples
-        record |= self._optimizer_step.last_learning_rates() | self._optimizer_step.counters()
+        record |= self._optimizer_step.last_learning_rates() | counters
         if self._steps:
             record["samples_per_s"] = samples / seconds
             record["step_s"] = seconds / self._steps

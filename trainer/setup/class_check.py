@@ -14,8 +14,9 @@ _OPTIMIZERS = "configure_optimizers(self), which sets self.optimizer and self.sc
 
 OVERRIDABLE = (
     "configure_models", "init_weights", "configure_optimizers", "configure_dataloaders", "prepare_batch",
-    "training_step", "validation_step", "configure_metrics", "loss_weight", "num_tokens", "flops_per_sample",
-    "flops_per_token", "loop", "configure_callbacks", "configure_trackers", "scheduler_interval", "scheduler_monitor",
+    "training_step", "validation_step", "configure_metrics", "configure_loss_scaler", "loss_weight", "num_tokens",
+    "flops_per_sample", "flops_per_token", "loop", "configure_callbacks", "configure_trackers", "scheduler_interval",
+    "scheduler_monitor",
 )  # fmt: skip
 """What a subclass of `Trainer` may define for Headway to use, apart from hooks."""
 
@@ -36,6 +37,7 @@ FOREIGN = {
         ("test_step", "test_dataloader", "predict_step", "predict_dataloader"),
         "trainer.evaluate(data), which evaluates other data after training",
     ),
+    **dict.fromkeys(("build_grad_scaler", "create_scaler"), "configure_loss_scaler(self)"),
     "prepare_data": "configure_dataloaders(self), or a script of its own",
     "transfer_batch_to_device": "prepare_batch(self, batch), which gets tensors on the device",
     "configure_gradient_clipping": "config.max_grad_norm or config.max_grad_value",

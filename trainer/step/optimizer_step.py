@@ -21,7 +21,7 @@ from ..data.protocols import GlobalBatch
 from ..data.tree import map_tensors, move
 from ..distributed.ddp import ReplicatedModule
 from ..distributed.parallelize import without_gradient_sync
-from ..errors import StepError
+from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
@@ -76,7 +76,8 @@ class OptimizerStep:
         self._group_names = _group_names(ctx.optimizers)
         self._norm_groups = norm_groups(ctx.models, ctx.config.grad_norm_groups)
         self._must_move = ctx.device.type != "cpu"
-        self._scaler = loss_scaler(ctx.config.precision, self._optimizers)
+        self._scaler = loss_scaler(ctx.config.precision, self._optimizers, steps.configure_loss_scaler, ctx.world)
+        self._is_scale_stuck = False
         self._guard = NonFiniteGuard(ctx.config, sees_every_norm=self._scaler is not None)
         self._isolation = GradientIsolation(self._optimizers) if len(self._optimizers) > 1 else None
         self._micro_batches: Sequence[Any] = ()
@@ -196,7 +197,7 @@ class OptimizerStep:
         guard = self._guard
         self._prepare(batch)
         while True:
-            overflows = self._scaler is not None and self._scaler.may_have_overflowed
+            overflows = self._may_have_overflowed
             self._compute_and_step()
             if self._rejection is None or self._is_applied or overflows or not guard.retries:
                 return self._conclude()
@@ -216,14 +217,11 @@ class OptimizerStep:
         guard = self._guard
         if self._rejection is None:
             guard.applied()
-            if self._scaler is not None:
-                self._scaler.grow()
         else:
             guard.skipped += 1
-            if self._scaler is not None:
-                self._scaler.shrink()
-            if not self._is_applied:
-                return self._rejection
+        self._update_scale(overflowed=self._rejection is not None)
+        if self._rejection is not None and not self._is_applied:
+            return self._rejection
         for each, weight, counts in zip(self._outputs, self._current_weights, self._batch.num_samples, strict=True):
             if counts:
                 self._metrics.add(each, weight, "train/")
@@ -231,6 +229,21 @@ class OptimizerStep:
             self._check_names()
         self._metrics.merge(self.logged)
         return None
+
+    @property
+    def _may_have_overflowed(self) -> bool:
+        """Whether the loss scale may be the cause of a non-finite gradient, and a lower one the remedy."""
+        return self._scaler is not None and self._scaler.scale > 1.0 and not self._is_scale_stuck
+
+    def _update_scale(self, *, overflowed: bool) -> None:
+        if self._scaler is None:
+            return
+        before = self._scaler.scale
+        self._scaler.update(overflowed=overflowed)
+        if not 0 < self._scaler.scale < math.inf:
+            raise ConfigError(f"the scale of {type(self._scaler).__name__} must be > 0, got {self._scaler.scale}")
+        # With a scale that does not fall, every update could overflow for ever: the policy for NaN then applies.
+        self._is_scale_stuck = overflowed and self._scaler.scale >= before
 
     def _check_names(self) -> None:
         """Check that no number is both logged and returned: their mean would be that of neither."""
@@ -290,13 +303,18 @@ class OptimizerStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale and the counters of the guard."""
-        return {"scaler": self._scaler and self._scaler.state_dict(), "guard": self._guard.state_dict()}
+        return {
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "is_scale_stuck": self._is_scale_stuck,
+            "guard": self._guard.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore them; a run that was not in float16 before starts with the initial scale."""
         self._guard.load_state_dict(state["guard"])
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
+            self._is_scale_stuck = state["is_scale_stuck"]
 
     def _compute_and_step(self) -> None:
         """Compute the gradients by `training_step`, and step if they are finite."""
@@ -406,7 +424,7 @@ class OptimizerStep:
         if self._replicated:
             self._reduce_what_ddp_did_not(optimizers)
         if self._scaler is not None and (scaled := _parameters_with_gradient(optimizers)):
-            self._scaler.unscale([p.grad for p in scaled])
+            torch._foreach_mul_([p.grad for p in scaled], 1.0 / self._scaler.scale)
         self.stepping = optimizers
         self._callbacks.on_gradients_ready()
         parameters = _parameters_with_gradient(optimizers)
@@ -480,7 +498,7 @@ class OptimizerStep:
 
     def _reject(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
         """Reject the update because of a non-finite gradient: clear the gradients and record why."""
-        if self._scaler is not None and self._scaler.may_have_overflowed:
+        if self._scaler is not None and self._may_have_overflowed:
             self._rejection = f"the gradient overflows at loss scale {self._scaler.scale:g}"
         else:
             self._guard.count_rejected(self._ctx.progress.step + 1, value, self._nonfinite_report())

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..config import Precision
+from ..data.protocols import Stateful
+from ..distributed.world import World
 from ..errors import ConfigError
 
-_FIRST_SCALE = 2.0**16
-_GROWS_AFTER = 2000
 _UNCHANGED = nullcontext()
 
 
@@ -53,11 +54,29 @@ def cast_weights(model: nn.Module, precision: Precision) -> None:
         setattr(module, name, buffer)
 
 
-def loss_scaler(precision: Precision, optimizers: Sequence[Optimizer]) -> LossScaler | None:
-    """Return a loss scaler if the precision is "fp16", else None.
+class ScalesLoss(Stateful, Protocol):
+    """A factor of the loss for float16, which keeps small gradients from underflowing.
+
+    Every rank has one, and all must have the same scale: `update` is told the same on every rank.
+
+    Attributes:
+        scale: the factor of the next losses, greater than 0. Gradients are divided by it before they are used.
+    """
+
+    scale: float
+
+    def update(self, *, overflowed: bool) -> None:
+        """Choose the next scale, after an update that was applied, or skipped because its gradient is not finite."""
+
+
+def loss_scaler(
+    precision: Precision, optimizers: Sequence[Optimizer], configure: Callable[[], ScalesLoss], world: World
+) -> ScalesLoss | None:
+    """Return the loss scaler if the precision is "fp16", else None. Every rank must call this.
 
     Raises:
-        ConfigError: the weights are float16, so that their gradients cannot be unscaled.
+        ConfigError: the weights are float16, so that their gradients cannot be unscaled; or `configure` returns no loss
+            scaler, or another scale on some rank.
     """
     if precision != "fp16":
         return None
@@ -67,48 +86,102 @@ def loss_scaler(precision: Precision, optimizers: Sequence[Optimizer]) -> LossSc
             f"precision='fp16' needs float32 weights, but {half} of the {len(held)} weights are float16: load the "
             "model in float32, or use precision='bf16-true'"
         )
-    return LossScaler()
+    scaler = configure()
+    _check_scaler(scaler)
+    scales = world.all_gather_object(scaler.scale)
+    if len(set(scales)) > 1:
+        raise ConfigError(describe_unequal_scales(scales))
+    return scaler
+
+
+def _check_scaler(scaler: Any) -> None:
+    if isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(
+            f"configure_loss_scaler() returned a {type(scaler).__name__}, which looks at the gradients of one rank: "
+            "return headway.trainer.LossScaler(init_scale, growth_factor=..., backoff_factor=..., growth_interval=...)"
+        )
+    lacks = [name for name in ("update", "state_dict", "load_state_dict") if not callable(getattr(scaler, name, None))]
+    scale = getattr(scaler, "scale", None)
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        lacks = [f"a scale > 0 (it is {scale!r:.40})", *lacks]
+    if lacks:
+        raise ConfigError(
+            f"configure_loss_scaler() returned a {type(scaler).__name__} without {', '.join(lacks)}: return a "
+            "headway.trainer.LossScaler, or an object with scale, update(overflowed=...), state_dict() and "
+            "load_state_dict(state)"
+        )
+
+
+def describe_unequal_scales(scales: Sequence[float]) -> str:
+    """Return the message of an error about ranks with unequal loss scales."""
+    each = ", ".join(f"rank {rank}: {scale:g}" for rank, scale in enumerate(scales))
+    return (
+        f"the loss scales of the ranks differ ({each}), and so would their gradients: the object that "
+        "configure_loss_scaler() returns must do the same on every rank"
+    )
 
 
 class LossScaler:
-    """Scales the loss, so that small gradients do not underflow in float16, and unscales the gradients.
+    """Scales the loss, so that small gradients do not underflow in float16.
 
-    An update with a non-finite gradient halves the scale; 2000 consecutive finite ones double it. Unlike
+    An update with a non-finite gradient lowers the scale; a number of consecutive finite ones raises it. Unlike
     `torch.amp.GradScaler`, which checks this rank's gradients, it relies on the norm of the whole gradient, which is
     equal on every rank, also for sharded gradients.
+
+    Args:
+        init_scale: the first scale, at least 1.
+        growth_factor: the scale is multiplied by this after `growth_interval` consecutive finite updates; at least 1.
+        backoff_factor: and by this after a non-finite one, down to 1; greater than 0 and at most 1.
+        growth_interval: consecutive finite updates before the scale grows.
 
     Attributes:
         scale: factor of the loss, at least 1.
         good_updates: consecutive updates with a finite gradient at this scale.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+
+    Example:
+        >>> scaler = LossScaler(1024.0, growth_interval=500)
+        >>> scaler.update(overflowed=True)
+        >>> scaler.scale
+        512.0
     """
 
-    def __init__(self) -> None:
-        self.scale = _FIRST_SCALE
-        self.good_updates = 0
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        for name, value, fits, allowed in (
+            ("init_scale", init_scale, 1 <= init_scale < math.inf, ">= 1"),
+            ("growth_factor", growth_factor, 1 <= growth_factor < math.inf, ">= 1"),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor <= 1, "> 0 and <= 1"),
+            ("growth_interval", growth_interval, growth_interval >= 1, ">= 1"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} must be {allowed}, got {value}")
+        self.scale: float = float(init_scale)
+        self.good_updates: int = 0
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval = growth_interval
 
-    @property
-    def may_have_overflowed(self) -> bool:
-        """Whether the scale may be the cause of a non-finite gradient."""
-        return self.scale > 1.0
-
-    def unscale(self, gradients: list[torch.Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
-        torch._foreach_mul_(gradients, 1.0 / self.scale)
-
-    def grow(self) -> None:
-        """Count an applied update, and double the scale if due."""
+    def update(self, *, overflowed: bool) -> None:
+        """Lower the scale after a non-finite gradient; count a finite one, and raise the scale if due."""
+        if overflowed:
+            self.scale, self.good_updates = max(self.scale * self._backoff_factor, 1.0), 0
+            return
         self.good_updates += 1
-        if self.good_updates >= _GROWS_AFTER:
-            self.scale, self.good_updates = self.scale * 2, 0
-
-    def shrink(self) -> None:
-        """Halve the scale, after a non-finite gradient."""
-        self.scale, self.good_updates = max(self.scale / 2, 1.0), 0
+        if self.good_updates >= self._growth_interval:
+            self.scale, self.good_updates = self.scale * self._growth_factor, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its counter."""
         return {"scale": self.scale, "good_updates": self.good_updates}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore the scale and its counter."""
         self.scale, self.good_updates = state["scale"], state["good_updates"]

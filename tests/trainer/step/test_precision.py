@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.trainer import Callback, CheckpointConfig, ConfigError, NonFiniteError, ParallelConfig, Trainer, World
+from headway.trainer import (
+    Callback,
+    CheckpointConfig,
+    ConfigError,
+    LossScaler,
+    NonFiniteError,
+    ParallelConfig,
+    Session,
+    StepError,
+    Trainer,
+    TrainerConfig,
+    World,
+)
 from headway.trainer.distributed.dtensor import to_full_tensor
-from headway.trainer.step.precision import LossScaler
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 
@@ -130,7 +142,7 @@ class ScaleFrom(Callback):
 
 def _scaler(trainer: Trainer[Any]) -> LossScaler:
     scaler = trainer._engine.loop.optimizer_step._scaler
-    assert scaler is not None
+    assert isinstance(scaler, LossScaler)
     return scaler
 
 
@@ -215,15 +227,158 @@ def test_the_loss_scale_grows_after_2000_good_updates_and_is_never_below_one() -
     scaler = LossScaler()
     for _ in range(2000):
         assert scaler.scale == 2.0**16
-        scaler.grow()
+        scaler.update(overflowed=False)
     assert (scaler.scale, scaler.good_updates) == (2.0**17, 0)
-    scaler.grow()
-    scaler.shrink()
+    scaler.update(overflowed=False)
+    scaler.update(overflowed=True)
     assert (scaler.scale, scaler.good_updates) == (2.0**16, 0)
     for _ in range(20):
-        scaler.shrink()
+        scaler.update(overflowed=True)
     assert scaler.scale == 1.0
-    assert not scaler.may_have_overflowed
+
+
+class Own(TinyTrainer):
+    def configure_loss_scaler(self) -> LossScaler:
+        return LossScaler(2.0**26, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+
+
+def test_a_scaler_of_your_own_is_used_and_saved(tmp_path: Path) -> None:
+    def run(folder: Path, *callbacks: Callback) -> tuple[dict[str, Any], list[float], Any]:
+        config = _config(precision="fp16", max_steps=6, dropout=0.1, checkpoint=CheckpointConfig(every=None))
+        losses = Losses()
+        trainer = Own(config, run_dir=folder, world=ALONE, callbacks=[losses, *callbacks])
+        trainer.fit()
+        return _scaler(trainer).state_dict(), list(losses.of("loss_scale").values()), weights(trainer)
+
+    state, scales, reference = run(tmp_path / "whole")
+    # Lowered to a quarter until it fits, then raised after three updates, and so on.
+    assert scales[0] in (2.0**24, 2.0**22, 2.0**20, 2.0**18, 2.0**16)
+    assert any(after == 4 * before for before, after in itertools.pairwise(scales))
+    assert _config().precision == "fp32"
+    run(tmp_path / "cut", StopAt(4))
+    resumed, later, end = run(tmp_path / "cut")
+    assert (resumed, later) == (state, scales[4:])
+    assert all(torch.equal(value, end[name]) for name, value in reference.items())
+
+
+class Constant:
+    """The smallest object that a scaler can be."""
+
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale
+        self.told: list[bool] = []
+
+    def update(self, *, overflowed: bool) -> None:
+        self.told.append(overflowed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": self.told}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.told = state["told"]
+
+
+class Given(TinyTrainer):
+    scaler: Any = None
+
+    def configure_loss_scaler(self) -> Any:
+        return self.scaler
+
+
+def test_a_scale_that_does_not_fall_is_not_excused_for_ever() -> None:
+    """Every update would be skipped without end."""
+    good, bad = Constant(128.0), Constant(2.0**30)
+    trainer = Given(_config(precision="fp16"), world=ALONE)
+    trainer.scaler = good
+    assert trainer.fit().steps == 4
+    assert good.told == [False] * 4
+    trainer = Given(_config(precision="fp16"), world=ALONE)
+    trainer.scaler = bad
+    with pytest.raises(NonFiniteError, match="step 1 is"):
+        trainer.fit()
+    assert bad.told == [True]
+
+
+@pytest.mark.parametrize(
+    ("scaler", "message"),
+    [
+        (
+            torch.amp.GradScaler("cpu"),
+            "returned a GradScaler, which looks at the gradients of one rank: return headway",
+        ),
+        (None, r"returned a NoneType without a scale > 0 \(it is None\), update, state_dict"),
+        (Constant(0.0), r"without a scale > 0 \(it is 0.0\): return a headway.trainer.LossScaler, or an object"),
+        (Constant("big"), "without a scale > 0"),
+    ],
+    ids=["GradScaler", "None", "zero", "text"],
+)
+def test_what_is_no_scaler_is_refused(scaler: Any, message: str) -> None:
+    trainer = Given(_config(precision="fp16"), world=ALONE)
+    trainer.scaler = scaler
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit()
+    # Not called in another precision.
+    trainer = Given(_config(), world=ALONE)
+    trainer.scaler = scaler
+    assert trainer.fit().steps == 4
+
+
+def test_settings_of_a_scaler_are_checked() -> None:
+    for settings in ({"init_scale": 0.5}, {"growth_factor": 0.9}, {"backoff_factor": 0.0}, {"growth_interval": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(settings))} must be"):
+            LossScaler(**settings)  # type: ignore[arg-type]
+
+
+class PerRank(TinyTrainer):
+    """Scales that differ between ranks, from the start or after two updates."""
+
+    at_start = False
+
+    def configure_loss_scaler(self) -> Any:
+        rank, scaler = self.world.rank, Constant(64.0)
+        if self.at_start:
+            scaler.scale += rank
+
+        class Drifts(Constant):
+            def update(self, *, overflowed: bool) -> None:
+                super().update(overflowed=overflowed)
+                self.scale = 64.0 + rank * (len(self.told) > 2)
+
+        return scaler if self.at_start else Drifts(64.0)
+
+
+def _disagree(world: World) -> list[str]:
+    messages = []
+    for at_start in (True, False):
+        trainer = PerRank(_config(precision="fp16"), world=world)
+        trainer.at_start = at_start
+        with pytest.raises((ConfigError, StepError)) as raised:
+            trainer.fit()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_ranks_whose_scales_differ_are_told_so() -> None:
+    for messages in run_on_ranks(_disagree, 2):
+        for message in messages:
+            assert message.startswith("the loss scales of the ranks differ (rank 0: 64, rank 1: 65), and so would")
+
+
+def test_a_loop_of_your_own_takes_a_scaler() -> None:
+    scaler = Constant(32.0)
+
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    config = TrainerConfig(max_epochs=1, precision="fp16")
+    data = [torch.ones(2, 1) for _ in range(3)]
+    model = torch.nn.Linear(1, 1)
+    with Session(config, model=model, optimizer=make, data=data, world=ALONE, loss_scaler=scaler) as run:
+        for batch in run:
+            for x in run.accumulate(batch):
+                run.backward(run.model(x).square().mean())
+            run.step()
+    assert scaler.told == [False] * 3
 
 
 def test_where_no_scale_helps_the_policy_for_gradients_that_are_not_finite_holds() -> None:

@@ -343,6 +343,38 @@ class ActiveRun:
         self._engine.loop.begin_without_restore()
         return self._engine.loop.saver.save()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the whole state of this rank in host memory. Every rank must call this, between two updates.
+
+        It has all that a checkpoint has: models, optimizers, schedulers, loss scaler, callbacks, counters, the position
+        in the data and random states; of sharded tensors, this rank's shards. Only `load_state_dict` understands it.
+        Its type is a dict of bytes, tensors and plain values, which `torch.save` can write; a checkpoint that any
+        number of ranks can read is `save_checkpoint(path)`.
+
+        Raises:
+            CheckpointError: a callback's state cannot be pickled.
+        """
+        self._engine.setup()
+        return self._engine.loop.capture()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /, *, accept_changes: bool = False) -> None:
+        """Restore what `state_dict` returned on this rank. Every rank must call this, outside of a run.
+
+        Training then continues from there, as from a checkpoint: `fit` does not look for one. The state does not change
+        and can be loaded again, also by another trainer of the same class.
+
+        Args:
+            state_dict: what `state_dict` returned. It is unpickled, so load only what you trust.
+            accept_changes: loads it even if the config or the samples per update differ, as for `Trainer.fit`.
+
+        Raises:
+            ConfigError: a run is in progress.
+            ResumeError, DataError: the state is that of another rank, config or data.
+            CheckpointError: it does not fit the models, optimizers or callbacks.
+        """
+        self._engine.setup()
+        self._engine.loop.load_captured(state_dict, accept_changes=accept_changes)
+
     def load_pretrained(self, source: str | Path, *, model: str | None = None, skip: Sequence[str] = ()) -> None:
         """Copy weights from safetensors files into a model; each rank reads only its shards. Call it in `init_weights`.
 

@@ -1,4 +1,4 @@
-"""The state of all parts at one instant, written to files and read back."""
+"""The state of all parts at one instant, written to files or kept in memory, and read back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from ..data.protocols import Mergeable, Stateful
+from ..distributed.dtensor import to_local
 from ..distributed.world import World
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ResumeError
 from .dcp_writer import METADATA
 from .file_checksums import FileChecksum
 from .state_codec import SupportsLoadTarget, allocate_target, decode_state, encode_state, iter_tensors
@@ -207,3 +208,81 @@ def _load_part(part: str, take: Callable[[Any], object], state: Any) -> None:
         take(state)
     except Exception as error:
         raise CheckpointError(f"part {part!r} cannot load its state: {type(error).__name__}: {error}") from error
+
+
+def capture_state(parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful], world: World) -> dict[str, Any]:
+    """Return a copy of the state on this rank, in host memory; of sharded tensors this rank's shards.
+
+    Raises:
+        CheckpointError: a state cannot be pickled.
+    """
+    snapshot = Snapshot.of(parts, rank_parts)
+    return {
+        "world_size": world.size,
+        "rank": world.rank,
+        "structures": {part: structure() for part, structure in snapshot.structures.items()},
+        "shapes": {name: tuple(tensor.shape) for name, tensor in snapshot.tensors.items()},
+        "tensors": {name: to_local(tensor).to("cpu", copy=True) for name, tensor in snapshot.tensors.items()},
+        "rank_parts": {part: (structure(), tensors) for part, (structure, tensors) in snapshot.rank_states.items()},
+    }
+
+
+def check_is_own_state(state: Mapping[str, Any], world: World) -> None:
+    """Check that a state was captured on this rank. Every rank must call this.
+
+    Raises:
+        ResumeError: on every rank, if it was not on one of them.
+    """
+    found = [(each.get("world_size"), each.get("rank")) for each in world.all_gather_object(_whose(state))]
+    if wrong := [(rank, *of) for rank, of in enumerate(found) if of != (world.size, rank)]:
+        rank, size, whose = wrong[0]
+        raise ResumeError(
+            f"rank {rank} of {world.size} was given a state of rank {whose} of {size}: each rank must load what "
+            "state_dict() returned on it; for another number of ranks, use save_checkpoint(path) and fit(resume=path)"
+        )
+
+
+def _whose(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: state.get(key) for key in ("world_size", "rank")}
+
+
+def restore_state(
+    state: Mapping[str, Any], parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful], world: World
+) -> None:
+    """Load the parts in their order, rank parts last. The state can be loaded again. Every rank must call this.
+
+    Raises:
+        CheckpointError: on every rank, if a part of one rank cannot load its state.
+    """
+    failure: Exception | None = None
+    part = ""
+    try:
+        if missing := sorted(parts.keys() - state["structures"].keys()):
+            raise CheckpointError(f"it has no {', '.join(missing)}")
+        for part, owner in parts.items():
+            owner.load_state_dict(_decode_captured(state, part, owner))
+        for part, owner in rank_parts.items():
+            structure, tensors = state["rank_parts"][part]
+            # Copies, because a part may change what it loads.
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            owner.load_state_dict(decode_state(structure, copies.__getitem__))
+    except Exception as error:
+        failure = error
+    own = None if failure is None else f"part {part!r} of rank {world.rank}: {type(failure).__name__}: {failure}"
+    if problems := [each for each in world.all_gather_object(own) if each]:
+        raise CheckpointError(f"cannot load the state: {'; '.join(problems)}") from failure
+
+
+def _decode_captured(state: Mapping[str, Any], part: str, owner: Stateful) -> Any:
+    live: dict[str, torch.Tensor] = {}
+    if not isinstance(owner, SupportsLoadTarget):
+        live = {"/".join((part, *path)): tensor for path, tensor in iter_tensors(owner.state_dict())}
+
+    def filled(name: str) -> torch.Tensor:
+        saved = state["tensors"][name]
+        target = allocate_target(part, owner, live, name, torch.Size(state["shapes"][name]), saved.dtype)
+        with torch.no_grad():
+            to_local(target).copy_(saved)
+        return target
+
+    return decode_state(state["structures"][part], filled)

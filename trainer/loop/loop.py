@@ -302,6 +302,28 @@ class Loop:
         """Do the same for methods that train or save; raises if they would overwrite another run."""
         self._state.begin_without_restore()
 
+    def capture(self) -> dict[str, Any]:
+        """Return the whole state in memory, between two updates."""
+        self._state.load_initial_weights()
+        self.optimizer_step.check_pending_norms()
+        self._callbacks.on_checkpoint_start()
+        return self._state.capture()
+
+    def load_captured(self, state: Mapping[str, Any], *, accept_changes: bool) -> None:
+        """Restore what `capture` has returned.
+
+        Raises:
+            ConfigError: a run is in progress.
+        """
+        if self._is_running:
+            raise ConfigError(
+                "load_state_dict() would change the position of a run that is reading its data: call it before fit(), "
+                "or before the loop of a Session; to evaluate other weights, use evaluate(checkpoint=...)"
+            )
+        self.saver.discard()
+        self._state.load_captured(state, accept_changes=accept_changes)
+        self.needs_restore = False
+
     def evaluate_weights_of(self, checkpoint: str, sets: Mapping[str, BatchStream]) -> dict[str, float] | None:
         """Evaluate the weights of a checkpoint, and restore the models' weights."""
         self.saver.wait_for_snapshot()

@@ -21,6 +21,7 @@ from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import RngState, seed_everything
 from ..checkpoints.scan import split_path
+from ..checkpoints.snapshot import capture_state, check_is_own_state, restore_state
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
 from ..config import CheckpointConfig, as_plain
 from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted
@@ -284,6 +285,36 @@ class RunState:
         self.is_half_restored = False
         return checkpoint
 
+    def capture(self) -> dict[str, Any]:
+        """Return the whole state in memory. Every rank must call this."""
+        contents = self._contents()
+        state = capture_state(contents["parts"], contents["rank_parts"], self._ctx.world)
+        return {**state, "meta": contents["meta"](Digests("", []))}
+
+    def load_captured(self, state: Mapping[str, Any], *, accept_changes: bool) -> None:
+        """Restore what `capture` has returned on this rank. Every rank must call this.
+
+        Raises:
+            DataError: the data has changed since.
+            ResumeError: the state is that of another rank, or of another run.
+            CheckpointError: it does not fit these models.
+        """
+        ctx = self._ctx
+        check_is_own_state(state, ctx.world)
+        source = Checkpoint("state_dict()", 0, 0, {}, state["meta"], ctx.world.size, 0, 0.0)
+        is_other_data = self._check_data(source, COMPONENTS)
+        self._certificate.check_before_load(source, COMPONENTS, accept_changes=accept_changes)
+        self.is_half_restored = True
+        restore_state(state, self._parts(), self._rank_parts(), ctx.world)
+        ctx.lr_stepping.forget_positions()
+        self._loaded_initial_weights = True
+        self.last_saved_step = None
+        self._restore_data_position(begin_epoch_again=is_other_data)
+        if lines := self._settings.adopt(accept_changes=accept_changes):
+            ctx.print("configure_optimizers() has changed; " + "; ".join(lines))
+        ctx.callbacks.on_restored()
+        self.is_half_restored = False
+
     def roll_back(self, *, up_to: int) -> Checkpoint | None:
         """Roll the learning state back to the newest good checkpoint of at most `up_to` updates.
 
@@ -507,7 +538,7 @@ def versions() -> dict[str, str]:
         headway = "from source"
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         "headway": headway,
     }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         progress_line as progress_line,
     )
     from .samples import Samples as Samples
+    from .save_pretrained import SavePretrained as SavePretrained
     from .summary import ModelSummary as ModelSummary, model_summary as model_summary
     from .throughput import Throughput as Throughput
     from .time_limit import TimeLimit as TimeLimit
@@ -36,6 +37,7 @@ _PUBLIC = {
     "profile": ("Profile",),
     "progress_bar": ("Pace", "ProgressBar", "human_duration", "progress_line"),
     "samples": ("Samples",),
+    "save_pretrained": ("SavePretrained",),
     "summary": ("ModelSummary", "model_summary"),
     "throughput": ("Throughput",),
     "time_limit": ("TimeLimit",),

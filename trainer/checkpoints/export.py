@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..distributed.dtensor import to_full_tensor, unwrap
 from ..distributed.world import World
 from ..errors import CheckpointError, ConfigError
 from .model_state import unwrapped_state_dict
-from .scan import read_checkpoint
+from .scan import read_checkpoint, split_path
 from .store import CheckpointStore
 
 
@@ -110,6 +111,39 @@ def export_pretrained(
         )
     weights = load_weights(checkpoint_path, model=model, ema=ema)
     write_pretrained(module, cast_weights(weights, dtype), folder, config={})
+
+
+PRETRAINED = "pretrained"
+"""The folder inside a checkpoint for what `from_pretrained` reads."""
+
+
+def add_pretrained(
+    checkpoint_path: str,
+    module: nn.Module,
+    *,
+    others: Sequence[Any] = (),
+    model: str | None = None,
+    ema: bool | str = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder inside of it, with which it is deleted.
+
+    The arguments are those of `export_pretrained`; `others` are objects with a `save_pretrained` of their own for the
+    same folder. Does nothing if the checkpoint has been deleted in the meantime.
+    """
+    storage, name = split_path(checkpoint_path)
+    # A folder at its place from the start would bring a deleted checkpoint back.
+    staged = storage.stage(f"{PRETRAINED}-{uuid.uuid4().hex[:8]}")
+    try:
+        export_pretrained(checkpoint_path, staged, module, model=model, ema=ema, dtype=dtype)
+        for each in others:
+            each.save_pretrained(os.fspath(staged))
+        storage.attach(staged, name, PRETRAINED)
+    except Exception:
+        if storage.committed(name):
+            raise
+    finally:
+        storage.abandon(staged, name)
 
 
 def gather_weights(module: nn.Module, world: World) -> dict[str, torch.Tensor]:

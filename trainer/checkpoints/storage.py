@@ -73,6 +73,9 @@ class Storage(Protocol):
     def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
         """Turn a save into a checkpoint, atomically. One rank calls this after all ranks have published."""
 
+    def attach(self, staged: Path, name: str, folder: str) -> None:
+        """Move a staged directory into a committed checkpoint; FileNotFoundError if there is none any more."""
+
     def abandon(self, staged: Path, name: str) -> None:
         """Delete the leftovers of a failed save; ignore errors."""
 
@@ -163,6 +166,9 @@ class _Local:
         _sync(staged)
         staged.rename(self.root / name)
         _sync(self.root)
+
+    def attach(self, staged: Path, name: str, folder: str) -> None:
+        staged.rename(self.root / name / folder)
 
     def abandon(self, staged: Path, name: str) -> None:
         shutil.rmtree(staged, ignore_errors=True)
@@ -258,6 +264,16 @@ class _Remote:
             if (there := self.size_bytes(name, file)) != each.size_bytes:
                 raise OSError(f"{self.path_of(name)}/{file} arrived with {there} of {each.size_bytes} bytes")
         self.fs.pipe_file(f"{self.root}/{name}/{MANIFEST}", manifest)
+
+    def attach(self, staged: Path, name: str, folder: str) -> None:
+        for file in (each for each in staged.rglob("*") if each.is_file()):
+            target = f"{self.root}/{name}/{folder}/{file.relative_to(staged).as_posix()}"
+            self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self.fs.put_file(str(file), target)
+        if not self.committed(name):
+            # Deleted in the meantime, when some of these files had not arrived yet.
+            self.fs.rm(f"{self.root}/{name}", recursive=True)
+            raise FileNotFoundError(self.path_of(name))
 
     def abandon(self, staged: Path, name: str) -> None:
         # Uploaded files are left to `leftovers`: without a manifest they do not count, and another rank may write.

@@ -40,9 +40,7 @@ class SavePretrained(Callback):
         ConfigError: at setup: the trainer has no `run_dir`, or the model or one of `others` no `save_pretrained`.
 
     Example:
-        >>> trainer = Tuned(config, run_dir="runs/tuned", callbacks=[SavePretrained(tokenizer, only_best=True)])
-        >>> folder = f"{trainer.fit().best_checkpoint}/pretrained"
-        >>> model = AutoModelForCausalLM.from_pretrained(folder)
+        >>> trainer = Digits(config, run_dir="runs/digits", callbacks=[SavePretrained(only_best=True)])
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from .checkpoints.export import (
 from .checkpoints.store import Checkpoint
 from .config import as_plain
 from .distributed import dtensor
+from .distributed.mesh import Mesh
 from .distributed.world import World
 from .errors import DataError, StepError
 from .loop.control import StopStatus
@@ -51,6 +52,11 @@ class ActiveRun:
     def world(self) -> World:
         """The ranks. By default, `setup` joins those that `torchrun` describes, or takes this process alone."""
         return self._engine.world
+
+    @property
+    def mesh(self) -> Mesh:
+        """The arrangement of the ranks: which read different rows, average gradients, or divide layers."""
+        return self._engine.context.mesh
 
     @property
     def run_dir(self) -> str | None:

@@ -92,9 +92,12 @@ class ParallelConfig(_NamesTheNearest):
 
     Attributes:
         strategy: "none" is a single process; "ddp" replicates; "fsdp" shards parameters, gradients and optimizer state
-            over all ranks (FSDP2); "hsdp" shards within groups of `shard_size` ranks and replicates across groups. With
-            one rank every strategy trains the plain model.
-        shard_size: ranks per "hsdp" group; usually those of one machine.
+            over all ranks (FSDP2); "hsdp" shards within groups of `dp_shard` ranks and replicates across groups. With
+            one rank every strategy trains the plain model, and the sizes below are ignored.
+        dp_replicate, dp_shard: number of copies of the model, and ranks that share each. "hsdp" needs one of them; what
+            is None follows from the number of ranks. `dp_shard` is usually the number of GPUs of a machine.
+        tp: ranks that divide layers (tensor parallelism), by `Trainer.configure_tensor_parallel`.
+        cp: ranks that divide sequences (context parallelism), by `Trainer.context_parallel_buffers`.
         shard_modules: class names of the modules that are gathered, checkpointed and compiled one at a time. If empty:
             the layers that a Hugging Face model names (`_no_split_modules`), or the children of every `ModuleList` and
             `ModuleDict`, which usually hold the blocks of a deep model.
@@ -120,7 +123,10 @@ class ParallelConfig(_NamesTheNearest):
     """
 
     strategy: Strategy = "ddp"
-    shard_size: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int = 1
+    cp: int = 1
     shard_modules: tuple[str, ...] = ()
     reshard_after_forward: bool = True
     no_sync: bool | None = None
@@ -137,16 +143,26 @@ class ParallelConfig(_NamesTheNearest):
         _strings(self, "shard_modules", "class names")
         if self.no_sync not in (None, True, False):
             raise ConfigError(f"no_sync must be True, False or None, got {self.no_sync!r}")
-        _positive("shard_size", self.shard_size)
+        _positive("dp_replicate", self.dp_replicate)
+        _positive("dp_shard", self.dp_shard)
+        _positive("tp", self.tp, optional=False)
+        _positive("cp", self.cp, optional=False)
         _parse_durations(self, "timeout", "step_timeout")
         for name in ("timeout", "step_timeout"):
             value = getattr(self, name)
             if (value is None and name == "timeout") or (value is not None and value.unit != "seconds"):
                 raise ConfigError(f'{name} must be a time such as "30m", got {value}')
-        if (self.strategy == "hsdp") != (self.shard_size is not None):
+        if self.strategy == "hsdp" and self.dp_shard is None and self.dp_replicate is None:
+            raise ConfigError("dp_shard or dp_replicate must be set for strategy='hsdp', got None for both")
+        if self.strategy in ("none", "ddp") and self.dp_shard not in (None, 1):
             raise ConfigError(
-                f"shard_size must be set for strategy='hsdp', and only for it, got strategy={self.strategy!r} with "
-                f"shard_size={self.shard_size}"
+                f"dp_shard={self.dp_shard} shards the model, but strategy={self.strategy!r} does not: use strategy "
+                "'fsdp', or 'hsdp' to shard within groups of ranks"
+            )
+        if self.strategy in ("none", "fsdp") and self.dp_replicate not in (None, 1):
+            raise ConfigError(
+                f"dp_replicate={self.dp_replicate} replicates the model, but strategy={self.strategy!r} does not: use "
+                "strategy 'hsdp', or 'ddp' without shards"
             )
         if self.cpu_offload and self.strategy not in ("fsdp", "hsdp"):
             raise ConfigError(

@@ -17,6 +17,8 @@ from .callbacks.progress_bar import ProgressBar
 from .checkpoints.store import Checkpoint
 from .config import TrainerConfig
 from .data.protocols import GlobalBatch
+from .distributed.context_parallel import Divided
+from .distributed.tensor_parallel import Plan
 from .distributed.world import World
 from .errors import ConfigError, StepError
 from .loop.engine import Engine
@@ -65,6 +67,8 @@ class Session(ActiveRun):
         num_tokens: a function from a micro-batch to its number of tokens, for the throughput and `max_tokens`.
         metrics: evaluation metrics that are not means, as for `Trainer.configure_metrics`.
         loss_scaler: for `precision="fp16"`, as for `Trainer.configure_loss_scaler`.
+        tensor_parallel_plan: as `Trainer.configure_tensor_parallel` returns it.
+        context_parallel_buffers: a function from a micro-batch, as for `Trainer`.
         scheduler_interval, scheduler_monitor: as the attributes of `Trainer`.
         run_dir, callbacks, trackers, world, attempt, printer, show_progress: as for `Trainer`. Hooks get the session in
             place of the trainer.
@@ -103,6 +107,8 @@ class Session(ActiveRun):
         num_tokens: Callable[[Any], int | torch.Tensor] | None = None,
         metrics: Mapping[str, Any] | None = None,
         loss_scaler: ScalesLoss | None = None,
+        tensor_parallel_plan: Plan | None = None,
+        context_parallel_buffers: Callable[[Any], Divided] | None = None,
         scheduler_interval: Interval | Mapping[str, Interval] = "step",
         scheduler_monitor: str | Mapping[str, str] = "validation/loss",
         run_dir: str | Path | None = None,
@@ -126,6 +132,8 @@ class Session(ActiveRun):
             self, model, optimizer, (data, validation), validation_step, loss_weight, num_tokens, metrics or {}
         )
         program.loss_scaler = loss_scaler
+        program.tensor_parallel_plan = tensor_parallel_plan or {}
+        program.divided = context_parallel_buffers
         program.scheduler_interval, program.scheduler_monitor = scheduler_interval, scheduler_monitor
         self.config = config
         self._program = program
@@ -291,6 +299,8 @@ class _Functions:
     loss_scaler: ScalesLoss | None
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]
+    tensor_parallel_plan: Plan
+    divided: Callable[[Any], Divided] | None
 
     def __init__(
         self,
@@ -315,6 +325,14 @@ class _Functions:
 
     def init_weights(self) -> None:
         raise AssertionError("models of a session have their weights")
+
+    def configure_tensor_parallel(self) -> Plan:
+        return self.tensor_parallel_plan
+
+    def context_parallel_buffers(self, batch: Any) -> Divided:
+        if self.divided is None:
+            raise ConfigError("parallel.cp divides sequences: pass context_parallel_buffers= to the Session")
+        return self.divided(batch)
 
     def configure_optimizers(self) -> Any:
         models = {name: self._run.unwrap(model) for name, model in self._run.models.items()}

@@ -13,6 +13,8 @@ from .active_run import ActiveRun
 from .callbacks.base import Callback, OwnHooks, PlainFunction, check_hooks
 from .callbacks.progress_bar import ProgressBar
 from .config import TrainerConfig, check_is_dataclass, one_step_on_cpu
+from .distributed.context_parallel import Divided
+from .distributed.tensor_parallel import Plan
 from .distributed.world import World
 from .errors import ConfigError
 from .loop.engine import Engine
@@ -170,6 +172,16 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         for model in self._engine.context.models_without_weights.values():
             weight_init.reset_parameters(model)
 
+    def configure_tensor_parallel(self) -> Plan:
+        """Return how `parallel.tp` divides layers over ranks.
+
+        Names of modules begin with the attribute of the model, and `*` stands for one part of a name:
+        `{"model.blocks.*.up": ColwiseParallel(), "model.blocks.*.down": RowwiseParallel()}`, with the styles of
+        `torch.distributed.tensor.parallel`. Without a plan, a Hugging Face model uses its own. Modules that are not
+        named are computed alike by all these ranks.
+        """
+        return {}
+
     def configure_optimizers(self) -> Any:
         """Set optimizers and schedulers as attributes, over the parameters of the sharded models.
 
@@ -230,6 +242,21 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         `state_dict()` and `load_state_dict(state)`. All of it must be equal on every rank; the state is in checkpoints.
         """
         return LossScaler()
+
+    def context_parallel_buffers(self, batch: Any) -> Divided:
+        """Return the tensors that `parallel.cp` divides along their sequences, each with that dimension.
+
+        Such as `[(batch["tokens"], 1), (batch["targets"], 1), (self.model.rope, 0)]`: everything that has one value per
+        position. During a step each rank has its part of them, and `scaled_dot_product_attention` covers whole
+        sequences. Their lengths must be multiples of `2 * cp`. Positions that the model computes by `torch.arange`
+        would be wrong: pass them as a tensor. `loss_weight` gets the parts, `num_tokens` the whole batch.
+
+        Args:
+            batch: a micro-batch, on the device.
+        """
+        raise NotImplementedError(
+            f"parallel.cp divides sequences: {type(self).__name__} must define context_parallel_buffers(self, batch)"
+        )
 
     def loss_weight(self, batch: Any) -> LossWeight:
         """Return the weight of a micro-batch's mean loss; by default its number of samples.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from headway.trainer.config import TrainerConfig
+from headway.trainer.distributed.mesh_sizes import MeshSizes
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from headway.trainer.trainer import Trainer
@@ -208,6 +209,8 @@ class Experiment:
         object.__setattr__(self, "storage", absolute(self.storage))
         if self.scaling.is_elastic:
             self._check_elastic()
+        else:
+            MeshSizes.of(self.config.parallel, self.scaling.max_workers)
 
     def _check_elastic(self) -> None:
         """Refuse settings with which training would depend on the number of workers."""
@@ -222,10 +225,11 @@ class Experiment:
                 f"config.global_batch_size={size} is less than one sample per worker with {workers}: raise it, or "
                 "lower the maximum of scaling.workers"
             )
-        if parallel.strategy == "hsdp":
+        fixed = {name: getattr(parallel, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+        if given := ", ".join(f"{name}={size}" for name, size in fixed.items() if size not in (None, 1)):
             raise ConfigError(
-                f"config.parallel.strategy=hsdp shards inside groups of {parallel.shard_size} ranks, into which "
-                f"{workers} cannot always be divided: use fsdp, or a fixed number in scaling.workers"
+                f"config.parallel has groups of a fixed size ({given}), into which {workers} cannot always be divided: "
+                "use strategy fsdp without sizes, or a fixed number in scaling.workers"
             )
 
     @property

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from headway.trainer.distributed.mesh_sizes import MeshSizes
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from headway.trainer.loop.run_state import COMPONENTS
@@ -197,8 +198,12 @@ def _strategy(experiment: Experiment) -> str:
     workers, parallel = experiment.scaling.max_workers, experiment.config.parallel
     over = f" over {str(experiment.scaling).replace('worker', 'rank')}"
     over = over if workers > 1 else ": one rank trains the plain model"
-    if parallel.strategy == "hsdp" and workers > 1:
-        over = f" over {workers} ranks, sharded inside groups of {parallel.shard_size}"
+    if workers > 1:
+        sizes = MeshSizes.of(parallel, workers)
+        if parallel.strategy == "hsdp":
+            over += f", sharded inside groups of {sizes.dp_shard}"
+        over += f", layers divided over {sizes.tp}" if sizes.tp > 1 else ""
+        over += f", sequences divided over {sizes.cp}" if sizes.cp > 1 else ""
     if parallel.activation_checkpointing != "none":
         over += f"; activation checkpointing {parallel.activation_checkpointing}"
     if parallel.cpu_offload and workers > 1:

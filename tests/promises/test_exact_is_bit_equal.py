@@ -326,7 +326,7 @@ class Measured(TinyTrainer):
 
 REFUSED: dict[str, tuple[type[TinyTrainer], dict[str, Any], str]] = {
     "fsdp": (TinyTrainer, {"parallel": ParallelConfig(strategy="fsdp")}, "strategy 'fsdp' adds gradients in"),
-    "hsdp": (TinyTrainer, {"parallel": ParallelConfig(strategy="hsdp", shard_size=2)}, "strategy 'hsdp' adds"),
+    "hsdp": (TinyTrainer, {"parallel": ParallelConfig(strategy="hsdp", dp_shard=2)}, "strategy 'hsdp' adds"),
     "compile": (TinyTrainer, {"parallel": ParallelConfig(compile=True)}, "a compiled model uses kernels"),
     "no batch size": (TinyTrainer, {"global_batch_size": None}, "set global_batch_size"),
     "batch norm": (Normed, {}, "model.blocks.2, a BatchNorm1d, keeps running statistics"),

@@ -16,7 +16,7 @@ from tests.tiny import Losses, StopAt, TinyConfig, TinyTrainer, weights
 
 
 def _config(strategy: str = "ddp", **changes: Any) -> TinyConfig:
-    parallel = ParallelConfig(strategy=strategy, shard_size=2 if strategy == "hsdp" else None)  # type: ignore[arg-type]
+    parallel = ParallelConfig(strategy=strategy, dp_shard=2 if strategy == "hsdp" else None)  # type: ignore[arg-type]
     settings = {
         "max_epochs": 2,
         "global_batch_size": 16,

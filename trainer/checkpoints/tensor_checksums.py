@@ -208,7 +208,7 @@ def compute_checksums(tensors: Mapping[str, torch.Tensor], world: World) -> dict
     Tensors that have no checksum are left out.
     """
     own: dict[str, TensorChecksum] = {}
-    shards: dict[str, TensorChecksum] = {}
+    shards: dict[str, tuple[int, TensorChecksum]] = {}
     for name, tensor in tensors.items():
         part = to_local(tensor)
         if not has_checksum(part):
@@ -218,8 +218,20 @@ def compute_checksums(tensors: Mapping[str, torch.Tensor], world: World) -> dict
         elif _counts_here(tensor) and part.numel():
             # Distributed Checkpoint calls the same method for the offsets of a DTensor.
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-            shards[name] = shard_checksum(part, offsets=chunk.offsets, size=tensor.shape)
-    return own | combine_checksums(world.all_gather_object(shards))
+            first_rank = int(tensor.device_mesh.mesh.min())
+            shards[name] = first_rank, shard_checksum(part, offsets=chunk.offsets, size=tensor.shape)
+    return own | combine_checksums(_of_first_meshes(world.all_gather_object(shards)))
+
+
+def _of_first_meshes(
+    ranks: Sequence[Mapping[str, tuple[int, TensorChecksum]]],
+) -> list[dict[str, TensorChecksum]]:
+    """Keep, for each tensor, the shards of one mesh: with tensor parallelism, several groups of ranks may have it."""
+    first: dict[str, int] = {}
+    for each in ranks:
+        for name, (rank, _) in each.items():
+            first[name] = min(rank, first.get(name, rank))
+    return [{name: part for name, (rank, part) in each.items() if rank == first[name]} for each in ranks]
 
 
 def combine_checksums(ranks: Sequence[Mapping[str, TensorChecksum]]) -> dict[str, TensorChecksum]:

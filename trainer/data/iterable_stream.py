@@ -120,7 +120,7 @@ class IterableStream:
         warnings.warn(
             f"each of the {shard.world_size} ranks reads all rows of the {role} loader, so each row {effect} "
             f"{shard.world_size} times: the loader is read in its own order because of {unsupported_part(data)}. Let "
-            "it read only the part of self.world.rank, or use a DataLoader without that",
+            "it read only the part of self.mesh.data.rank, or use a DataLoader without that",
             stacklevel=2,
         )
 

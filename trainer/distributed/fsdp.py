@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,33 +23,24 @@ from torch.distributed.tensor import DTensor
 
 from ..config import ParallelConfig, Precision
 from ..errors import ConfigError
-from .world import World, set_group_timeout
+from .world import World
 
 
 def shard_fully(
-    model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, precision: Precision, world: World
+    model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, precision: Precision, mesh: DeviceMesh
 ) -> None:
     """Shard a model by FSDP2, in place. Every rank must call this.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
         blocks: modules in it to gather one at a time, outermost first.
-        config: its strategy is "fsdp" or "hsdp".
+        config: how to shard.
         precision: the dtype of gathered parameters.
-        world: the ranks to shard over.
+        mesh: the ranks to shard over; if it has two dimensions, to replicate over and to shard over.
 
     Raises:
         ConfigError: a block cannot be sharded.
     """
-    kind = world.device.type
-    if config.strategy == "hsdp":
-        assert config.shard_size is not None
-        shape = (world.size // config.shard_size, config.shard_size)
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():
-            set_group_timeout(group, config.timeout.amount)
-    else:
-        mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     casts = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     # Autocast casts the inputs of each operator that needs it, as under DDP.
     policy = MixedPrecisionPolicy(
@@ -59,7 +50,7 @@ def shard_fully(
     )
     as_is = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
     # Pinned memory is for asynchronous copies to a GPU, and needs one.
-    offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if config.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     # Innermost first: fully_shard skips the parameters of modules that are already sharded.
     roots = callable_roots(model)
     for module in (*reversed(blocks), *(each for each in roots if not any(each is block for block in blocks))):

@@ -2,8 +2,8 @@
 
 The order:
 
-    created on meta -> transformed (on_models_configured) -> frozen -> float8 -> checkpointed -> compiled
-    -> sharded (FSDP2, HSDP) -> materialised -> initialised -> replicated (DDP)
+    created on meta -> transformed (on_models_configured) -> frozen -> float8 -> divided by layers (TP)
+    -> checkpointed -> compiled -> sharded (FSDP2, HSDP) -> materialised -> initialised -> replicated (DDP)
 
 Sharding comes before materialising, so no rank ever holds the whole model; replicating comes last, because DDP
 broadcasts rank 0's weights. The order follows torchtitan's `parallelize_llama`.
@@ -27,10 +27,12 @@ from .activation_checkpointing import wrap_checkpointed
 from .ddp import ReplicatedModule
 from .dtensor import is_sharded
 from .fsdp import has_forward, shard_fully, sharded_roots
+from .mesh import Mesh
+from .mesh_sizes import MeshSizes
 from .world import World
 
 
-def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World) -> None:
+def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World, mesh: Mesh) -> None:
     """Prepare a model in place: all steps up to the initialisation of weights. Every rank must call this.
 
     Args:
@@ -38,16 +40,10 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
         config: settings of checkpointing, compilation and sharding.
         precision: "bf16" and "fp16" gather sharded parameters in that dtype, "bf16-true" stores them in it; their
             gradients are reduced in float32.
-        world: the ranks to shard over.
-
-    Raises:
-        ConfigError: the strategy does not fit the number of ranks; or some tensors have values, which would be
-            lost, while others are on the meta device.
+        world: all ranks.
+        mesh: their arrangement. With tensor parallelism, layers are divided already.
     """
-    check_strategy(config, world)
-    _check_all_on_meta_or_none(model)
-    cast_weights(model, precision)
-    if is_sharded(model):
+    if is_sharded(model) and mesh.tensor.size == 1:
         _materialise(model, world.device, world.device)
         return
     blocks = blocks_of(model, config)
@@ -58,22 +54,39 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     if config.compile:
         for module in [block for _, _, block in blocks] or [model]:
             module.compile()
-    shards = world.size > 1 and config.strategy in ("fsdp", "hsdp")
-    if shards:
-        if not on_meta(model):
+    if mesh.shard_mesh is not None:
+        if not on_meta(model) and mesh.tensor.size == 1:
             broadcast_weights(model, world)
-        shard_fully(model, [block for _, _, block in blocks], config, precision, world)
-    offloads = shards and config.cpu_offload
+        shard_fully(model, [block for _, _, block in blocks], config, precision, mesh.shard_mesh)
+    offloads = mesh.shard_mesh is not None and config.cpu_offload
     _materialise(model, torch.device("cpu") if offloads else world.device, world.device)
 
 
+def prepare_weights(models: Mapping[str, nn.Module], precision: Precision) -> None:
+    """Check that each model has all its values or none, and cast them to the dtype in which they are stored.
+
+    Raises:
+        ConfigError: some tensors have values, which would be lost, while others are on the meta device.
+    """
+    for model in models.values():
+        _check_all_on_meta_or_none(model)
+        cast_weights(model, precision)
+
+
 def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
-    """Wrap an initialised model in DDP if the strategy asks for it; return other models unchanged."""
+    """Wrap an initialised model in DDP if the strategy asks for it; return other models unchanged.
+
+    Args:
+        model: with weights.
+        config: its strategy.
+        world: the ranks whose gradients are averaged.
+    """
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
         return model
     return ReplicatedModule(
         model,
+        process_group=world.group,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=config.find_unused_parameters,
@@ -91,7 +104,7 @@ def check_unsharded(model: nn.Module) -> None:
     Raises:
         ConfigError: the model is sharded over the ranks of a group that has ended.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if is_sharded(model):
         raise ConfigError(
             "fit() has ended the process group that it started, and a sharded model cannot move to another. Pass the "
             "trainer a world that outlives fit: `with World.from_environment() as world: trainer = ...(world=world)`"
@@ -117,14 +130,7 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
     Raises:
         ConfigError: the strategy does not fit.
     """
-    if config.strategy == "none" and world.size > 1:
-        raise ConfigError(
-            f"parallel.strategy='none' trains in one process, but there are {world.size} ranks: use 'ddp' or 'fsdp'"
-        )
-    if config.strategy == "hsdp" and world.size > 1 and world.size % (config.shard_size or 1):
-        raise ConfigError(
-            f"parallel.shard_size={config.shard_size} (strategy 'hsdp') must divide the number of ranks, {world.size}"
-        )
+    MeshSizes.of(config, world.size)
     if config.cpu_offload and world.device.type != "cpu" and world.size == 1:
         raise ConfigError(
             "parallel.cpu_offload moves FSDP2's shards to the CPU, but a single rank has none: use at least 2 ranks, "

@@ -42,6 +42,7 @@ class World:
         rendezvous: set if this object started, and thus owns, the process group.
         control: gloo group for host-side bookkeeping, which never waits for the device; None if the default group is
             gloo.
+        group: process group of the collectives on the device; None for the default one, of all processes.
 
     Example:
         >>> world = World.single("cpu")
@@ -55,6 +56,7 @@ class World:
     device: torch.device
     rendezvous: Rendezvous | None = None
     control: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
@@ -146,6 +148,34 @@ class World:
         """
         return replace(self, rendezvous=None, control=_new_group(timeout_s, _OWN_GROUP)) if self.size > 1 else self
 
+    def subset(self, groups: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> World:
+        """Return the group of ranks that has this one; ranks in it are numbered anew. Every rank must call this.
+
+        Args:
+            groups: all groups, equal on every rank: each rank is in one of them.
+            timeout_s: timeout of collectives in the group.
+        """
+        own = next(group for group in groups if self.rank in group)
+        if len(own) == self.size:
+            return self
+        if len(own) == 1:
+            return World(rank=0, size=1, local_rank=self.local_rank, device=self.device)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        ranks = [list(group) for group in groups]
+        new_groups: Any = dist.new_subgroups_by_enumeration
+        group, _ = new_groups(ranks, timeout=timeout)
+        control = group
+        if self.control is not None:
+            control, _ = new_groups(ranks, timeout=timeout, backend="gloo")
+        return World(
+            rank=own.index(self.rank),
+            size=len(own),
+            local_rank=self.local_rank,
+            device=self.device,
+            control=control,
+            group=group,
+        )
+
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes and prints."""
@@ -154,7 +184,7 @@ class World:
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place, and return it. Same shape and dtype on every rank."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_reduce_mean(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -164,7 +194,7 @@ class World:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self.group)
             means = flat.div_(self.size).split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
@@ -173,7 +203,7 @@ class World:
         if self.size == 1:
             return tensor
         received = tensor.new_empty(sum(take))
-        dist.all_to_all_single(received, tensor, list(take), [give] * self.size)
+        dist.all_to_all_single(received, tensor, list(take), [give] * self.size, group=self.group)
         return received
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +211,7 @@ class World:
         if self.size == 1:
             return tensor
         gathered = tensor.new_empty(self.size * len(tensor))
-        dist.all_gather(list(gathered.split(len(tensor))), tensor)  # type: ignore[no-untyped-call]
+        dist.all_gather(list(gathered.split(len(tensor))), tensor, group=self.group)  # type: ignore[no-untyped-call]
         return gathered
 
     def sum_ints(self, *values: int) -> list[int]:
@@ -216,13 +246,13 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value if self.is_main else None]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        dist.broadcast_object_list(box, group_src=0, group=self.control)
         return box[0]  # type: ignore[no-any-return]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite a tensor with rank 0's, in place, and return it."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
 
     def all_gather_object(self, value: T) -> list[T]:

@@ -25,6 +25,8 @@ def check_exact_config(config: TrainerConfig) -> None:
     parallel = config.parallel
     if parallel.strategy in ("fsdp", "hsdp"):
         _refuse(f"strategy {parallel.strategy!r} adds gradients in the order of the ranks: use 'ddp'")
+    if parallel.tp > 1 or parallel.cp > 1:
+        _refuse("ranks that divide layers or sequences add in another order: remove parallel.tp and parallel.cp")
     if parallel.compile:
         _refuse(
             "a compiled model uses kernels for the shapes its process has seen, which differ between ranks: "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +13,13 @@ from torch.optim import Optimizer
 
 from ..callbacks.base import CallbackList
 from ..config import TrainerConfig
+from ..distributed.context_parallel import divided_sequences
+from ..distributed.mesh import Mesh
 from ..distributed.world import World
 from ..metrics.history import History
 from ..step.lr_stepping import LrStepping
 from .progress import Progress
+from .steps import Steps
 from .timing import Activity, SetupTimes
 
 
@@ -33,6 +38,7 @@ class RunContext:
         name: class name of the trainer, for messages.
         config: how to train.
         world: the ranks.
+        mesh: their arrangement.
         run_dir: path or URI of the run's directory; None if nothing is written.
         attempt: number of this attempt at the run, from 1.
         print: prints once, from the main rank.
@@ -50,6 +56,7 @@ class RunContext:
     name: str
     config: TrainerConfig
     world: World
+    mesh: Mesh
     run_dir: str | None
     attempt: int
     print: Callable[[str], None]
@@ -63,6 +70,11 @@ class RunContext:
     models_without_weights: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     lr_stepping: LrStepping = field(default_factory=LrStepping)
+
+    def divided_sequences(self, steps: Steps, batch: Any) -> AbstractContextManager[None]:
+        """Return a context in which this rank has its part of a batch's sequences, if `parallel.cp` divides them."""
+        mesh = self.mesh.sequence_mesh
+        return nullcontext() if mesh is None else divided_sequences(mesh, steps.context_parallel_buffers(batch))
 
     @property
     def device(self) -> torch.device:

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from ..callbacks.base import Callback, CallbackList, PlainFunction
 from ..checkpoints.rng import seed_everything
-from ..config import TrainerConfig
+from ..config import TrainerConfig, as_plain
 from ..data.protocols import BatchStream, check_data
 from ..distributed import parallelize
+from ..distributed.context_parallel import add_attention_advice
+from ..distributed.mesh import Mesh
 from ..distributed.world import World
 from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics, numerics_of
@@ -25,6 +27,7 @@ from ..result import Status
 from ..setup import build
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
+from ..setup.rank_consistency import check_agreement
 from ..step.lr_stepping import LrStepping
 from ..step.oom import add_memory_advice, is_out_of_memory
 from ..trackers.base import Tracker
@@ -168,6 +171,8 @@ class Engine:
             add_memory_advice(
                 error, self.config, self.world, step=self.progress.step, may_halve=self.numerics.may_halve
             )
+        if error is not None and self.config.parallel.cp > 1:
+            add_attention_advice(error, self.world.device)
         if self._requests is not None:
             self._requests.clear()
         running, self._running = self._running, None
@@ -198,7 +203,10 @@ class Engine:
         if self.is_set_up:
             return
         program, config, numerics = self.program, self.config, self.numerics
-        ctx = self._make_context()
+        # Before the first collective that would hang if they differ.
+        check_agreement(self.world, {"config": {"parallel": as_plain(config.parallel)}})
+        mesh = Mesh.of(self.world, config.parallel)
+        ctx = self._make_context(mesh)
         self.callbacks.on_setup_start()
         # The same seed on all ranks while weights are drawn; different ones afterwards.
         seed_everything(config.seed, rank="common")
@@ -217,7 +225,7 @@ class Engine:
                 self._length.steps_on_ranks = self.world.all_gather_object(self.data.steps_in_epoch(0))
         with self.setup_times.phase("optimizers"):
             build.make_optimizers(program, ctx)
-        metrics = EvaluationMetrics(program.configure_metrics(), self.world)
+        metrics = EvaluationMetrics(program.configure_metrics(), mesh.loss)
         numerics.check_metrics(metrics)
         self.metrics = metrics
         self._loop = Loop(
@@ -228,7 +236,7 @@ class Engine:
             # Commands that follow the run read this file.
             trackers = [JsonlTracker(), *trackers]
         self._loop.recorder.set_trackers(trackers if self.world.is_main else ())
-        seed_everything(config.seed, rank=numerics.seed_rank(self.world))
+        seed_everything(config.seed, rank=numerics.seed_rank(mesh.loss))
         self._loop.announce_step()
         self.is_set_up = True
         self.callbacks.on_setup_end()
@@ -243,14 +251,14 @@ class Engine:
         if elsewhere:
             return
         try:
-            self.open_data(self._make_context())
+            self.open_data(self._make_context(Mesh.without_groups(self.world)))
         finally:
             self._close_streams()
 
     def estimate(self) -> Estimate:
         """Estimate the size and memory of this run from shapes on the meta device and the data's metadata."""
         self.check_config()
-        ctx = self._make_context()
+        ctx = self._make_context(Mesh.without_groups(self.world))
         try:
             build.make_models(self.program, ctx, self.numerics, shapes_only=True)
             self.open_data(ctx)
@@ -307,6 +315,13 @@ class Engine:
                 "not define num_tokens(self, batch)"
             )
         parallelize.check_strategy(config.parallel, self.world)
+        if config.float8 and config.parallel.tp > 1:
+            raise ConfigError("float8=True does not support parallel.tp: leave one of them out")
+        if config.parallel.cp > 1 and self.program.overrides_prepare_batch and self.program.overrides_loss_weight:
+            raise ConfigError(
+                "parallel.cp does not support prepare_batch with loss_weight, which gets batches as loaded: "
+                "prepare them in the dataset or collate_fn"
+            )
         if config.float8 and not elsewhere:
             check_float8(self.world.device)
         self.numerics.check_config(config)
@@ -322,7 +337,7 @@ class Engine:
         """Open other validation data than the run's, for an evaluation."""
         return build.open_sets(self.context, self.numerics, data, in_use=self.streams)
 
-    def _make_context(self) -> RunContext:
+    def _make_context(self, mesh: Mesh) -> RunContext:
         given = (*self.program.configure_callbacks(), *self._given_callbacks)
         bar = self._progress_bar
         if bar is not None and not any(isinstance(each, type(bar)) for each in given):
@@ -333,6 +348,7 @@ class Engine:
             name=type(self.owner).__name__,
             config=self.config,
             world=self.world,
+            mesh=mesh,
             run_dir=self.run_dir,
             attempt=self.attempt,
             print=self.print,

@@ -95,7 +95,7 @@ class Evaluation:
                 # Switch phase before the collective below, which waits for ranks that are still in their last batch.
                 ctx.activity.begin_batch("around an evaluation")
                 computed |= {self._prefix + metric: value for metric, value in metrics.compute().items()}
-            means = self._means.read(ctx.world)
+            means = self._means.read(ctx.mesh.loss)
         if twice := means.keys() & computed.keys():
             raise ConfigError(
                 f"{', '.join(sorted(twice))}: both validation_step and configure_metrics define this metric; rename "
@@ -136,11 +136,12 @@ class Evaluation:
                     self._metrics.counts = num_samples > 0
                     ctx.activity.begin_batch("evaluation")
                     weighs = steps.overrides_loss_weight and num_samples
-                    self.weight = steps.loss_weight(micro_batch) if weighs else num_samples
+                    with ctx.divided_sequences(steps, micro_batch):
+                        self.weight = steps.loss_weight(micro_batch) if weighs else num_samples
                     if steps.overrides_prepare_batch:
                         micro_batch = steps.prepare_batch(micro_batch)
                     callbacks.on_evaluation_batch_start(micro_batch, batch_idx)
-                    with autocast(ctx.config.precision, ctx.device):
+                    with ctx.divided_sequences(steps, micro_batch), autocast(ctx.config.precision, ctx.device):
                         outputs = _as_dict(ctx.name, steps.validation_step(micro_batch, batch_idx))
                     if num_samples:
                         self._means.add(outputs, self.weight, self._prefix)

@@ -76,7 +76,7 @@ class Loop:
     ) -> None:
         config = ctx.config
         self._ctx, self._steps, self._numerics, self._requests = ctx, steps, numerics, requests
-        self._config, self._progress, self._world = config, ctx.progress, ctx.world
+        self._config, self._progress, self._world, self._mesh = config, ctx.progress, ctx.world, ctx.mesh
         self._activity, self._callbacks, self._history = ctx.activity, ctx.callbacks, ctx.history
         self._data, self._validation, self._evaluation_metrics = data, validation, metrics
         self.metrics = numerics.make_means()
@@ -292,7 +292,7 @@ class Loop:
     def _as_own_batch(self, batch: Any) -> LoadedBatch:
         self._numerics.check_own_batch()
         rows = batch_size(batch)
-        return LoadedBatch([batch], [rows], self._world.sum_ints(rows)[0])
+        return LoadedBatch([batch], [rows], self._mesh.data.sum_ints(rows)[0])
 
     def load_initial_weights(self) -> None:
         """Load the weights of `init_from`, for methods that are called without `fit`."""
@@ -444,7 +444,7 @@ class Loop:
             self._step_timeout = None
         samples = batch.global_num_samples
         if samples is None:
-            samples = self._world.sum_ints(sum(batch.num_samples))[0]
+            samples = self._mesh.data.sum_ints(sum(batch.num_samples))[0]
         if of_epoch:
             self._awaits_update = False
             progress.step_in_epoch += 1
@@ -677,6 +677,7 @@ class Loop:
                 if must_agree:
                     own = batch.num_samples if batch is not None else ()
                     count, squares, samples = self._world.sum_ints(len(own), len(own) ** 2, sum(own))
+                    samples //= self._mesh.ranks_on_same_rows
                     # Equal only if all ranks have equally many micro-batches; the epoch ends with the shortest one.
                     if batch is None or count**2 != self._world.size * squares:
                         # Batches that other ranks have not read yet cannot be counted.

@@ -277,6 +277,10 @@ class RunState:
         self._certificate.check_after_load(
             checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
         )
+        if "rng" in rank_parts and self._ctx.mesh.tensor.size > 1:
+            # Ranks that divide a layer draw the same numbers; the checkpoint may be of another arrangement.
+            generators = RngState()
+            generators.load_state_dict(self._ctx.mesh.tensor.broadcast(generators.state_dict()))
         self._report_changed_length(checkpoint)
         if "settings" in parts and (lines := self._settings.adopt(accept_changes=accept_changes)):
             self._ctx.print("configure_optimizers() has changed; " + "; ".join(lines))
@@ -396,7 +400,7 @@ class RunState:
         """Seed ranks that are not in the checkpoint; in exact mode all share one state. Every rank must call this."""
         world = self._ctx.world
         if not self._numerics.share_rng(world) and world.rank >= checkpoint.world_size:
-            seed_everything(self._ctx.config.seed, rank=world.rank, step=checkpoint.step)
+            seed_everything(self._ctx.config.seed, rank=self._ctx.mesh.loss.rank, step=checkpoint.step)
 
     def _load_parts_from(self, path: str, parts: Mapping[str, Stateful]) -> Checkpoint:
         store = CheckpointStore(path, world=self._ctx.world)

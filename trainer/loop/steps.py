@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..distributed.context_parallel import Divided
 from ..step.precision import ScalesLoss
 
 LossWeight = float | torch.Tensor
@@ -38,6 +39,9 @@ class Steps(Protocol):
 
     def loss_weight(self, batch: Any) -> LossWeight:
         """Return the weight of a micro-batch's mean loss."""
+
+    def context_parallel_buffers(self, batch: Any) -> Divided:
+        """Return the tensors to divide along their sequence, and that dimension of each."""
 
     def num_tokens(self, batch: Any) -> int | torch.Tensor:
         """Return the number of tokens in a micro-batch without padding."""

@@ -70,7 +70,8 @@ def _counted_here(tensor: torch.Tensor, world: World) -> torch.Tensor:
     part = to_local(tensor)
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate() or ()
-        counts = all(
+        # With tensor parallelism, several groups of ranks may have the same tensor.
+        counts = int(tensor.device_mesh.mesh.min()) == 0 and all(
             place == 0
             for place, placement in zip(coordinate, tensor.placements, strict=True)
             if placement.is_replicate()

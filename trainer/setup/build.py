@@ -22,7 +22,9 @@ from ..data.protocols import BatchStream, ShardInfo, is_stream
 from ..data.streams import as_stream
 from ..distributed import parallelize
 from ..distributed.fsdp import gather_in_methods
+from ..distributed.mesh_sizes import MeshSizes
 from ..distributed.parallelize import named_tensors
+from ..distributed.tensor_parallel import Plan, divide_layers
 from ..distributed.world import World
 from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics
@@ -58,6 +60,9 @@ class Program(Steps, Protocol):
 
     def init_weights(self) -> None:
         """Initialize models that were created on the meta device."""
+
+    def configure_tensor_parallel(self) -> Plan:
+        """Return how layers are divided over ranks."""
 
     def configure_optimizers(self) -> Any:
         """Create optimizers and schedulers."""
@@ -212,8 +217,14 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
     with times.phase("parallelise"):
         # Before the first collective that would hang, or mix up weights, if models differ.
         check_agreement(world, facts)
+        parallelize.prepare_weights(ctx.models, config.precision)
+        if ctx.mesh.tensor_mesh is not None:
+            for model in ctx.models.values():
+                if not parallelize.on_meta(model):
+                    parallelize.broadcast_weights(model, world)
+            divide_layers(ctx.models, program.configure_tensor_parallel(), ctx.mesh.tensor_mesh)
         for model in ctx.models.values():
-            parallelize.shard(model, config.parallel, precision=config.precision, world=world)
+            parallelize.shard(model, config.parallel, precision=config.precision, world=world, mesh=ctx.mesh)
     if born_on_meta:
         with times.phase("initialise"):
             weight_init.initialize_weights(born_on_meta, program.init_weights)
@@ -221,7 +232,7 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
         check_weights(world, ctx.models)
         for name, model in ctx.models.items():
             gather_in_methods(model, lambda: ctx.activity.phase in _STEP_PHASES)
-            _set_model(program, ctx, name, numerics.replicate(model, config, world))
+            _set_model(program, ctx, name, numerics.replicate(model, config, ctx.mesh.loss))
 
 
 def rejoin_process_group(program: Program, ctx: RunContext) -> None:
@@ -389,10 +400,11 @@ def _open(
     if any(stream is each for each in in_use):
         # Opening the same stream again, for evaluation, would change it for training.
         stream = copy.copy(stream)
+    sizes = MeshSizes.of(config.parallel, ctx.world.size)
     stream.setup(
         ShardInfo(
-            rank=ctx.world.rank,
-            world_size=ctx.world.size,
+            rank=ctx.world.rank * sizes.num_data // ctx.world.size,
+            world_size=sizes.num_data,
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             accumulation=config.gradient_accumulation_steps,

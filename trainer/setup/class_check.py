@@ -16,7 +16,7 @@ OVERRIDABLE = (
     "configure_models", "init_weights", "configure_optimizers", "configure_dataloaders", "prepare_batch",
     "training_step", "validation_step", "configure_metrics", "configure_loss_scaler", "loss_weight", "num_tokens",
     "flops_per_sample", "flops_per_token", "loop", "configure_callbacks", "configure_trackers", "scheduler_interval",
-    "scheduler_monitor",
+    "scheduler_monitor", "configure_tensor_parallel", "context_parallel_buffers",
 )  # fmt: skip
 """What a subclass of `Trainer` may define for Headway to use, apart from hooks."""
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..config import ParallelConfig, Precision
 from ..data.protocols import BatchStream, HasDroppedTail
+from ..distributed.mesh_sizes import MeshSizes
 from ..distributed.parallelize import blocks_of
 from ..distributed.world import World
 from ..loop.context import RunContext
@@ -212,7 +213,9 @@ def memory_per_rank(
     """Return the memory of one rank, given the strategy and the number of ranks."""
     sizes = list(models.values())
     shards = world.size > 1 and config.strategy in ("fsdp", "hsdp")
-    parts = (config.shard_size or world.size) if shards else 1
+    mesh = MeshSizes.of(config, world.size)
+    # Layers that tensor parallelism divides count as whole: the plan needs the ranks.
+    parts = mesh.dp_shard * mesh.cp if shards else 1
     gathered = 0
     if shards:
         # The next block is gathered during the computation of one, in the dtype of the computation.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
@@ -74,7 +76,10 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     Every rank must call this: norms of sharded gradients are reduced.
     """
     if not _are_alike(gradients):
-        return to_full_tensor(get_total_norm([dense_values(each) for each in gradients]))
+        norms = [
+            to_full_tensor(get_total_norm([dense_values(each) for each in alike])) for alike in _by_mesh(gradients)
+        ]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     with torch.no_grad():
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return norm
@@ -84,7 +89,9 @@ def clip_norm(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
     """Scale gradients in place so that their norm is at most the limit; bitwise equal to `clip_grads_with_norm_`."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not _are_alike(gradients):
-        clip_grads_with_norm_([p for p in parameters if p.grad is None or not p.grad.is_sparse], limit, norm)
+        for alike in _by_mesh([gradient for gradient in gradients if not gradient.is_sparse]):
+            held = {id(gradient) for gradient in alike}
+            clip_grads_with_norm_([p for p in parameters if id(p.grad) in held], limit, norm)
         sparse = [gradient for gradient in gradients if gradient.is_sparse]
         # Not coalesced: scaling and summing repeated rows commute.
         for gradient in sparse:
@@ -106,6 +113,14 @@ def clip_value(parameters: Sequence[Tensor], limit: float) -> None:
 def dense_values(gradient: Tensor) -> Tensor:
     """Return the gradient, or the values of a sparse one."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _by_mesh(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group gradients by the ranks over which they are sharded: torch combines only those of one mesh."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    return list(groups.values())
 
 
 def _are_alike(gradients: list[Tensor]) -> bool:

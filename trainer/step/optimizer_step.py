@@ -70,6 +70,7 @@ class OptimizerStep:
     def __init__(self, ctx: RunContext, steps: Steps, metrics: MeanMetrics) -> None:
         self._ctx, self._steps, self._metrics = ctx, steps, metrics
         self._config, self._world, self._models = ctx.config, ctx.world, ctx.models
+        self._loss_world = ctx.mesh.loss
         self._activity, self._callbacks = ctx.activity, ctx.callbacks
         self._schedulers = ctx.lr_stepping.at("step")
         self._optimizers = list(ctx.optimizers.values())
@@ -345,7 +346,8 @@ class OptimizerStep:
             self._returned, self._called_backward = {}, False
             # Gradient isolation restores unsharded gradients, so they must not be sharded before.
             reaches = isolation is not None and isolation.may_step_manually
-            with nullcontext() if i == last else self._without_gradient_sync(must_reach_parameters=reaches):
+            unreduced = nullcontext() if i == last else self._without_gradient_sync(must_reach_parameters=reaches)
+            with unreduced, self._ctx.divided_sequences(self._steps, micro_batch):
                 yield micro_batch, batch_idx
             if isolation is not None:
                 isolation.end_micro_batch()
@@ -477,8 +479,8 @@ class OptimizerStep:
                 self._ctx.lr_stepping.step(scheduler)
         self._is_applied = True
         self.learning_rates = rates
-        # Equal on all ranks, so added once.
-        if self._world.is_main:
+        # Equal on all ranks, so added once in each group of ranks that merge their metrics.
+        if self._loss_world.is_main:
             self._metrics.add(norms)
         return norm
 
@@ -494,7 +496,7 @@ class OptimizerStep:
         twice = len(self._losses) > self._micro_batch + 1
         rest = {p for model in self._replicated if twice or not model.reduces_itself for p in model.parameters()}
         if rest:
-            self._world.all_reduce_mean([p.grad for p in _parameters_with_gradient(optimizers) if p in rest])
+            self._loss_world.all_reduce_mean([p.grad for p in _parameters_with_gradient(optimizers) if p in rest])
 
     def _reject(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
         """Reject the update because of a non-finite gradient: clear the gradients and record why."""
@@ -530,13 +532,16 @@ class OptimizerStep:
     def _loss_weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[LossWeight]:
         if not self._steps.overrides_loss_weight:
             return batch.num_samples
-        return [
-            self._steps.loss_weight(micro_batch) if counts else 0.0
-            for micro_batch, counts in zip(micro_batches, batch.num_samples, strict=True)
-        ]
+        weights: list[LossWeight] = []
+        for micro_batch, counts in zip(micro_batches, batch.num_samples, strict=True):
+            with self._ctx.divided_sequences(self._steps, micro_batch):
+                weights.append(self._steps.loss_weight(micro_batch) if counts else 0.0)
+        return weights
 
     def _loss_scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
-        size = self._world.size
+        # A number of rows is that of all ranks that work on these rows.
+        world = self._loss_world if self._steps.overrides_loss_weight else self._ctx.mesh.data
+        size = world.size
         if not self._steps.overrides_loss_weight and batch.global_num_samples is not None:
             return [weight * size / batch.global_num_samples for weight in weights]
         own: LossWeight = sum(weights, start=0.0)
@@ -549,7 +554,7 @@ class OptimizerStep:
             total = own.to(device, torch.float64, non_blocking=True, copy=True)
         else:
             total = torch.full((), own, dtype=torch.float64, device=device)
-        self._world.all_reduce_sum(total)
+        world.all_reduce_sum(total)
         factor = (size / total.clamp(min=1e-12)).float()
         return [weight * factor for weight in weights]
 

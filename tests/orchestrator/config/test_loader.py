@@ -226,7 +226,7 @@ def test_every_field_of_the_trainer_has_a_path_that_says_what_it_holds() -> None
         max_steps=7, max_grad_value=0.5, grad_norm_groups=("model.*",), freeze=("*", "!model.head.*"), init_from="a/b",
         evaluate_batches=3, loss_spike=LossSpikeConfig(), precision="bf16-true", seed=0,
         parallel=ParallelConfig(
-            strategy="hsdp", shard_size=2, shard_modules=("Block",), cpu_offload=True,
+            strategy="hsdp", dp_shard=2, shard_modules=("Block",), cpu_offload=True,
             activation_checkpointing="selective", step_timeout=Duration(300, "seconds"),
         ),
         checkpoint=CheckpointConfig(every=None, keep_last="all", mode="max", save_best=True),

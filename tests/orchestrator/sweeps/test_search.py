@@ -159,7 +159,7 @@ def test_what_no_trial_could_be_is_refused_before_anything_starts(
 
 
 def test_a_value_may_want_another_field_to_be_something_else(tmp_path: Path) -> None:
-    strategy, offload, shard = (f"config.parallel.{name}" for name in ("strategy", "cpu_offload", "shard_size"))
+    strategy, offload, shard = (f"config.parallel.{name}" for name in ("strategy", "cpu_offload", "dp_shard"))
     conditional = {
         strategy: Choice(["ddp", "fsdp", "hsdp"]),
         offload: When(strategy, ("fsdp", "hsdp"), Choice([False, True])),
@@ -168,11 +168,11 @@ def test_a_value_may_want_another_field_to_be_something_else(tmp_path: Path) -> 
     Search(space=conditional).check(experiment(tmp_path))
     # A nested condition, which holds with one of two strategies.
     Search(space={**conditional, shard: When(offload, True, Choice([1]))}).check(experiment(tmp_path))
-    with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
+    with pytest.raises(ConfigError, match="space: config.parallel.dp_shard"):
         Search(space={**conditional, shard: When(strategy, "fsdp", Choice([1]))}).check(experiment(tmp_path))
     # Neither is valid alone, but both together are.
     Search(space={strategy: Choice(["ddp", "hsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
-    with pytest.raises(ConfigError, match="space: config.parallel.shard_size"):
+    with pytest.raises(ConfigError, match="space: config.parallel.dp_shard"):
         Search(space={strategy: Choice(["ddp", "fsdp"]), shard: Choice([None, 1])}).check(experiment(tmp_path))
 
 

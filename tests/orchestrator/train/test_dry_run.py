@@ -98,7 +98,7 @@ def test_memory_follows_the_strategy(tmp_path: Path) -> None:
         return plan(experiment(tmp_path, workers=4, parallel=ParallelConfig(**parallel))).estimate.memory
 
     whole, sharded = memory(strategy="ddp"), memory(strategy="fsdp", cpu_offload=True)
-    groups = memory(strategy="hsdp", shard_size=2)
+    groups = memory(strategy="hsdp", dp_shard=2)
     assert (whole.parameters, groups.parameters, sharded.parameters) == (273 * 4, 273 * 2, 273)
     assert (whole.gathered, whole.offloaded, sharded.offloaded) == (0, False, True)
     # Two blocks of 90 numbers, and the first and the last layer.

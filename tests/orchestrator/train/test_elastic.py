@@ -86,7 +86,7 @@ def test_what_is_no_range_names_its_path(written: str) -> None:
         ),
         ({"global_batch_size": 4, "micro_batch_size": 4}, "is less than one sample per worker with 2 to 8 workers"),
         (
-            {"parallel": ParallelConfig(strategy="hsdp", shard_size=2)},
+            {"parallel": ParallelConfig(strategy="hsdp", dp_shard=2)},
             "into which 2 to 8 workers cannot always be divided",
         ),
     ],

@@ -258,7 +258,7 @@ def _on_ranks(world: World, folder: str) -> dict[str, Any]:
             global_batch_size=8,
             evaluate_every="3 steps",
             checkpoint=CheckpointConfig(every=None),
-            parallel=ParallelConfig(strategy=strategy, shard_size=2 if strategy == "hsdp" else None),
+            parallel=ParallelConfig(strategy=strategy, dp_shard=2 if strategy == "hsdp" else None),
         )
         ema, watch, spy, losses = Ema(0.8), Watch(), Inside(), Losses()
         trainer = TinyTrainer(

@@ -106,7 +106,7 @@ def _on_ranks(world: World) -> dict[str, Any]:
     for strategy in ("ddp", "fsdp", "hsdp"):
         kept = Kept()
         name: Strategy = strategy  # type: ignore[assignment]
-        parallel = ParallelConfig(strategy=name, shard_size=1 if name == "hsdp" else None)
+        parallel = ParallelConfig(strategy=name, dp_shard=1 if name == "hsdp" else None)
         config = _config(max_steps=2, global_batch_size=8, parallel=parallel)
         TinyTrainer(config, world=world, callbacks=[Histograms(every=2)], trackers=[kept]).fit()
         found[strategy] = kept.got

@@ -32,6 +32,7 @@ from headway.trainer.checkpoints.rng import RngState
 from headway.trainer.checkpoints.staging import Copy
 from headway.trainer.checkpoints.store import read_checkpoint
 from headway.trainer.distributed.dtensor import to_full_tensor
+from headway.trainer.distributed.mesh import Mesh
 from headway.trainer.distributed.parallelize import replicate, shard
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer, weights
@@ -50,7 +51,7 @@ def _training(strategy: str = "none", world: World = ALONE) -> tuple[nn.Module, 
     torch.manual_seed(3)
     model: nn.Module = WithBuffer()
     config = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
-    shard(model, config, precision="fp32", world=world)
+    shard(model, config, precision="fp32", world=world, mesh=Mesh.of(world, config))
     model = replicate(model, config, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     _step(model, optimizer)

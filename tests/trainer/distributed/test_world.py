@@ -100,7 +100,7 @@ def test_a_group_apart_keeps_its_longer_time_and_a_new_one_gets_the_shorter_afte
 def _times_of_groups(world: World, folder: str) -> list[float]:
     before = set(distributed_c10d._world.pg_map)
     # Each replica is complete, so nothing is sharded: only the groups matter.
-    parallel = ParallelConfig(strategy="hsdp", shard_size=1, timeout=Duration(77, "seconds"))
+    parallel = ParallelConfig(strategy="hsdp", dp_shard=1, timeout=Duration(77, "seconds"))
     TinyTrainer(TinyConfig(max_steps=1, parallel=parallel), world=world, run_dir=folder).fit()
     World.from_environment(timeout_s=77.0)
     # Not on a CPU: a separate group serves calls that must not wait for the device.

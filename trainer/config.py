@@ -444,7 +444,8 @@ def check_is_dataclass(config: TrainerConfig) -> None:
 
 def one_step_on_cpu(config: C) -> C:
     """Return the config of a step in one process on a CPU, without what that cannot do."""
-    parallel = replace(config.parallel, strategy="none", shard_size=None, compile=False, cpu_offload=False)
+    sizes: dict[str, Any] = {"dp_replicate": None, "dp_shard": None, "tp": 1, "cp": 1}
+    parallel = replace(config.parallel, strategy="none", **sizes, compile=False, cpu_offload=False)
     return replace(config, float8=False, exact=False, parallel=parallel)
 
 

@@ -14,6 +14,7 @@ from .callbacks.base import Callback, OwnHooks, PlainFunction, check_hooks
 from .callbacks.progress_bar import ProgressBar
 from .config import TrainerConfig, check_is_dataclass, one_step_on_cpu
 from .distributed.context_parallel import Divided
+from .distributed.mesh_sizes import MeshSizes
 from .distributed.tensor_parallel import Plan
 from .distributed.world import World
 from .errors import ConfigError
@@ -432,8 +433,9 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         Raises:
             HeadwayError: as `fit` would raise, also after the first step; errors of the trainer's own code as they are.
         """
+        num_data = MeshSizes.of(self.config.parallel, ranks).num_data
         self.config = self._engine.config = one_step_on_cpu(self.config)
-        return self._engine.check_step(ranks)
+        return self._engine.check_step(num_data)
 
     def setup(self) -> None:
         """Join the process group, and build models, optimizers and data, once. Every rank must call this.

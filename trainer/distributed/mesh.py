@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -78,9 +78,15 @@ class Mesh:
         )
 
     @classmethod
-    def without_groups(cls, world: World) -> Self:
-        """Return a mesh for checks and estimates, which use no group. Any process may call this."""
-        return cls(MeshSizes(), world, world, World.single(world.device))
+    def without_groups(cls, world: World, config: ParallelConfig) -> Self:
+        """Return a mesh for checks and estimates, which use no collectives. Any process may call this.
+
+        Raises:
+            ConfigError: the config does not fit the number of ranks.
+        """
+        sizes = MeshSizes.of(config, world.size)
+        data = replace(world, rank=world.rank // (sizes.cp * sizes.tp), size=sizes.num_data)
+        return cls(sizes, data, data, World.single(world.device))
 
     @property
     def counts_rows(self) -> bool:

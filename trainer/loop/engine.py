@@ -251,14 +251,14 @@ class Engine:
         if elsewhere:
             return
         try:
-            self.open_data(self._make_context(Mesh.without_groups(self.world)))
+            self.open_data(self._make_context(Mesh.without_groups(self.world, self.config.parallel)))
         finally:
             self._close_streams()
 
     def estimate(self) -> Estimate:
         """Estimate the size and memory of this run from shapes on the meta device and the data's metadata."""
         self.check_config()
-        ctx = self._make_context(Mesh.without_groups(self.world))
+        ctx = self._make_context(Mesh.without_groups(self.world, self.config.parallel))
         try:
             build.make_models(self.program, ctx, self.numerics, shapes_only=True)
             self.open_data(ctx)
@@ -281,7 +281,7 @@ class Engine:
         Files of the run, such as those that callbacks write, go to a temporary folder.
 
         Args:
-            ranks: the number of ranks among which the data is divided; this process gets the part of rank 0.
+            ranks: the number of ranks that read different rows; this process gets the part of rank 0.
         """
         error: BaseException | None = None
         with tempfile.TemporaryDirectory(prefix="headway-check-step-") as folder:
@@ -328,7 +328,7 @@ class Engine:
 
     def open_data(self, ctx: RunContext) -> None:
         """Open training and validation data on this rank."""
-        reading = replace(ctx, world=self._data_world or ctx.world)
+        reading = ctx if self._data_world is None else replace(ctx, mesh=replace(ctx.mesh, data=self._data_world))
         self.data, self.validation = build.open_data(self.program, reading, self.numerics)
         self._length = RunLength(self.config, self.progress, self.data)
         check_data(self.config, self.data, self.validation)

@@ -22,7 +22,6 @@ from ..data.protocols import BatchStream, ShardInfo, is_stream
 from ..data.streams import as_stream
 from ..distributed import parallelize
 from ..distributed.fsdp import gather_in_methods
-from ..distributed.mesh_sizes import MeshSizes
 from ..distributed.parallelize import named_tensors
 from ..distributed.tensor_parallel import Plan, divide_layers
 from ..distributed.world import World
@@ -400,11 +399,10 @@ def _open(
     if any(stream is each for each in in_use):
         # Opening the same stream again, for evaluation, would change it for training.
         stream = copy.copy(stream)
-    sizes = MeshSizes.of(config.parallel, ctx.world.size)
     stream.setup(
         ShardInfo(
-            rank=ctx.world.rank * sizes.num_data // ctx.world.size,
-            world_size=sizes.num_data,
+            rank=ctx.mesh.data.rank,
+            world_size=ctx.mesh.data.size,
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             accumulation=config.gradient_accumulation_steps,

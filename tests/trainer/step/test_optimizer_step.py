@@ -205,7 +205,7 @@ def test_weights_that_are_numbers_get_to_the_device_without_a_copy_that_waits(de
     trainer = CountingTrainer(_config(max_steps=1), world=World.single(device))
     trainer.fit()
     update = trainer._engine.loop.optimizer_step
-    update._world = _Sums()  # type: ignore[assignment]
+    update._loss_world = _Sums()  # type: ignore[assignment]
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

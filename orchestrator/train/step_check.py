@@ -13,7 +13,7 @@ from headway.trainer.errors import StepError
 
 from ..config.experiment import Experiment
 
-_MOST_LINES = 10
+_FIRST_LINES, _LAST_LINES = 3, 7
 
 
 def check_step(experiment: Experiment) -> dict[str, float]:
@@ -36,8 +36,9 @@ def describe_failure(error: BaseException) -> str:
     """Return an error in a few lines: its text, and where the user's code led to it, the innermost line last."""
     text = [f"one step on the CPU fails with {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     lines = "\n".join(text).strip().splitlines()
-    if len(lines) > _MOST_LINES:
-        lines = [*lines[: _MOST_LINES - 1], f"... ({len(lines) - _MOST_LINES + 1} more lines)"]
+    if (left_out := len(lines) - _FIRST_LINES - _LAST_LINES) > 1:
+        # An error of a loader's worker process ends with what it is.
+        lines = [*lines[:_FIRST_LINES], f"... ({left_out} more lines)", *lines[-_LAST_LINES:]]
     calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [call for call in calls if _is_users(call[0].co_filename)] or calls[-1:]
     return "\n".join([*lines, *(f"  {_place(code, line)}" for code, line in own)])

@@ -127,6 +127,28 @@ def test_a_wrong_shape_is_one_short_message_with_the_users_lines(tmp_path: Path)
     assert "--step needs --dry-run" in alone.stderr
 
 
+class BadRows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.zeros(3) + torch.zeros(4)
+
+
+def test_an_error_in_a_worker_process_of_the_loader_keeps_its_cause(tmp_path: Path) -> None:
+    class Reads(TinyTrainer):
+        def configure_dataloaders(self) -> Any:
+            return torch.utils.data.DataLoader(BadRows(), batch_size=8, num_workers=1)
+
+    with pytest.raises(StepError) as raised:
+        plan(experiment(tmp_path, Reads), step=True)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("one step on the CPU fails with RuntimeError: Caught RuntimeError in DataLoader worker")
+    assert "RuntimeError: The size of tensor a (3) must match the size of tensor b (4)" in str(raised.value)
+    assert any("return torch.zeros(3) + torch.zeros(4)" in line for line in lines)
+    assert len(lines) < 14
+
+
 def test_errors_of_headway_and_of_the_evaluation_are_found(tmp_path: Path) -> None:
     class NoLoss(TinyTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

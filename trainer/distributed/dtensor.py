@@ -26,6 +26,13 @@ def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part(tensor: DTensor) -> tuple[slice, ...]:
+    """Return the part of a tensor that this rank holds, as an index into the whole."""
+    # Distributed Checkpoint calls the same method for the offsets of a DTensor.
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
 def to_dtensor_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return `local`, this rank's shard, as a DTensor like `tensor`; unchanged if `tensor` is not sharded."""
     if not isinstance(tensor, DTensor):

@@ -89,6 +89,11 @@ class Mesh:
         return cls(sizes, data, data, World.single(world.device))
 
     @property
+    def divides_weights(self) -> bool:
+        """Whether a rank has only a part of the weights."""
+        return self.shard_mesh is not None or self.tensor_mesh is not None
+
+    @property
     def counts_rows(self) -> bool:
         """Whether this rank, of those in `loss`, counts the rows or tokens that it works on."""
         return self.loss.rank % self.sizes.cp == 0

@@ -12,12 +12,13 @@ broadcasts rank 0's weights. The order follows torchtitan's `parallelize_llama`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelConfig, Precision
@@ -25,7 +26,7 @@ from ..errors import ConfigError
 from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
 from .ddp import ReplicatedModule
-from .dtensor import is_sharded
+from .dtensor import is_sharded, own_part, to_local
 from .fsdp import has_forward, shard_fully, sharded_roots
 from .mesh import Mesh
 from .mesh_sizes import MeshSizes
@@ -36,7 +37,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     """Prepare a model in place: all steps up to the initialisation of weights. Every rank must call this.
 
     Args:
-        model: on the meta device, or with weights, in which case all ranks get rank 0's.
+        model: on the meta device; or with weights, if they are not to be sharded.
         config: settings of checkpointing, compilation and sharding.
         precision: "bf16" and "fp16" gather sharded parameters in that dtype, "bf16-true" stores them in it; their
             gradients are reduced in float32.
@@ -55,8 +56,6 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
         for module in [block for _, _, block in blocks] or [model]:
             module.compile()
     if mesh.shard_mesh is not None:
-        if not on_meta(model) and mesh.tensor.size == 1:
-            broadcast_weights(model, world)
         shard_fully(model, [block for _, _, block in blocks], config, precision, mesh.shard_mesh)
     offloads = mesh.shard_mesh is not None and config.cpu_offload
     _materialise(model, torch.device("cpu") if offloads else world.device, world.device)
@@ -285,13 +284,39 @@ def _without_shared_weights(
 
 def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torch.device) -> None:
     if on_meta(model):
-        _materialise_tied(model, parameters_on)
+        _keeping_ties(model, lambda: model.to_empty(device=parameters_on))
     else:
         model.to(parameters_on)
     if parameters_on != buffers_on:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(buffers_on))
+
+
+def drop_values(models: Mapping[str, nn.Module]) -> list[torch.Tensor]:
+    """Move models to the meta device, and return the values of their tensors for `fill_from_main`."""
+    values = [tensor.detach() for _, tensor in named_tensors(models)]
+    for model in models.values():
+        _keeping_ties(model, lambda model=model: model.to("meta"))  # type: ignore[misc]
+    return values
+
+
+def fill_from_main(models: Mapping[str, nn.Module], values: Sequence[torch.Tensor], world: World) -> None:
+    """Copy the main rank's values into models, sharded or not, tensor by tensor. Every rank must call this.
+
+    Args:
+        models: materialized.
+        values: of the whole tensors, on the main rank, from `drop_values`.
+        world: all ranks.
+    """
+    with torch.no_grad():
+        for number, (_, tensor) in enumerate(named_tensors(models)):
+            if world.is_main:
+                whole = values[number].to(world.device).contiguous()
+            else:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+            world.broadcast_tensor(whole)
+            to_local(tensor).copy_(whole[own_part(tensor)] if isinstance(tensor, DTensor) else whole)
 
 
 def broadcast_weights(model: nn.Module, world: World) -> None:
@@ -312,13 +337,13 @@ def _check_all_on_meta_or_none(model: nn.Module) -> None:
         )
 
 
-def _materialise_tied(model: nn.Module, device: torch.device) -> None:
-    """Materialise a model and keep tied weights tied: `to_empty` gives each module a separate tensor."""
+def _keeping_ties(model: nn.Module, move: Callable[[], object]) -> None:
+    """Move a model from or to the meta device, where each module gets a separate tensor, and keep tied weights tied."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device=device)
+    move()
     for (first, its_name), *others in places.values():
         for module, name in others:
             module.register_parameter(name, first.get_parameter(its_name))

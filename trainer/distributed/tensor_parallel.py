@@ -30,7 +30,7 @@ def divide_layers(models: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh)
     """Divide layers over the ranks of a mesh, in place. Every rank must call this.
 
     Args:
-        models: by name; on the meta device, or with the same weights on every rank.
+        models: by name, on the meta device.
         plan: from the trainer; where it is empty, each model's own.
         mesh: of one dimension.
 
@@ -60,7 +60,7 @@ def divide_layers(models: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh)
             )
         for module in found:
             trains = [parameter.requires_grad for parameter in module.parameters()]
-            # None: every rank has the values, or none has.
+            # None: there are no values to send.
             parallelize_module(module, mesh, style, src_data_rank=None)
             for parameter, required in zip(module.parameters(), trains, strict=True):
                 parameter.requires_grad_(required)

@@ -211,10 +211,10 @@ class Engine:
         # The same seed on all ranks while weights are drawn; different ones afterwards.
         seed_everything(config.seed, rank="common")
         with self.setup_times.phase("configure"):
-            build.make_models(program, ctx, numerics)
+            with_values = build.make_models(program, ctx, numerics)
             if config.float8:
                 convert_to_float8(self.models)
-        build.parallelize_models(program, ctx, numerics)
+        build.parallelize_models(program, ctx, numerics, with_values=with_values)
         # Before the optimizers: schedules may need the number of steps of the whole run.
         with self.setup_times.phase("open_data"):
             self.open_data(ctx)

@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ..config import as_plain
 from ..data.protocols import BatchStream, ShardInfo, is_stream
 from ..data.streams import as_stream
 from ..distributed import parallelize
+from ..distributed.dtensor import is_sharded
 from ..distributed.fsdp import gather_in_methods
 from ..distributed.parallelize import named_tensors
 from ..distributed.tensor_parallel import Plan, divide_layers
@@ -79,11 +80,13 @@ class Program(Steps, Protocol):
         """Return trackers."""
 
 
-def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes_only: bool = False) -> None:
-    """Create the models and freeze parameters; no collectives.
+def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes_only: bool = False) -> bool:
+    """Create the models and freeze parameters. Every rank must call this, unless `shapes_only`.
 
     They are created on the meta device, without memory. If `init_weights` is not overridden and would lose values that
-    the user's code gives to them, or if that code does not run there, they are created again with their values.
+    the user's code gives to them, or if that code does not run there, they are created again with their values. If they
+    are to be sharded, only the main rank keeps values; the others need not create them where code runs on the meta
+    device, and take turns where it does not, so that a machine has room for one model besides that of the main rank.
 
     Args:
         program: gets the models as attributes.
@@ -91,13 +94,18 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
         numerics: ordinary or exact arithmetic.
         shapes_only: leaves the models on the meta device if possible, also without their values.
 
+    Returns:
+        Whether the models have values, or will get them from the main rank.
+
     Raises:
         ConfigError: there is no model, one is in a private attribute, two models share a weight, or the config does not
             fit.
     """
     before = dict(vars(program))
-    why_not = _make_on_meta(program, ctx, shapes_only=shapes_only)
-    if why_not:
+    obstacle = _make_on_meta(program, ctx, shapes_only=shapes_only)
+    shards = not shapes_only and ctx.mesh.divides_weights
+
+    def make_with_values() -> None:
         vars(program).clear()
         vars(program).update(before)
         # The attempt on the meta device may have drawn random numbers.
@@ -109,24 +117,57 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
             with torch.no_grad():
                 program.init_weights()
         unset.initialize({name: getattr(program, name) for name in ctx.models})
+
+    if shards:
+        # Before the ranks take turns.
+        check_agreement(ctx.world, {"models created": obstacle.kind if obstacle else "on meta"})
+    if obstacle is not None:
+        if not shards:
+            make_with_values()
+        elif not obstacle.runs_on_meta:
+            for turn in range(max(ctx.world.all_gather_object(ctx.world.local_rank)) + 1):
+                if turn == ctx.world.local_rank:
+                    make_with_values()
+                    if not ctx.world.is_main:
+                        parallelize.drop_values({name: getattr(program, name) for name in ctx.models})
+                ctx.world.barrier()
+        elif ctx.world.is_main:
+            make_with_values()
         if not shapes_only:
-            ctx.print(_why_with_values(ctx.models, why_not))
+            ctx.print(_why_with_values(ctx.models, obstacle.why, shards=shards))
     # A callback may have replaced a model.
     ctx.models.update({name: getattr(program, name) for name in ctx.models})
     freeze(ctx.models, ctx.config.freeze)
     parallelize.check_modules(ctx.models, ctx.config.parallel)
     numerics.check_models(ctx.models)
+    return obstacle is not None
 
 
-def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> str:
-    """Create the models on the meta device; return why their values would be lost, or an empty text."""
+class _Obstacle(NamedTuple):
+    """Why models cannot be created without values.
+
+    Attributes:
+        why: for the user.
+        runs_on_meta: whether models on the meta device are complete apart from their values.
+    """
+
+    why: str
+    runs_on_meta: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "with values" if self.runs_on_meta else "with values, on every rank"
+
+
+def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _Obstacle | None:
+    """Create the models on the meta device; return why that is not enough, or None."""
     tracker = ValueTracker()
     with warnings.catch_warnings(record=True) as raised:
         try:
             with torch.device("meta"), tracker:
                 returned = program.configure_models()
         except Exception as error:
-            return _reason(error, "configure_models()")
+            return _Obstacle(_reason(error, "configure_models()"))
     _collect_models(program, ctx, returned)
     with warnings.catch_warnings(record=True) as also_raised:
         try:
@@ -135,27 +176,28 @@ def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> st
         except Exception as error:
             if "meta" not in str(error):
                 raise
-            return _reason(error, "on_models_configured()")
+            return _Obstacle(_reason(error, "on_models_configured()"))
     models = {name: getattr(program, name) for name in ctx.models}
     has_values = {name for name, tensor in named_tensors(models) if not tensor.is_meta}
     on_meta = {name for name, tensor in named_tensors(models) if tensor.is_meta}
     if has_values and on_meta:
-        return f"{_first(sorted(has_values))} came with values"
+        return _Obstacle(f"{_first(sorted(has_values))} came with values")
     if on_meta and not shapes_only:
         if (writer := tracker.elsewhere(models)) is not None:
-            return f"{writer.place} makes a tensor that is neither a parameter nor a buffer"
+            return _Obstacle(f"{writer.place} makes a tensor that is neither a parameter nor a buffer")
         if tracker.loaded is not None:
-            return f"{tracker.loaded.place} loads values"
+            return _Obstacle(f"{tracker.loaded.place} loads values", runs_on_meta=True)
         if not program.overrides_init_weights:
             try:
                 lost = tracker.lost(models)
             except Exception as error:
-                return _reason(error, "reset_parameters()")
+                return _Obstacle(_reason(error, "reset_parameters()"), runs_on_meta=True)
             if lost:
-                return f"{next(iter(lost.values())).place} gives values to {_first(list(lost))}"
+                why = f"{next(iter(lost.values())).place} gives values to {_first(list(lost))}"
+                return _Obstacle(why, runs_on_meta=True)
     for each in (*raised, *also_raised):
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
-    return ""
+    return None
 
 
 def _collect_models(program: Program, ctx: RunContext, returned: Any) -> None:
@@ -180,11 +222,12 @@ def _reason(error: Exception, where: str) -> str:
     return f"{where} does not run on the meta device ({type(error).__name__}: {text:.120})"
 
 
-def _why_with_values(models: Mapping[str, nn.Module], why: str) -> str:
+def _why_with_values(models: Mapping[str, nn.Module], why: str, *, shards: bool) -> str:
     size = sum(tensor.nbytes for _, tensor in named_tensors(models))
     what = "the model is" if len(models) == 1 else "the models are"
+    where = "the main rank" if shards else "every rank"
     return (
-        f"{what} created with values, {size / 2**20:,.1f} MiB on every rank, because {why}. If init_weights() of the "
+        f"{what} created with values, {size / 2**20:,.1f} MiB on {where}, because {why}. If init_weights() of the "
         "trainer sets the values, nothing is allocated before sharding"
     )
 
@@ -193,8 +236,14 @@ def _first(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
-def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) -> None:
+def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics, *, with_values: bool) -> None:
     """Shard, materialize, initialize and replicate the models, in place. Every rank must call this.
+
+    Args:
+        program: has the models as attributes.
+        ctx: has the models.
+        numerics: ordinary or exact arithmetic.
+        with_values: as `make_models` returned it.
 
     Raises:
         ConfigError: models, configs, versions or code differ between ranks, or a weight has no value.
@@ -202,7 +251,8 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
     config, world, times = ctx.config, ctx.world, ctx.setup_times
     born_on_meta = ctx.models_without_weights
     born_on_meta.clear()
-    born_on_meta.update({name: model for name, model in ctx.models.items() if parallelize.on_meta(model)})
+    if not with_values:
+        born_on_meta.update({name: model for name, model in ctx.models.items() if parallelize.on_meta(model)})
     facts = {
         "config": as_plain(config),
         "run_dir": ctx.run_dir,
@@ -217,13 +267,17 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics) ->
         # Before the first collective that would hang, or mix up weights, if models differ.
         check_agreement(world, facts)
         parallelize.prepare_weights(ctx.models, config.precision)
+        with_values_here = {
+            name: model for name, model in ctx.models.items() if name not in born_on_meta and not is_sharded(model)
+        }
+        values = parallelize.drop_values(with_values_here) if ctx.mesh.divides_weights else []
         if ctx.mesh.tensor_mesh is not None:
-            for model in ctx.models.values():
-                if not parallelize.on_meta(model):
-                    parallelize.broadcast_weights(model, world)
             divide_layers(ctx.models, program.configure_tensor_parallel(), ctx.mesh.tensor_mesh)
         for model in ctx.models.values():
             parallelize.shard(model, config.parallel, precision=config.precision, world=world, mesh=ctx.mesh)
+        if ctx.mesh.divides_weights:
+            parallelize.fill_from_main(with_values_here, values, world)
+        del values
     if born_on_meta:
         with times.phase("initialise"):
             weight_init.initialize_weights(born_on_meta, program.init_weights)

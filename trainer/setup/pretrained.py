@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoints.model_state import named_state_tensors
+from ..distributed.dtensor import own_part
 from ..errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -71,7 +72,7 @@ def load_safetensors(model: nn.Module, source: str | Path, *, skip: Sequence[str
         for name in shapes:
             tensor = tensors[name]
             if isinstance(tensor, DTensor):
-                tensor.to_local().copy_(places[name].get_slice(name)[_own_part(tensor)])
+                tensor.to_local().copy_(places[name].get_slice(name)[own_part(tensor)])
             else:
                 tensor.copy_(places[name].get_tensor(name))
 
@@ -87,12 +88,6 @@ def _files_of(source: Path) -> list[Path]:
         f"{source} is neither a .safetensors file nor a folder with model.safetensors or {_INDEX}: give a local path; "
         "huggingface_hub.snapshot_download(...) returns one"
     )
-
-
-def _own_part(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the part of a tensor that this rank holds, as an index into the whole."""
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def _first(names: Sequence[str]) -> str:

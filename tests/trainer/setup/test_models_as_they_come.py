@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, World
 from headway.trainer.checkpoints.rng import seed_everything
@@ -318,6 +321,37 @@ def test_every_strategy_begins_with_the_values_of_one_process() -> None:
                 found = rank[f"{name}, {strategy}"]
                 assert found.keys() == alone.keys()
                 assert all(torch.equal(found[key], alone[key]) for key in alone), (name, strategy)
+
+
+def _creations_with_values(world: World, runs_on_meta: bool) -> list[tuple[float, float]]:
+    """Return when this rank created the model with values, from begin to end."""
+    world = replace(world, local_rank=world.rank)
+    found: list[tuple[float, float]] = []
+
+    def make() -> nn.Module:
+        began = time.monotonic()
+        model = Initializes() if runs_on_meta else nn.Linear(6, 3)
+        if not runs_on_meta:
+            model.first = model.weight[0, 0].item()
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            time.sleep(0.2)
+            found.append((began, time.monotonic()))
+        return model
+
+    trainer, _ = _setup(make, world=world, strategy="fsdp")
+    assert any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    return found
+
+
+def test_only_the_main_rank_holds_the_values_of_a_model_that_is_to_be_sharded() -> None:
+    main, other = run_on_ranks(_creations_with_values, 2, True)
+    assert len(main) == 1
+    assert other == []
+
+
+def test_ranks_take_turns_where_each_must_create_a_model_that_is_to_be_sharded() -> None:
+    (first,), (second,) = run_on_ranks(_creations_with_values, 2, False)
+    assert first[1] <= second[0]
 
 
 def test_loaded_weights_are_kept_where_init_weights_sets_others() -> None:

@@ -376,7 +376,7 @@ class ActiveRun:
         Raises:
             ConfigError: a run is in progress.
             ResumeError, DataError: the state is that of another rank, config or data.
-            CheckpointError: it does not fit the models, optimizers or callbacks.
+            CheckpointError: it does not fit the models, optimizers or callbacks, or was sharded in another way.
         """
         self._engine.setup()
         self._engine.loop.load_captured(state_dict, accept_changes=accept_changes)

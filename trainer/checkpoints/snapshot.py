@@ -221,7 +221,7 @@ def capture_state(parts: Mapping[str, Stateful], rank_parts: Mapping[str, Statef
         "world_size": world.size,
         "rank": world.rank,
         "structures": {part: structure() for part, structure in snapshot.structures.items()},
-        "shapes": {name: tuple(tensor.shape) for name, tensor in snapshot.tensors.items()},
+        "layouts": {name: (tuple(tensor.shape), _sharding(tensor)) for name, tensor in snapshot.tensors.items()},
         "tensors": {name: to_local(tensor).to("cpu", copy=True) for name, tensor in snapshot.tensors.items()},
         "rank_parts": {part: (structure(), tensors) for part, (structure, tensors) in snapshot.rank_states.items()},
     }
@@ -279,10 +279,23 @@ def _decode_captured(state: Mapping[str, Any], part: str, owner: Stateful) -> An
         live = {"/".join((part, *path)): tensor for path, tensor in iter_tensors(owner.state_dict())}
 
     def filled(name: str) -> torch.Tensor:
-        saved = state["tensors"][name]
-        target = allocate_target(part, owner, live, name, torch.Size(state["shapes"][name]), saved.dtype)
+        saved, (shape, sharding) = state["tensors"][name], state["layouts"][name]
+        target = allocate_target(part, owner, live, name, torch.Size(shape), saved.dtype)
+        if _sharding(target) != sharding:
+            raise ResumeError(
+                f"{name} was {sharding or 'not sharded'} and is now {_sharding(target) or 'not sharded'}: load a state "
+                "under the strategy and sizes of config.parallel under which it was captured, or use "
+                "save_checkpoint(path) and fit(resume=path)"
+            )
         with torch.no_grad():
             to_local(target).copy_(saved)
         return target
 
     return decode_state(state["structures"][part], filled)
+
+
+def _sharding(tensor: torch.Tensor) -> str:
+    """Describe how a tensor is divided among the ranks; empty if it is not."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    return f"sharded as {list(tensor.placements)} over {tuple(tensor.device_mesh.shape)} ranks"

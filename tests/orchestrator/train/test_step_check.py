@@ -69,7 +69,7 @@ def test_it_makes_what_a_cpu_can_of_any_config(tmp_path: Path) -> None:
     for config in (
         {"float8": True, "precision": "bf16", "parallel": ParallelConfig(strategy="fsdp", compile=True)},
         {"precision": "fp16", "loss_spike": LossSpikeConfig(), "max_grad_norm": 1.0},
-        {"parallel": ParallelConfig(strategy="hsdp", shard_size=2, activation_checkpointing="full")},
+        {"parallel": ParallelConfig(strategy="hsdp", dp_shard=2, activation_checkpointing="full")},
         {"exact": True, "num_workers": 1, "halve_on_out_of_memory": False},
         {"global_batch_size": None, "micro_batch_size": None, "gradient_accumulation_steps": 3},
     ):

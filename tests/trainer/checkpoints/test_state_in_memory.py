@@ -170,6 +170,27 @@ def _on_two_ranks(world: World, strategy: str) -> tuple[bool, list[str]]:
     return _same(weights(trainer), wanted), messages
 
 
+def _under_another_strategy(world: World) -> list[str]:
+    def make(strategy: Any) -> TinyTrainer:
+        config = _config(parallel=ParallelConfig(strategy=strategy), global_batch_size=8, micro_batch_size=4)
+        return TinyTrainer(config, world=world)
+
+    messages = []
+    for before, after in (("ddp", "fsdp"), ("fsdp", "ddp")):
+        state = make(before).state_dict()
+        with pytest.raises(CheckpointError) as raised:
+            make(after).load_state_dict(state)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_shards_are_not_loaded_where_they_do_not_belong() -> None:
+    """A copy of another shape could even succeed, by broadcasting."""
+    for to_shards, to_whole in run_on_ranks(_under_another_strategy, 2):
+        assert "model/first.weight was not sharded and is now sharded as [Shard(dim=0)] over (2,) ranks" in to_shards
+        assert "sharded as [Shard(dim=0)] over (2,) ranks and is now not sharded: load a state under" in to_whole
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_every_rank_keeps_its_own(strategy: str) -> None:
     for same, messages in run_on_ranks(_on_two_ranks, 2, strategy):

@@ -374,7 +374,7 @@ class ActiveRun:
             accept_changes: loads it even if the config or the samples per update differ, as for `Trainer.fit`.
 
         Raises:
-            ConfigError: a run is in progress.
+            ConfigError: a run is in progress, or `run_dir` has checkpoints of a run that has not been restored.
             ResumeError, DataError: the state is that of another rank, config or data.
             CheckpointError: it does not fit the models, optimizers or callbacks, or was sharded in another way.
         """

@@ -299,11 +299,13 @@ class RunState:
         """Restore what `capture` has returned on this rank. Every rank must call this.
 
         Raises:
+            ConfigError: the run directory has checkpoints of another run, which retention would delete.
             DataError: the data has changed since.
             ResumeError: the state is that of another rank, or of another run.
             CheckpointError: it does not fit these models.
         """
         ctx = self._ctx
+        self._begin_in_own_folder()
         check_is_own_state(state, ctx.world)
         source = Checkpoint("state_dict()", 0, 0, {}, state["meta"], ctx.world.size, 0, 0.0)
         is_other_data = self._check_data(source, COMPONENTS)
@@ -357,6 +359,10 @@ class RunState:
             CheckpointError: the run directory cannot be read, or `init_from` is not a checkpoint.
             ConfigError: there are checkpoints of another run, which retention would delete.
         """
+        self._begin_in_own_folder()
+        self.load_initial_weights()
+
+    def _begin_in_own_folder(self) -> None:
         if not self._has_begun:
             if self._store is not None and not self._store.is_empty():
                 raise ConfigError(
@@ -364,7 +370,6 @@ class RunState:
                     "restore() of a Session, to resume it, or use another run_dir"
                 )
             self._has_begun = True
-        self.load_initial_weights()
 
     def load_initial_weights(self) -> None:
         """Load the weights of `init_from`, once, before the first update. Every rank must call this.

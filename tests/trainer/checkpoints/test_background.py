@@ -215,6 +215,23 @@ def _run_and_resume(world: World, folder: str, strategy: str) -> list[list[int]]
     return [saved.steps, saved.told_at]
 
 
+def test_an_evaluation_that_fails_at_the_end_loses_no_update(tmp_path: Path) -> None:
+    """Why the last step is saved twice: before its evaluation, and with it."""
+
+    class Fails(TinyTrainer):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("a mistake")
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        Fails(CONFIG, run_dir=tmp_path, world=ALONE).fit()
+    mended = TinyTrainer(CONFIG, run_dir=tmp_path, world=ALONE)
+    result = mended.fit()
+    assert mended.seen == []
+    assert result.resumed_from == str(tmp_path / "checkpoints/step-00000012")
+    assert result.last_checkpoint == str(tmp_path / "checkpoints/step-00000012.2")
+    assert "validation/loss" in read_checkpoint(result.last_checkpoint).metrics
+
+
 def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained(tmp_path: Path) -> None:
     _run_and_resume(ALONE, str(tmp_path), "none")
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from headway.trainer import (
     Callback,
+    CheckpointConfig,
     CheckpointError,
     ConfigError,
     ParallelConfig,
@@ -21,6 +22,7 @@ from headway.trainer import (
     World,
 )
 from headway.trainer.callbacks import Ema
+from headway.trainer.trackers import read_records
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer, weights
 
@@ -108,6 +110,26 @@ def test_a_failed_update_can_be_undone() -> None:
     assert _same(weights(trainer), weights(reference))
 
 
+def test_the_files_of_a_run_go_back_with_it(tmp_path: Path) -> None:
+    captures = Captures(5)
+    checkpoint = CheckpointConfig(every="2 steps", keep_last="all")  # type: ignore[arg-type]
+    config = _config(log_every="1 steps", checkpoint=checkpoint)
+    trainer = TinyTrainer(config, run_dir=tmp_path, world=ALONE, callbacks=[captures])
+    trainer.fit()
+
+    def learned() -> list[tuple[int, float]]:
+        return [(each["step"], each["train/loss"]) for each in read_records(tmp_path / "metrics.jsonl")]
+
+    before = learned()
+    trainer.load_state_dict(captures.state)
+    result = trainer.fit()
+    assert [step for step, _ in learned()] == list(range(1, 13))
+    # The state is from before the record of its update, which the next record includes.
+    assert learned()[6:] == before[6:]
+    resumed = TinyTrainer(config, run_dir=tmp_path, world=ALONE).fit()
+    assert (resumed.steps, resumed.resumed_from) == (12, result.last_checkpoint)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     captures = Captures(2)
     TinyTrainer(_config(), world=ALONE, callbacks=[captures]).fit()
@@ -118,6 +140,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         TinyTrainer(_config(width=12), world=ALONE).load_state_dict(state, accept_changes=True)
     with pytest.raises(ResumeError, match="rank 0 of 1 was given a state of rank 0 of 2"):
         TinyTrainer(_config(), world=ALONE).load_state_dict({**state, "world_size": 2})
+
+    TinyTrainer(_config(), run_dir=tmp_path, world=ALONE).fit()
+    with pytest.raises(ConfigError, match="has checkpoints of a run that has not been restored"):
+        TinyTrainer(_config(), run_dir=tmp_path, world=ALONE).load_state_dict(state)
 
     class Loads(Callback):
         def on_epoch_end(self, trainer: Any, metrics: Any) -> None:

@@ -78,7 +78,13 @@ def _collect(processes: list[Any], results: Any, timeout_s: float, folder: Path)
             what = f"rank {dead[0]} died (exit code {processes[dead[0]].exitcode})" if dead else "ranks are late"
             raise AssertionError(f"{what}; returned: {sorted(returned)}\n{stacks}") from None
         if error is not None:
-            raise AssertionError(f"rank {rank} raised:\n{error}")
+            # The cause may be on a rank whose report arrives later.
+            errors = [(rank, error)]
+            with contextlib.suppress(queue.Empty):
+                while len(errors) < len(processes):
+                    rank, error, _ = results.get(timeout=1.0)
+                    errors += [(rank, error)] if error is not None else []
+            raise AssertionError("\n".join(f"rank {rank} raised:\n{error}" for rank, error in sorted(errors)))
         returned[rank] = pickle.loads(value)
     return [returned[rank] for rank in range(len(processes))]
 

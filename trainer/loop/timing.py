@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class Activity:
         since_s: its start, by `time.monotonic`.
         updates: made in this process, including skipped ones.
         batches: micro-batches started in the current update, or in the evaluations after it.
+        thread: identifier of the training thread, set when it begins a batch.
 
     Example:
         >>> activity = Activity()
@@ -54,6 +56,7 @@ class Activity:
         self.phase: Phase = "setting up"
         self.since_s = time.monotonic()
         self.updates = self.batches = 0
+        self.thread = threading.get_ident()
         self._stays = dict.fromkeys(PHASES, 0)
         self._longest_s = dict.fromkeys(PHASES, -1.0)
         self._began_s = self.since_s
@@ -72,6 +75,7 @@ class Activity:
     def begin_batch(self, phase: Phase) -> None:
         """Enter a phase with the next micro-batch."""
         self.batches += 1
+        self.thread = threading.get_ident()
         self.enter(phase)
 
     @contextmanager

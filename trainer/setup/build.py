@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -31,7 +32,7 @@ from ..exact.numerics import Numerics
 from ..loop.context import RunContext
 from ..loop.run_state import versions
 from ..loop.steps import Steps
-from ..loop.timing import Phase
+from ..loop.timing import Activity, Phase
 from ..step.lr_stepping import Interval
 from ..trackers.base import Tracker
 from . import weight_init
@@ -284,8 +285,13 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics, *,
     with times.phase("parallelise"):
         check_weights(world, ctx.models)
         for name, model in ctx.models.items():
-            gather_in_methods(model, lambda: ctx.activity.phase in _STEP_PHASES)
+            gather_in_methods(model, lambda: _is_in_step(ctx.activity))
             _set_model(program, ctx, name, numerics.replicate(model, config, ctx.mesh.loss))
+
+
+def _is_in_step(activity: Activity) -> bool:
+    """Whether the caller is a step. Another thread, which may save the model meanwhile, runs on one rank only."""
+    return activity.phase in _STEP_PHASES and activity.thread == threading.get_ident()
 
 
 def rejoin_process_group(program: Program, ctx: RunContext) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from headway.trainer import ConfigError, ParallelConfig, World
 from headway.trainer.distributed.parallelize import blocks_of
@@ -325,3 +327,32 @@ def test_inputs_and_buffers_keep_their_dtype_under_every_strategy() -> None:
             for precision in ("bf16", "fp16", "bf16-true")
             for strategy in ("ddp", "fsdp")
         ]
+
+
+class Describes(Stages):
+    def is_gathered(self) -> bool:
+        return not isinstance(self.out.weight, DTensor)
+
+
+class DescribesMeanwhile(TinyTrainer):
+    """A thread of rank 0, as one that saves the model, calls a method of it in the middle of a step."""
+
+    def configure_models(self) -> None:
+        self.model = Describes()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # Later, a forward pass may have left the weights gathered.
+        if self.world.is_main and self.global_step == 0:
+            with ThreadPoolExecutor(1) as other:
+                assert not other.submit(self.model.is_gathered).result()
+        assert self.model.is_gathered()
+        return super().training_step(batch, batch_idx)
+
+
+def _call_meanwhile(world: World) -> int:
+    config = TinyConfig(max_steps=2, global_batch_size=8, parallel=ParallelConfig(strategy="fsdp"))
+    return DescribesMeanwhile(config, world=world).fit().steps
+
+
+def test_a_method_called_in_another_thread_waits_for_no_other_rank() -> None:
+    assert run_on_ranks(_call_meanwhile, 2, timeout_s=60.0) == [2, 2]

@@ -10,7 +10,7 @@ import sys
 
 from .table import show
 
-PARTS = ("loop", "exact", "saving", "pretrained", "stream", "start", "restart", "sweep", "records")
+PARTS = ("loop", "exact", "saving", "pretrained", "stream", "start", "restart", "compile_cache", "sweep", "records")
 
 
 def main(parts: list[str]) -> int:

@@ -108,6 +108,8 @@ class ParallelConfig(_NamesTheNearest):
         find_unused_parameters: lets DDP train a model in which some parameters get no gradient; traverses the graph in
             every step.
         compile: compiles each of these modules (or the whole model if there are none) with `torch.compile`.
+        keep_compile_cache: keeps compiled code in the run's folder, from which a restarted rank loads it instead of
+            compiling again. Loading runs that code: turn it off if others may write to the folder.
         activation_checkpointing: "full" keeps only the inputs of these modules and recomputes the rest in backward;
             "selective" also keeps the results of matrix products, convolutions and attention.
         cpu_offload: keeps parameter shards, their gradients and the optimizer state in CPU memory, where the optimizer
@@ -132,6 +134,7 @@ class ParallelConfig(_NamesTheNearest):
     no_sync: bool | None = None
     find_unused_parameters: bool = False
     compile: bool = False
+    keep_compile_cache: bool = True
     activation_checkpointing: ActivationCheckpointing = "none"
     cpu_offload: bool = False
     timeout: Duration = Duration(1800, "seconds")

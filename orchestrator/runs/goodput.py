@@ -25,7 +25,7 @@ ADVICE = {
     "waiting for machines": "use fewer workers (scaling.workers=1..8 starts with those that fit), or add machines",
     "starting": "negligible in a longer run; shorter on a Ray that is already running (RAY_ADDRESS)",
     "importing": "import less at the top of the trainer's file",
-    "compiling": "negligible in a longer run; keep the compiler's cache on a disk that outlives the workers",
+    "compiling": "negligible in a longer run; a restarted rank loads what is compiled (parallel.keep_compile_cache)",
     "data wait": "use more loader workers, a higher prefetch_factor, preprocessed data or faster storage",
     "checkpoint stall": "save less often (config.checkpoint.every), or to faster storage",
     "evaluation": "evaluate less often (config.evaluate_every), or on fewer batches (config.evaluate_batches)",

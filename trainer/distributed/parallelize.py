@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     blocks = [(parent, name, parent.get_submodule(name)) for parent, name, _ in blocks]
     if config.compile:
         for module in [block for _, _, block in blocks] or [model]:
-            module.compile()
+            _compile(module)
     if mesh.shard_mesh is not None:
         shard_fully(model, [block for _, _, block in blocks], config, precision, mesh.shard_mesh)
     offloads = mesh.shard_mesh is not None and config.cpu_offload
@@ -70,6 +71,17 @@ def prepare_weights(models: Mapping[str, nn.Module], precision: Precision) -> No
     for model in models.values():
         _check_all_on_meta_or_none(model)
         cast_weights(model, precision)
+
+
+def _compile(module: nn.Module) -> None:
+    module.compile()
+    if type(module).__module__.startswith("torch.nn."):
+        # Dynamo skips frames of torch's own classes, and would compile nothing: it has to start from another one.
+        # `OptimizedModule` does the same, but would change the names of the weights.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        module._compiled_call_impl = torch.compile(call)
 
 
 def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:

@@ -25,6 +25,7 @@ from ..exact.numerics import Numerics, numerics_of
 from ..metrics.history import History
 from ..result import Status
 from ..setup import build
+from ..setup.compile_cache import CompileCache
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
 from ..setup.rank_consistency import check_agreement
@@ -208,6 +209,11 @@ class Engine:
         mesh = Mesh.of(self.world, config.parallel)
         ctx = self._make_context(mesh)
         self.callbacks.on_setup_start()
+        compile_cache = None
+        if config.parallel.compile and config.parallel.keep_compile_cache and self.run_dir is not None:
+            compile_cache = CompileCache(self.run_dir, self.world, self.print)
+            with self.setup_times.phase("compile_cache"):
+                compile_cache.load()
         # The same seed on all ranks while weights are drawn; different ones afterwards.
         seed_everything(config.seed, rank="common")
         with self.setup_times.phase("configure"):
@@ -231,6 +237,7 @@ class Engine:
         self._loop = Loop(
             ctx, program, numerics, self.requests, self.data, self.validation, metrics=metrics, length=self._length
         )
+        self._loop.compile_cache = compile_cache
         trackers = self._given_trackers if self._given_trackers is not None else program.configure_trackers()
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
             # Commands that follow the run read this file.

@@ -22,6 +22,7 @@ from ..exact.numerics import Numerics
 from ..metrics.reductions import Reduce
 from ..metrics.train_log import Recorder
 from ..result import FitResult
+from ..setup.compile_cache import UPDATES_BEFORE_SAVE, CompileCache
 from ..step.precision import autocast
 from .context import RunContext
 from .control import Requests, StopStatus
@@ -60,6 +61,7 @@ class Loop:
         saver: writes checkpoints.
         needs_restore: True after an exception mid-update: model state is undefined until a checkpoint is restored.
         began_s: start of the run, including setup, by `time.perf_counter`.
+        compile_cache: saves what the first updates have compiled; None if it is not kept.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Loop:
         self.began_s = time.perf_counter()
         self.needs_restore = False
         self._step_timeout = config.parallel.step_timeout
+        self.compile_cache: CompileCache | None = None
         self._is_running = False
         self._resumes = False
         self._resumed_from: Checkpoint | None = None
@@ -201,6 +204,8 @@ class Loop:
         self._epoch_batch = self._accumulated = None
         self.recorder.in_update = False
         self.saver.clean_up()
+        if self.compile_cache is not None:
+            self.compile_cache.clean_up()
 
     def rejoin_process_group(self, rebuild: Callable[[], None]) -> None:
         """Continue in another process group; `rebuild` wraps the models for it."""
@@ -439,6 +444,8 @@ class Loop:
         finally:
             self.recorder.in_update = False
         self._activity.end_update()
+        if self.compile_cache is not None and self._activity.updates == UPDATES_BEFORE_SAVE:
+            self.compile_cache.save()
         if self._step_timeout is not None:
             self._world.set_timeout(self._step_timeout.amount)
             self._step_timeout = None

@@ -124,9 +124,10 @@ def _book_as_first_update(spent_s: dict[str, float]) -> None:
 class SetupTimes(dict[str, float]):
     """Seconds by phase, in the order in which they end.
 
-    `configure` builds the models on the meta device; `parallelise` checks that the ranks agree, shards and replicates;
-    `initialise` draws the weights; then `open_data`, `optimizers` and `restore`. `first_batch` is the wait for the
-    first batch of the attempt, and `first_update` its update, in which torch compiles.
+    `compile_cache` loads what an earlier attempt has compiled; `configure` builds the models on the meta device;
+    `parallelise` checks that the ranks agree, shards and replicates; `initialise` draws the weights; then `open_data`,
+    `optimizers` and `restore`. `first_batch` is the wait for the first batch of the attempt, and `first_update` its
+    update, in which torch compiles.
 
     Example:
         >>> from headway.trainer.loop.timing import SetupTimes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -433,3 +434,44 @@ def test_every_strategy_begins_with_the_same_weights(world_size: int) -> None:
             assert rank[name]["dtensors"] == (name != "ddp")
         held = [rank[name]["held"] for rank in ranks]
         assert sum(held) == total * (world_size if name == "ddp" else 1)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        _Block,
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU()),
+        lambda: nn.TransformerEncoderLayer(6, 2, 12, batch_first=True, dropout=0.0),
+    ],
+    ids=["own", "Sequential", "TransformerEncoderLayer"],
+)
+def test_blocks_are_compiled_once_also_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, block: Callable[[], nn.Module]
+) -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(str(graph.code))
+        return graph
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=backend, **options))
+    made = nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(10))})
+    names = list(made.state_dict())
+    trainer = _model(lambda: made)(_config(compile=True), world=ALONE)
+    trainer.setup()
+    x = torch.zeros(2, 3, 6, requires_grad=True)
+    for each in trainer.model["blocks"]:
+        x = each(x)
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+    assert list(trainer.model.state_dict()) == names

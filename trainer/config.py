@@ -301,6 +301,9 @@ class TrainerConfig(_NamesTheNearest):
             group is logged as "grad_norm/<pattern>".
         non_finite: what to do with an update whose gradient is NaN or infinite: "raise" ends the run, "skip" continues
             with the next batch, "retry" computes the same batch again, with new random numbers.
+        max_skipped_losses: micro-batches in a row for which `training_step` may return None as its loss: these are
+            skipped without a backward pass, on all ranks or not at all, and add nothing to the gradient. With 0 that is
+            an error; otherwise several ranks wait for one another in every micro-batch, to agree.
         max_non_finite: consecutive updates that are skipped or retried; one more ends the run.
         max_non_finite_total: the same over the whole run.
         loss_spike: rolls back to a checkpoint after a spike of the loss, and continues behind the data that caused it;
@@ -352,6 +355,7 @@ class TrainerConfig(_NamesTheNearest):
     grad_norm_groups: tuple[str, ...] = ()
     non_finite: NonFinite = "raise"
     max_non_finite: int = 3
+    max_skipped_losses: int = 0
     max_non_finite_total: int = 100
     loss_spike: LossSpikeConfig | None = None
     log_every: Duration = Duration(50, "steps")
@@ -424,6 +428,14 @@ class TrainerConfig(_NamesTheNearest):
                 "gradient_accumulation_steps must be left out if global_batch_size and micro_batch_size are set, from "
                 f"which it follows, got {self.gradient_accumulation_steps}"
             )
+        if self.max_skipped_losses != 0:
+            _positive("max_skipped_losses", self.max_skipped_losses, optional=False)
+            delayed = {"fsdp": (True,), "hsdp": (None, True)}.get(self.parallel.strategy, ())
+            if self.exact or self.halve_on_out_of_memory or self.parallel.no_sync in delayed:
+                raise ConfigError(
+                    "max_skipped_losses needs gradients that are reduced in every micro-batch: set parallel.no_sync="
+                    "False, and neither exact nor halve_on_out_of_memory"
+                )
 
 
 C = TypeVar("C", bound=TrainerConfig)

@@ -128,6 +128,8 @@ class Session(ActiveRun):
             raise ConfigError(
                 f"{field} repeats a step, and a Session cannot repeat your loop: leave it out, or use a Trainer"
             )
+        if config.max_skipped_losses:
+            raise ConfigError("max_skipped_losses is for training_step: a loop of your own may leave out a batch")
         program = _Functions(
             self, model, optimizer, (data, validation), validation_step, loss_weight, num_tokens, metrics or {}
         )

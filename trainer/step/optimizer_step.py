@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ..data.protocols import GlobalBatch
@@ -91,6 +92,7 @@ class OptimizerStep:
         self._called_backward = self._is_applied = self._is_accumulating = self._has_accumulated = False
         self._rejection: str | None = None
         self._stepped: set[Optimizer] = set()
+        self._skipped_losses = self._skipped_in_a_row = self._skipped_in_update = 0
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._not_yet_checked = set(self._optimizers)
         self._replicated = [model for model in self._models.values() if isinstance(model, ReplicatedModule)]
@@ -200,7 +202,8 @@ class OptimizerStep:
         while True:
             overflows = self._may_have_overflowed
             self._compute_and_step()
-            if self._rejection is None or self._is_applied or overflows or not guard.retries:
+            may_repeat = guard.retries and not overflows and not self._skips_update
+            if self._rejection is None or self._is_applied or not may_repeat:
                 return self._conclude()
             guard.retried += 1
             self.logged.reset()
@@ -220,7 +223,8 @@ class OptimizerStep:
             guard.applied()
         else:
             guard.skipped += 1
-        self._update_scale(overflowed=self._rejection is not None)
+        if not self._skips_update:
+            self._update_scale(overflowed=self._rejection is not None)
         if self._rejection is not None and not self._is_applied:
             return self._rejection
         for each, weight, counts in zip(self._outputs, self._current_weights, self._batch.num_samples, strict=True):
@@ -230,6 +234,11 @@ class OptimizerStep:
             self._check_names()
         self._metrics.merge(self.logged)
         return None
+
+    @property
+    def _skips_update(self) -> bool:
+        """Whether no micro-batch of the update had a loss."""
+        return 0 < self._skipped_in_update == len(self._micro_batches)
 
     @property
     def _may_have_overflowed(self) -> bool:
@@ -298,6 +307,8 @@ class OptimizerStep:
             counters["loss_scale"] = self._scaler.scale
         if self._guard.needs_norm_now:
             counters["skipped_steps"] = float(self._guard.skipped)
+        if self._config.max_skipped_losses:
+            counters["skipped_losses"] = float(self._skipped_losses)
         if self._guard.retries:
             counters["retried_steps"] = float(self._guard.retried)
         return counters
@@ -308,11 +319,13 @@ class OptimizerStep:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "is_scale_stuck": self._is_scale_stuck,
             "guard": self._guard.state_dict(),
+            "skipped_losses": self._skipped_losses,
         }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore them; a run that was not in float16 before starts with the initial scale."""
         self._guard.load_state_dict(state["guard"])
+        self._skipped_losses = state["skipped_losses"]
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
             self._is_scale_stuck = state["is_scale_stuck"]
@@ -366,10 +379,13 @@ class OptimizerStep:
         self._stepped.clear()
         self._in_user_step = False
         self._outputs, self._losses, self._rejection, self._is_applied = [], [], None, False
+        self._skipped_in_update = 0
 
     def _step_accumulated(self) -> None:
         """Step all optimizers, unless the user's steps have done so."""
-        if not self._stepped:
+        if self._skips_update:
+            self._rejection = "training_step returned no loss"
+        elif not self._stepped:
             self._step(self._optimizers)
         else:
             # The loss of one model may have left gradients in another, such as a generator's in its critic.
@@ -382,7 +398,7 @@ class OptimizerStep:
         with autocast(self._config.precision, self._world.device):
             outputs = self._steps.training_step(micro_batch, batch_idx)
         self._in_user_step = False
-        if isinstance(outputs, torch.Tensor):
+        if isinstance(outputs, torch.Tensor) or (outputs is None and self._config.max_skipped_losses):
             outputs = {"loss": outputs}
         if not self._called_backward:
             if is_first and before != _gradient_versions(self._optimizers):
@@ -397,6 +413,8 @@ class OptimizerStep:
                     f"training_step of {self._ctx.name} returned {_describe(outputs)}; it must return "
                     'the loss, or a dict with "loss", or call self.backward(loss)'
                 )
+            if self._config.max_skipped_losses and self._agree_to_skip(outputs["loss"] is None):
+                return {}
             self._backward(outputs["loss"])
         elif not isinstance(outputs, Mapping | None):
             raise StepError(
@@ -404,6 +422,39 @@ class OptimizerStep:
                 "return the loss, a dict of numbers to log, or nothing"
             )
         return outputs or {}
+
+    def _agree_to_skip(self, skips: bool) -> bool:
+        """Return whether all ranks skip the current micro-batch, which has no loss. Every rank must call this.
+
+        Raises:
+            StepError: only some ranks do, or there have been too many in a row.
+        """
+        (num_skip,) = self._world.sum_ints(int(skips))
+        if not num_skip:
+            self._skipped_in_a_row = 0
+            return False
+        if num_skip < self._world.size:
+            raise StepError(
+                f"training_step of {self._ctx.name} returned no loss on {num_skip} of {self._world.size} ranks: skip a "
+                "micro-batch on all of them, or return a loss of zero that depends on the model, such as "
+                "0.0 * self.model(batch).sum()"
+            )
+        self._skipped_losses += 1
+        self._skipped_in_a_row += 1
+        self._skipped_in_update += 1
+        if self._skipped_in_a_row > (most := self._config.max_skipped_losses):
+            raise StepError(
+                f"training_step of {self._ctx.name} returned no loss for {self._skipped_in_a_row} micro-batches in a "
+                f"row (max_skipped_losses={most})"
+            )
+        for model in self._replicated:
+            # DDP reduces no gradient of this forward pass.
+            model.reduces_itself = False
+        for module in (each for model in self._models.values() for each in model.modules()):
+            if isinstance(module, FSDPModule):
+                # What a backward pass does: gathered weights would be outdated after the next update.
+                module.reshard()
+        return True
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Run backward, with the loss weighted so that the update's gradient is that of the mean over its samples."""
@@ -589,7 +640,8 @@ def _gradient_versions(optimizers: Sequence[Optimizer]) -> list[int | None]:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
-        raise StepError(f"the loss is {_describe(loss)}; it must be a tensor with one element")
+        hint = " (max_skipped_losses lets a step skip micro-batches)" if loss is None else ""
+        raise StepError(f"the loss is {_describe(loss)}; it must be a tensor with one element{hint}")
     if loss.dim() != 0 and loss.numel() != 1:
         raise StepError(f"the loss has shape {list(loss.shape)}; reduce it to one number with .mean()")
     if not loss.requires_grad:

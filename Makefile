@@ -11,16 +11,22 @@ SCHEDULES ?= 200
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20
 
-.PHONY: help train test test-all chaos check format types docs bench clean
+# Tests of trainer/ that need a GPU, apart from those that import Ray.
+GPU_TESTS := tests/gpu $(addprefix tests/trainer/,callbacks/test_throughput.py metrics/test_means.py \
+	metrics/test_reductions.py setup/test_float8.py step/test_optimizer_step.py)
+
+.PHONY: help train test test-all test-gpu chaos check format types docs bench bench-gpu clean
 
 help:
 	@echo "make train    train a GPT on Python's standard library, with two Ray workers on this machine"
 	@echo "make test     run the tests that guard the promises"
 	@echo "make test-all run the rest: more chaos, examples, documentation snippets, reports in a browser, the wheel"
+	@echo "make test-gpu run the tests that need a GPU, with the torch and pytest of PYTHON"
 	@echo "make chaos    run two hundred schedules of kills, full disks and damaged files"
 	@echo "make check    check format, lint, types and documentation"
 	@echo "make docs     build the documentation in build/site"
 	@echo "make bench    compare speed and memory with alternatives"
+	@echo "make bench-gpu compare a GPT of 124M parameters with a bare loop, on a GPU, with the torch of PYTHON"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +46,11 @@ test: $(VENV)/installed types
 # The tests that `make test` excludes; `.venv/bin/python -m pytest` runs both, in one process.
 test-all: $(VENV)/installed types
 	$(PYTEST) -m extended
+
+# In place, because a machine with GPUs usually has its own torch; pytest is enough, without its plugins. Without a GPU all
+# of them are skipped.
+test-gpu: types
+	PYTHONPATH=build/types $(PYTHON) -m pytest -o addopts=-ra -W default::pytest.PytestConfigWarning -m gpu $(GPU_TESTS)
 
 # SCHEDULES=50 runs fewer; `python -m tests.chaos --seed 17` repeats one.
 chaos: $(VENV)/installed types
@@ -66,6 +77,10 @@ docs: $(VENV)/installed types
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
+
+# SMOKE=--smoke tries it on a CPU, with a tiny model.
+bench-gpu: types
+	PYTHONPATH=build/types $(PYTHON) -m benchmarks.gpu $(SMOKE)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

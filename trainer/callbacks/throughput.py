@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # h200, l4, l40, l40s, v100, tesla-t4); https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703;
 # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
 _PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "GB200": {"bf16": 2.5e15, "fp16": 2.5e15},
     "B200": {"bf16": 2.25e15, "fp16": 2.25e15},
     "H200 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 417e12, "fp32": 60e12},
     "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12},

@@ -62,11 +62,16 @@ class Staging:
             self._buffers[name] = buffer
             if changes_only_on_step(tensor):
                 deferred.append(_Deferred(name, tensor, tensor._version, shard, buffer.shard))
+            elif shard.is_cuda:
+                # Copied on the device first: a copy to the host would wait for all work that is enqueued.
+                clone = shard.detach().clone()
+                deferred.append(_Deferred(name, clone, clone._version, clone, buffer.shard))
             else:
                 buffer.shard.copy_(shard)
         copy = Copy({name: each.full for name, each in self._buffers.items()}, deferred)
-        if any(each.shard.is_cuda for each in deferred):
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        device = next((each.shard.device for each in deferred if each.shard.is_cuda), None)
+        if device is not None:
+            self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
         return copy
 
@@ -97,15 +102,18 @@ class Copy:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._copied_event: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
         if not deferred:
             self._done.set()
 
     def enqueue(self, stream: torch.cuda.Stream) -> None:
         """Enqueue the copy on a stream, after all work that is already enqueued on the training's stream."""
-        stream.wait_stream(torch.cuda.current_stream())
+        self._device = stream.device
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._copy()
-            self._copied_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Otherwise the save thread would occupy a core while it waits.
+            self._copied_event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied_event.record()
 
     def finish(self) -> None:
@@ -141,7 +149,7 @@ class Copy:
         if self._copied_event is None:
             self._done.wait()
             return
-        torch.cuda.current_stream().wait_event(self._copied_event)
+        torch.cuda.current_stream(self._device).wait_event(self._copied_event)
         self._check_versions()
 
     def _check_versions(self) -> None:

@@ -228,7 +228,7 @@ class OnGpu(TinyTrainer):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_between_two_records_nothing_waits_for_the_gpu() -> None:
     watch = NoWaiting(log_every=10)
     usual = [

@@ -25,7 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip("needs a CUDA GPU")
     return torch.device(request.param)
 
 
@@ -202,7 +202,7 @@ def test_what_is_kept_for_a_device_adds_up_the_same() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_values_and_weights_on_several_devices_mix_under_one_name() -> None:
     gpu, metrics = torch.device("cuda"), MeanMetrics()
     numbers = [1, torch.tensor(2.0), torch.tensor(3, device=gpu), torch.tensor(4.0, device=gpu, dtype=torch.bfloat16)]
@@ -318,7 +318,7 @@ def test_adding_a_loss_on_the_cpu_only_reads_its_value() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_nothing_waits_for_the_gpu_before_the_read() -> None:
     device = torch.device("cuda")
     metrics, loss = MeanMetrics(), torch.ones((), device=device, requires_grad=True) * 2

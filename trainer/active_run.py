@@ -215,6 +215,8 @@ class ActiveRun:
                 "config.log_every, shown in the progress display and written to every tracker; reduce= changes the "
                 "average to a sum, max, min or the last value"
             )
+        if not isinstance(name, str):
+            raise StepError(f"log() takes a name and a number, got {name!r:.80}: call it once for each number")
         self._engine.loop.log(name, value, weight, reduce)
 
     def log_images(self, images: Mapping[str, Any]) -> None:

@@ -330,7 +330,14 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
                     f"{type(self).__name__}.__init__ does not call super().__init__(config, ...): call it first, and "
                     "pass on the keyword arguments of Trainer"
                 )
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            engine = vars(self).get("_engine")
+            when = " yet: models, optimizers and data exist after setup(), which fit() calls"
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+                f"{when if engine is not None and not engine.is_set_up else ''}",
+                name=name,
+                obj=self,
+            )
 
     def fit(
         self,

@@ -264,3 +264,119 @@ def test_a_scheduler_may_be_restored_and_go_on(tmp_path: Any) -> None:
         trainer = TinyTrainer(TinyConfig(max_steps=steps), run_dir=tmp_path / "run", world=ALONE)
         assert trainer.fit().steps == steps
     assert isinstance(trainer, Trainer)
+
+
+def _with(**methods: Any) -> type[TinyTrainer]:
+    return type("Mistaken", (TinyTrainer,), methods)
+
+
+def _hides_a_layer(self: Any) -> None:
+    net = nn.Sequential(nn.Linear(6, 3))
+    net.more = [nn.Linear(3, 3)]
+    self.model = net
+
+
+def _schedules_another(self: Any) -> None:
+    self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    self.scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(self.model.parameters(), lr=0.1), 1)
+
+
+def _wraps_for_several_gpus(self: Any) -> None:
+    self.model = nn.DataParallel(nn.Linear(6, 3))
+
+
+def _is_lazy(self: Any) -> None:
+    self.model = nn.Sequential(nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "message"),
+    [
+        (
+            _with(configure_optimizers=_schedules_another),
+            ConfigError,
+            "self.scheduler is a scheduler of an optimizer that",
+        ),
+        (_with(configure_models=_wraps_for_several_gpus), ConfigError, "model is already wrapped in DataParallel"),
+        (_with(configure_models=_is_lazy), ConfigError, "model.0 is a LazyLinear, whose shape is unknown"),
+        (
+            _with(configure_metrics=lambda self: [print]),
+            ConfigError,
+            r"configure_metrics\(\) returned a list: return a",
+        ),
+        (
+            _with(loss_weight=lambda self, batch: -1.0),
+            StepError,
+            "loss_weight of Mistaken returned -1.0; it must be >= 0",
+        ),
+        (_with(on_step_start=lambda self: self.log(3, 1.0)), StepError, r"log\(\) takes a name and a number, got 3"),
+    ],
+)
+def test_what_would_train_otherwise_or_fail_without_a_reason_is_refused(
+    cls: type[TinyTrainer], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _fit(cls)
+
+
+def _trains_half(self: Any) -> None:
+    self.optimizer = torch.optim.SGD(self.model.blocks.parameters(), lr=0.1)
+
+
+def _trains_twice(self: Any) -> None:
+    self.first = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    self.second = torch.optim.SGD(self.model.last.parameters(), lr=0.1)
+
+
+def _ends_in_evaluation(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.model.eval()
+    return TinyTrainer.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (_with(configure_models=_hides_a_layer), "model.more is a list of modules, which are neither trained, moved"),
+        (
+            _with(configure_optimizers=_trains_half),
+            "model.first.weight and 3 more can be trained, but no optimizer has",
+        ),
+        (
+            _with(configure_optimizers=_trains_twice),
+            r"model.last.weight and 1 more is in several optimizers \(first, sec",
+        ),
+        (_with(training_step=_ends_in_evaluation), "training_step left model in evaluation mode"),
+    ],
+)
+def test_what_plain_pytorch_does_in_silence_is_a_warning(cls: type[TinyTrainer], message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        _fit(cls)
+
+
+@pytest.mark.filterwarnings("error")
+def test_right_code_is_not_warned_of() -> None:
+    class Adversaries(TinyTrainer):
+        """Two models with an optimizer each, a frozen one, and one that is shared without being registered again."""
+
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.critic = nn.Linear(3, 1)
+            self.teacher = nn.Linear(6, 3).requires_grad_(False)
+            self.model.shares = [self.model.last]
+
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            self.other = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.model(batch["x"])
+            return F.cross_entropy(logits, batch["y"]) + self.critic(logits).mean() + 0 * self.teacher(batch["x"]).sum()
+
+    _fit(Adversaries)
+
+
+def test_models_before_setup_are_an_error_that_says_when_they_exist() -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'model' yet: models, optimizers and data exist after setup"
+    ):
+        _ = TinyTrainer(TinyConfig(max_steps=1), world=ALONE).model

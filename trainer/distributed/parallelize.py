@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelConfig, Precision
@@ -161,11 +162,18 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
         ConfigError: a model is already wrapped, or a module is missing; the message lists the existing ones.
     """
     for name, model in models.items():
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+            kind = "DDP" if isinstance(model, DistributedDataParallel) else "DataParallel"
             raise ConfigError(
-                f"{name} is already wrapped in DDP: set the plain module in configure_models(); "
-                "parallel.strategy='ddp' wraps it"
+                f"{name} is already wrapped in {kind}: set the plain module in configure_models(); "
+                "parallel.strategy='ddp' trains it on several GPUs, one rank each"
             )
+        for path, module in model.named_modules():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+                raise ConfigError(
+                    f"{f'{name}.{path}'.rstrip('.')} is a {type(module).__name__}, whose shape is unknown until a "
+                    "forward pass: create the module with its sizes, or call the model on a batch in configure_models()"
+                )
         if isinstance(model, torch._dynamo.OptimizedModule) and config.strategy in ("fsdp", "hsdp"):
             raise ConfigError(
                 f"{name} is already compiled, and a compiled module cannot be sharded: set the plain module in "

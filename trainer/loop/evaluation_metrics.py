@@ -41,6 +41,11 @@ class EvaluationMetrics(Mapping[str, "EvaluationMetric"]):
     """
 
     def __init__(self, metrics: Mapping[str, Any], world: World) -> None:
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"configure_metrics() returned a {type(metrics).__name__}: return a dict of metrics by name, such as "
+                '{"accuracy": ...}'
+            )
         self._world = world
         self._by_name = {name: EvaluationMetric(name, metric, world, self) for name, metric in metrics.items()}
         self.counts = False

@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from ..config import as_plain
 from ..data.protocols import BatchStream, ShardInfo, is_stream
 from ..data.streams import as_stream
 from ..distributed import parallelize
-from ..distributed.dtensor import is_sharded
+from ..distributed.dtensor import is_sharded, unwrap
 from ..distributed.fsdp import gather_in_methods
 from ..distributed.parallelize import named_tensors
 from ..distributed.tensor_parallel import Plan, divide_layers
@@ -141,7 +142,30 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     freeze(ctx.models, ctx.config.freeze)
     parallelize.check_modules(ctx.models, ctx.config.parallel)
     numerics.check_models(ctx.models)
+    if ctx.world.is_main:
+        _warn_of_hidden_modules(ctx.models)
     return obstacle is not None
+
+
+def _warn_of_hidden_modules(models: Mapping[str, nn.Module]) -> None:
+    """Warn of modules in plain lists and dicts, which PyTorch does not see."""
+    known = {id(parameter) for model in models.values() for parameter in model.parameters()}
+    for name, model in models.items():
+        for path, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+                hidden = [each for each in held if isinstance(each, nn.Module)]
+                if attribute.startswith("_") or not any(
+                    parameter.requires_grad and id(parameter) not in known
+                    for each in hidden
+                    for parameter in each.parameters()
+                ):
+                    continue
+                warnings.warn(
+                    f"{f'{name}.{path}'.rstrip('.')}.{attribute} is a {type(value).__name__} of modules, which are "
+                    "neither trained, moved to the device nor saved: use nn.ModuleList or nn.ModuleDict",
+                    stacklevel=2,
+                )
 
 
 class _Obstacle(NamedTuple):
@@ -329,6 +353,49 @@ def make_optimizers(program: Program, ctx: RunContext) -> None:
     if not ctx.optimizers:
         raise ConfigError(
             f"configure_optimizers() of {ctx.name} made no optimizer: set self.optimizer = ..., or return it"
+        )
+    _check_schedulers(ctx)
+    if ctx.world.is_main:
+        _warn_of_parameters(ctx)
+
+
+def _check_schedulers(ctx: RunContext) -> None:
+    """Raise for a scheduler that changes the learning rate of another optimizer than those that train."""
+    groups = {id(group) for optimizer in ctx.optimizers.values() for group in optimizer.param_groups}
+    for name, scheduler in ctx.lr_stepping.schedulers.items():
+        of = getattr(scheduler, "optimizer", None)
+        # An optimizer that wraps another shares its groups.
+        if of is not None and not any(id(group) in groups for group in of.param_groups):
+            raise ConfigError(
+                f"self.{name} is a scheduler of an optimizer that is not an attribute of {ctx.name}, so it would "
+                f"change no learning rate: create it with {' or '.join(f'self.{each}' for each in ctx.optimizers)}"
+            )
+
+
+def _warn_of_parameters(ctx: RunContext) -> None:
+    """Warn of trainable parameters that no optimizer updates, and of those that two update."""
+    held = Counter(
+        parameter
+        for optimizer in ctx.optimizers.values()
+        for parameter in {each for group in optimizer.param_groups for each in group["params"]}
+    )
+    named = [
+        (f"{name}.{path}", parameter)
+        for name, model in ctx.models.items()
+        for path, parameter in unwrap(model).named_parameters()
+        if parameter.requires_grad
+    ]
+    if missing := [name for name, parameter in named if not held[parameter]]:
+        warnings.warn(
+            f"{_first(missing)} can be trained, but no optimizer has it: pass it to one in configure_optimizers(), or "
+            "freeze it, by config.freeze or requires_grad_(False)",
+            stacklevel=2,
+        )
+    if twice := [name for name, parameter in named if held[parameter] > 1]:
+        warnings.warn(
+            f"{_first(twice)} is in several optimizers ({', '.join(ctx.optimizers)}): each of them updates it, unless "
+            "training_step calls self.step(optimizer) itself",
+            stacklevel=2,
         )
 
 

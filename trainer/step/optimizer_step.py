@@ -9,12 +9,14 @@ the loss.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -394,10 +396,13 @@ class OptimizerStep:
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
         is_first = bool(self._not_yet_checked)
         before = _gradient_versions(self._optimizers) if is_first else None
+        were_training = {name: model.training for name, model in self._models.items()} if is_first else {}
         self._in_user_step = True
         with autocast(self._config.precision, self._world.device):
             outputs = self._steps.training_step(micro_batch, batch_idx)
         self._in_user_step = False
+        if is_first and self._world.is_main:
+            _warn_of_evaluation_mode(self._models, were_training)
         if isinstance(outputs, torch.Tensor) or (outputs is None and self._config.max_skipped_losses):
             outputs = {"loss": outputs}
         if not self._called_backward:
@@ -586,7 +591,10 @@ class OptimizerStep:
         weights: list[LossWeight] = []
         for micro_batch, counts in zip(micro_batches, batch.num_samples, strict=True):
             with self._ctx.divided_sequences(self._steps, micro_batch):
-                weights.append(self._steps.loss_weight(micro_batch) if counts else 0.0)
+                weight = self._steps.loss_weight(micro_batch) if counts else 0.0
+            if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
+                raise StepError(f"loss_weight of {self._ctx.name} returned {weight}; it must be >= 0")
+            weights.append(weight)
         return weights
 
     def _loss_scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
@@ -649,6 +657,15 @@ def _check_loss(loss: Any) -> None:
             "the loss has no gradient: it does not depend on a trainable parameter. Was it computed under no_grad(), "
             "detached, or converted to a number with .item()? A step that runs backward itself calls "
             "self.backward(loss)"
+        )
+
+
+def _warn_of_evaluation_mode(models: Mapping[str, nn.Module], were_training: Mapping[str, bool]) -> None:
+    if left := [name for name, model in models.items() if were_training[name] and not model.training]:
+        warnings.warn(
+            f"training_step left {', '.join(left)} in evaluation mode, without dropout and updates of running means: "
+            f"call self.{left[0]}.train() at its end, unless that is what you want",
+            stacklevel=2,
         )
 
 

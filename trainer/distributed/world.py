@@ -10,7 +10,7 @@ import datetime
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
 _GLOO_DRAIN_S = 0.05
+_BUCKET_BYTES = 25 * 2**20  # as in DDP
 _OWN_GROUP = "headway-own-group"
 _group_numbers = itertools.count(1)
 
@@ -188,11 +189,13 @@ class World:
         return tensor
 
     def all_reduce_mean(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors by their means over all ranks, in place. Same shapes and dtypes on every rank."""
+        """Replace tensors by their means over all ranks, in place. Same shapes and dtypes on every rank.
+
+        Needs memory for one bucket, or for the largest tensor.
+        """
         if self.size == 1:
             return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for alike in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
             dist.all_reduce(flat, group=self.group)
             means = flat.div_(self.size).split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
@@ -335,6 +338,18 @@ class Rendezvous:
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors in groups of one dtype and limited size, equal on all ranks."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[torch.Tensor] = []
+        for tensor in (each for each in tensors if each.dtype == dtype):
+            if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
 
 
 def _new_group(timeout_s: float, description: str | None = None) -> dist.ProcessGroup:

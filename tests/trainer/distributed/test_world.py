@@ -167,3 +167,26 @@ def test_trainers_of_one_program_meet_at_different_addresses(monkeypatch: pytest
         group.start_process_group()
         group.start_process_group()
     assert len(set(prefixes)) == 4
+
+
+def _means_in_buckets(world: World) -> tuple[list[int], list[list[float]]]:
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def records(tensor: torch.Tensor, **options: Any) -> Any:
+        reduced.append(tensor.nbytes)
+        return all_reduce(tensor, **options)
+
+    tensors = [torch.full((size,), float(world.rank + i)) for i, size in enumerate((5, 6, 20, 1))]
+    tensors.append(torch.full((3,), float(world.rank), dtype=torch.float64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world_module, "_BUCKET_BYTES", 44)
+        patch.setattr(dist, "all_reduce", records)
+        world.all_reduce_mean(tensors)
+    return reduced, [tensor.unique().tolist() for tensor in tensors]
+
+
+def test_means_need_memory_for_a_bucket_and_not_for_all_tensors() -> None:
+    for reduced, means in run_on_ranks(_means_in_buckets, 2):
+        assert reduced == [44, 80, 4, 24]
+        assert means == [[0.5], [1.5], [2.5], [3.5], [0.5]]

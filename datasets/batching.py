@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,13 @@ class GlobalBatch:
         """Return the row ids of each micro-batch as "<file>[<row group>]:<row in it>". Computed on demand."""
         names, ends = self.name_rows(), list(accumulate(self.num_samples))
         return [names[end - size : end] for size, end in zip(self.num_samples, ends, strict=True)]
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Refuse to be unpacked or indexed as one batch of tensors."""
+        raise TypeError(
+            "this is a global batch, which may have several micro-batches: "
+            "take its tensors from `for micro_batch in run.accumulate(batch)`"
+        )
 
 
 class ShardBuffers:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from headway.datasets.batching import GlobalBatch
 from headway.trainer import (
     Callback,
     ConfigError,
@@ -31,6 +32,7 @@ from headway.trainer import (
     load_weights,
 )
 from headway.trainer.callbacks import Ema
+from headway.trainer.data.protocols import LoadedBatch
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Rows, StopAt
 
@@ -97,6 +99,22 @@ class Supervised(SupervisedTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer, self.scheduler = make_optimizer(self.model)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda batch: batch["x"], lambda batch: dict(zip("xy", batch, strict=True))], ids=["index", "unpack"]
+)
+@pytest.mark.parametrize(
+    "batch_of",
+    [
+        lambda: LoadedBatch([{"x": torch.ones(2)}], [2], 2),
+        lambda: GlobalBatch([{"x": torch.ones(2)}], [2], 2, list),
+    ],
+    ids=["loader", "parquet"],
+)
+def test_a_batch_that_is_used_without_accumulate_says_so(batch_of: Any, use: Any) -> None:
+    with pytest.raises(TypeError, match="for micro_batch in run.accumulate"):
+        use(batch_of())
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 4])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -59,6 +59,13 @@ class LoadedBatch:
     def row_ids(self) -> Sequence[Sequence[int]]:
         """Return the dataset indices of the rows of each micro-batch."""
         return self.rows
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Refuse to be unpacked or indexed as one batch of tensors."""
+        raise TypeError(
+            "this is a global batch, which may have several micro-batches: "
+            "take its tensors from `for micro_batch in run.accumulate(batch)`"
+        )
 
 
 @runtime_checkable

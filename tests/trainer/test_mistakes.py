@@ -343,7 +343,7 @@ def _ends_in_evaluation(self: Any, batch: Any, batch_idx: int) -> Any:
         ),
         (
             _with(configure_optimizers=_trains_twice),
-            r"model.last.weight and 1 more is in several optimizers \(first, sec",
+            "model.last.weight and 1 more is in several optimizers, and each updates it",
         ),
         (_with(training_step=_ends_in_evaluation), "training_step left model in evaluation mode"),
     ],

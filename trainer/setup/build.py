@@ -6,7 +6,6 @@ import copy
 import itertools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -373,30 +372,23 @@ def _check_schedulers(ctx: RunContext) -> None:
 
 
 def _warn_of_parameters(ctx: RunContext) -> None:
-    """Warn of trainable parameters that no optimizer updates, and of those that two update."""
-    held = Counter(
+    """Warn of trainable parameters that were left out when others of their model were given to an optimizer."""
+    held = {
         parameter
         for optimizer in ctx.optimizers.values()
-        for parameter in {each for group in optimizer.param_groups for each in group["params"]}
-    )
-    named = [
-        (f"{name}.{path}", parameter)
-        for name, model in ctx.models.items()
-        for path, parameter in unwrap(model).named_parameters()
-        if parameter.requires_grad
-    ]
-    if missing := [name for name, parameter in named if not held[parameter]]:
-        warnings.warn(
-            f"{_first(missing)} can be trained, but no optimizer has it: pass it to one in configure_optimizers(), or "
-            "freeze it, by config.freeze or requires_grad_(False)",
-            stacklevel=2,
-        )
-    if twice := [name for name, parameter in named if held[parameter] > 1]:
-        warnings.warn(
-            f"{_first(twice)} is in several optimizers ({', '.join(ctx.optimizers)}): each of them updates it, unless "
-            "training_step calls self.step(optimizer) itself",
-            stacklevel=2,
-        )
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, model in ctx.models.items():
+        trainable = {path: each for path, each in unwrap(model).named_parameters() if each.requires_grad}
+        missing = [f"{name}.{path}" for path, parameter in trainable.items() if parameter not in held]
+        # A model without an optimizer, such as a teacher, is usual.
+        if missing and len(missing) < len(trainable):
+            warnings.warn(
+                f"{_first(missing)} can be trained, but no optimizer has it: pass it to one in configure_optimizers(), "
+                "or freeze it, by config.freeze or requires_grad_(False)",
+                stacklevel=2,
+            )
 
 
 def open_data(program: Program, ctx: RunContext, numerics: Numerics) -> tuple[BatchStream, dict[str, BatchStream]]:

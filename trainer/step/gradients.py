@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from ..checkpoints.model_state import unwrapped_state_dict
 from ..distributed.dtensor import to_full_tensor
@@ -66,6 +68,17 @@ def report_unused(models: Mapping[str, nn.Module], unused: set[torch.Tensor], *,
         warnings.warn(
             f"{what} got no gradient in the first update of their optimizer: freeze parameters that are not to be "
             "trained, or check that the loss depends on them",
+            stacklevel=2,
+        )
+
+
+def report_shared(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Warn about parameters that several optimizers update in the same step."""
+    held = Counter(parameter for each in optimizers for group in each.param_groups for parameter in group["params"])
+    if names := [name for name, parameter in named_parameters(models) if held[parameter] > 1]:
+        warnings.warn(
+            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} is in several optimizers, and each "
+            "updates it: give it to one, or call self.backward(loss) and self.step(optimizer) in training_step",
             stacklevel=2,
         )
 

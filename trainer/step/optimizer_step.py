@@ -28,7 +28,7 @@ from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
-from .gradients import clip_norm, clip_value, norm_groups, report_unused, total_norm
+from .gradients import clip_norm, clip_value, norm_groups, report_shared, report_unused, total_norm
 from .multi_optimizer import GradientIsolation
 from .nonfinite import AsyncScalar, NonFiniteGuard, can_skip, skipping
 from .nonfinite_report import NonFiniteReport
@@ -584,6 +584,9 @@ class OptimizerStep:
             p for o in first for group in o.param_groups for p in group["params"] if p.requires_grad and p.grad is None
         }
         report_unused(self._models, forgotten, is_main=self._world.is_main)
+        if len(optimizers) > 1 and self._world.is_main:
+            # All step after the backward pass, unless the user's step steps them one by one.
+            report_shared(self._models, optimizers)
 
     def _loss_weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[LossWeight]:
         if not self._steps.overrides_loss_weight:

@@ -32,7 +32,7 @@ class EventWriter:
 
     def add(self, kind: str, **details: Any) -> None:
         """Write one event, with its time in seconds since 1970."""
-        line = json.dumps({"time": round(time.time(), 3), "event": kind, **details}, default=str)
+        line = json.dumps({"time": time.time(), "event": kind, **details}, default=str)
         if self._folder.is_local:
             self._folder.append("events.jsonl", line)
             return

@@ -23,11 +23,27 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 TARGET = """
+import time
+import uuid
+from pathlib import Path
+
 from headway.orchestrator import PBT, Experiment, LogUniform, Scaling, Search
 from tests.tiny import TinyConfig, TinyTrainer
 
+
+class Member(TinyTrainer):
+    def on_fit_start(self):
+        # The trials of a population meet, however late one of them starts.
+        Path("started", uuid.uuid4().hex).touch()
+        while len(list(Path("started").iterdir())) < 2:
+            time.sleep(0.1)
+
+    def on_epoch_end(self, metrics):
+        time.sleep(0.3)
+
+
 experiment = Experiment(
-    name="sweep", trainer=TinyTrainer, config=TinyConfig(max_epochs=6), scaling=Scaling(cpus_per_worker=0.5)
+    name="sweep", trainer=Member, config=TinyConfig(max_epochs=6), scaling=Scaling(cpus_per_worker=0.5)
 )
 search = Search(space={"config.learning_rate": LogUniform(1e-6, 1e-1)}, trials=2, scheduler=PBT(quantile=0.5), seed=3)
 """
@@ -45,6 +61,7 @@ def test_a_population_trains_in_a_bucket(
     bucket = f"runs-{uuid.uuid4().hex[:8]}"
     s3fs.S3FileSystem().mkdir(bucket)
     (tmp_path / "population.py").write_text(TARGET)
+    (tmp_path / "started").mkdir()
     path = os.pathsep.join((str(ROOT / "build/types"), str(ROOT), os.environ["PYTHONPATH"]))
     environment = {name: value for name, value in os.environ.items() if name not in settings}
     done = subprocess.run(

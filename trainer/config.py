@@ -181,7 +181,8 @@ class CheckpointConfig(_NamesTheNearest):
     Attributes:
         every: interval between two checkpoints; None saves only at the end and on request.
         background: trains on while a checkpoint is copied, written and committed; waits only if the optimizer would
-            step before everything is copied. Needs host memory for one more copy of the state.
+            step before everything is copied. Needs host memory for one more copy of the state; on GPUs up to twice
+            that, because torch rounds pinned memory up to powers of two, and allocates it during the first save.
         at_end: whether to save when the run ends or is interrupted.
         keep_last: number of newest checkpoints to keep, or "all"; the newest good one is always kept.
         keep_best: number of best checkpoints to keep as well, whatever their age.

@@ -179,6 +179,21 @@ class Session(ActiveRun):
             )
         return next(iter(models.values()))
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, for example to set its learning rate; `step` steps it.
+
+        Raises:
+            ConfigError: there are several; use `optimizers`.
+        """
+        optimizers = self._engine.optimizers
+        if len(optimizers) != 1:
+            raise ConfigError(
+                f"the run has {len(optimizers)} optimizers ({', '.join(optimizers) or 'before setup'}): use "
+                "run.optimizers[name]"
+            )
+        return next(iter(optimizers.values()))
+
     def __enter__(self) -> Session:
         self._has_started = self._has_finished = False
         self._engine.begin()

@@ -224,6 +224,13 @@ def _without_backward(run: Session, batch: Any) -> None:
     run.step()
 
 
+def _optimizer_step(run: Session, batch: Any) -> None:
+    for micro_batch in run.accumulate(batch):
+        run.backward(loss_of(run.model, micro_batch))
+    run.optimizer.step()
+    run.step()
+
+
 def _backward_outside(run: Session, batch: Any) -> None:
     run.backward(loss_of(run.model, batch.micro_batches[0]))
 
@@ -235,6 +242,10 @@ def _backward_outside(run: Session, batch: Any) -> None:
         (_without_accumulate, "run.accumulate"),
         (_step_inside, "run.accumulate"),
         (_without_backward, r"call run\.backward\(loss\)"),
+        (
+            _optimizer_step,
+            r"step\(\) of 'optimizer' was called, but run\.step\(\) steps the optimizers: remove the call",
+        ),
         (_backward_outside, "outside of `for micro_batch in run.accumulate"),
     ],
 )
@@ -291,6 +302,18 @@ def test_numbers_that_the_loop_logs_are_means_over_the_interval() -> None:
     assert all(record["train/rows"] == 16.0 for record in records[:3])
 
 
+def test_the_loop_may_set_the_learning_rate() -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    with session(config_of(log_every=Duration(1, "steps")), optimizer=optimizer) as run:
+        for batch in run:
+            run.optimizer.param_groups[0]["lr"] = rate = 0.01 / (1 + run.global_step)
+            for micro_batch in run.accumulate(batch):
+                run.backward(loss_of(run.model, micro_batch))
+            assert run.step()["lr"] == rate
+
+
 def test_several_models_and_optimizers() -> None:
     def models() -> dict[str, nn.Module]:
         return {"first": nn.Linear(6, 4), "second": nn.Linear(4, 3)}
@@ -304,6 +327,8 @@ def test_several_models_and_optimizers() -> None:
                 hidden = run.models["first"](micro_batch["x"])
                 run.backward(F.cross_entropy(run.models["second"](hidden), micro_batch["y"]))
             run.step()
+        with pytest.raises(ConfigError, match=r"has 2 optimizers \(first, second\): use run\.optimizers\[name\]"):
+            _ = run.optimizer
     assert set(run.optimizers) == {"first", "second"}
     assert run.result.metrics["train/loss"] < 1.3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -136,6 +136,14 @@ class Callback:
         """Return the state that a resumed run needs; an empty dict is not saved."""
         return {}
 
+    def tensors_changed_by_step(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of `state_dict` that change only between the optimizer step and the end of `on_step_end`.
+
+        A background save copies them while training continues, as it copies parameters; it copies other tensors before
+        training continues. Tensors that are not sharded must be equal on all ranks.
+        """
+        return ()
+
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore what `state_dict` returned. Called before `on_restored`."""
 
@@ -222,6 +230,10 @@ class CallbackList:
     if TYPE_CHECKING:
 
         def __getattr__(self, hook: str) -> Callable[..., None]: ...
+
+    def tensors_changed_by_step(self) -> list[torch.Tensor]:
+        """Return those of all callbacks."""
+        return [tensor for each in self._callbacks for tensor in each.tensors_changed_by_step()]
 
     def evaluation_context(self) -> AbstractContextManager[object]:
         """Return the nested contexts of all callbacks; errors on entry or exit get a note that names the callback."""

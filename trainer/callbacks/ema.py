@@ -97,6 +97,8 @@ class Ema(Callback):
         """Copy the current weights, if the average starts here."""
         if not self._has_begun and trainer.global_step >= self.start_step:
             self._has_begun = True
+            if self._wait_for_snapshot is not None:
+                self._wait_for_snapshot()
             for average, weight in zip(self._averages, self._weights(), strict=True):
                 average.copy_(weight)
 
@@ -165,6 +167,10 @@ class Ema(Callback):
         for ((model, key), parameter), average in zip(self._parameters.items(), self._averages, strict=True):
             averages.setdefault(model, {})[key] = to_dtensor_like(average, parameter)
         return {"has_begun": self._has_begun, "averages": averages}
+
+    def tensors_changed_by_step(self) -> list[torch.Tensor]:
+        """Return the averages."""
+        return self._averages
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:

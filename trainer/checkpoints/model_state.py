@@ -183,9 +183,14 @@ def unwrapped_state_dict(model: nn.Module, *, keep_vars: bool = False) -> dict[s
 
 
 def tensors_changed_by_step(
-    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    others: Iterable[torch.Tensor] = (),
 ) -> Callable[[torch.Tensor], bool]:
-    """Return a predicate for parameters and optimizer state, the tensors that change only on an optimizer step."""
+    """Return a predicate for the tensors that do not change until the next optimizer step.
+
+    These are parameters, optimizer state and those given as `others`.
+    """
     state_by_model = (models if isinstance(models, NamedModels) else NamedModels(models)).state_by_model
     values: list[torch.Tensor] = [
         value for each in state_by_model.values() for value in each.values() if isinstance(value, nn.Parameter)
@@ -197,6 +202,7 @@ def tensors_changed_by_step(
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
+    values += others
     memory = {to_local(value).data_ptr() for value in values}
     return lambda tensor: to_local(tensor).data_ptr() in memory
 

@@ -243,13 +243,14 @@ class CheckpointStore:
         staged = self._on_all_ranks(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
             written, sums = self._on_all_ranks(doing, lambda: self._write_tensors(snapshot, staged))
-            tensors = combine_checksums(self.world.all_gather_object(sums))
+            # Only the main rank needs what describes the files of all ranks.
+            tensors = combine_checksums(self.world.gather_object(sums))
             if info.name is not None:
                 self._on_main(doing, lambda: self._remove_replaced(name))
             rest = self._on_all_ranks(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
-            gathered = self.world.all_gather_object(written | rest)
+            gathered = self.world.gather_object(written | rest)
             files = {file: each for rank_sums in gathered for file, each in rank_sums.items()}
-            ranks = self.world.all_gather_object(snapshot.digests())
+            ranks = self.world.gather_object(snapshot.digests())
 
             def commit() -> Checkpoint:
                 checkpoint = Checkpoint(

@@ -104,6 +104,11 @@ class LoaderStream:
         return ceil_div(self._global_batch_size, self._micro_batch_size)
 
     @property
+    def draws_random_numbers(self) -> bool:
+        """Whether rows are read in this process, where they may use its random generators."""
+        return not self._loader.num_workers
+
+    @property
     def samples_per_step(self) -> int:
         """Rows of one update over all ranks."""
         return self._global_batch_size

@@ -27,7 +27,7 @@ def divided_sequences(mesh: DeviceMesh, tensors: Divided) -> Iterator[None]:
         tensors: equal on all ranks of the mesh.
 
     Raises:
-        StepError: a sequence cannot be divided evenly.
+        StepError: a sequence cannot be divided evenly, or tensors share memory.
     """
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -41,6 +41,14 @@ def divided_sequences(mesh: DeviceMesh, tensors: Divided) -> Iterator[None]:
                 f"returned a tensor of shape {tuple(tensor.shape)} with dimension {dim}: pad that to a multiple "
                 f"of {parts}"
             )
+    # torch writes the part of a tensor over its memory, as if that were contiguous.
+    memory = {tensor.untyped_storage().data_ptr() for tensor, _ in tensors}
+    if len(memory) < len(tensors) or not all(tensor.is_contiguous() for tensor, _ in tensors):
+        raise StepError(
+            "parallel.cp divides sequences in place, but context_parallel_buffers returned tensors that are views of "
+            "others or of each other, such as tokens[:, :-1] and tokens[:, 1:]: call .clone() on them in the dataset "
+            "or in prepare_batch"
+        )
     with context_parallel(mesh, buffers=[tensor for tensor, _ in tensors], buffer_seq_dims=[dim for _, dim in tensors]):
         yield
 

@@ -98,6 +98,20 @@ class Mesh:
         """Whether this rank, of those in `loss`, counts the rows or tokens that it works on."""
         return self.loss.rank % self.sizes.cp == 0
 
+    def agree(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return metrics that are equal on every rank. Every rank must call this.
+
+        Args:
+            metrics: equal on all ranks of `loss`. Ranks that divide layers compute the same ones, unless a step logs
+                on some of them only, or computes them in another order; of each, that of the first rank is returned.
+        """
+        if self.tensor.size == 1:
+            return metrics
+        agreed: dict[str, float] = {}
+        for each in reversed(self.tensor.all_gather_object(metrics)):
+            agreed |= each
+        return dict(sorted(agreed.items()))
+
     @property
     def ranks_on_same_rows(self) -> int:
         """Number of ranks that work on the same rows."""

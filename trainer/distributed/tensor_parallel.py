@@ -22,6 +22,8 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 }
 """The styles of Hugging Face's plans, as torch's."""
 
+_MOST_NAMES = 5
+
 Plan = Mapping[str, ParallelStyle]
 """Styles by module names, such as "model.layers.*.up": a name begins with the model's, and `*` is one part of it."""
 
@@ -66,6 +68,33 @@ def divide_layers(models: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh)
                 parameter.requires_grad_(required)
     for places in shared:
         _share_again(places, modules)
+
+
+def add_uneven_sizes(error: BaseException, models: Mapping[str, nn.Module]) -> None:
+    """Add the layers of which ranks have parts of different sizes to an error of torch about sizes."""
+    if not isinstance(error, RuntimeError) or "size" not in str(error) and "dim" not in str(error):
+        return
+    uneven = [
+        f"{name}.{path} {tuple(weight.shape)}"
+        for name, model in models.items()
+        for path, weight in model.named_parameters()
+        if isinstance(weight, DTensor) and _is_uneven(weight)
+    ]
+    if uneven:
+        more = f" and {len(uneven) - _MOST_NAMES} more" if uneven[_MOST_NAMES:] else ""
+        error.add_note(
+            f"parallel.tp does not divide these evenly: {', '.join(uneven[:_MOST_NAMES])}{more}. Choose sizes that it "
+            "divides, or leave the layers out of the plan"
+        )
+
+
+def _is_uneven(weight: DTensor) -> bool:
+    mesh = weight.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return any(
+        name == "tp" and placement.is_shard() and weight.shape[placement.dim] % mesh.size(at)  # type: ignore[attr-defined]
+        for at, (name, placement) in enumerate(zip(names, weight.placements, strict=True))
+    )
 
 
 def _own_plan(name: str, model: nn.Module) -> dict[str, ParallelStyle]:

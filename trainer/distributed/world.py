@@ -266,6 +266,17 @@ class World:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def gather_object(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order, on the main rank, and an empty list on others; must be picklable.
+
+        Every rank must call this.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, values, group_dst=0, group=self.control)
+        return values or []
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         if self.size > 1:

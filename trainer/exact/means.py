@@ -154,6 +154,16 @@ class ExactMeans(MeanMetrics):
         self._stacks += other._stacks
         self.reduced.merge(other.reduced)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether anything was added since the last read."""
+        return bool(self._exact or self._kept or self._stacks or self.reduced.values)
+
+    def names(self) -> set[str]:
+        """Return the names of the values since the last read."""
+        stacked = (name for names, _ in self._stacks for name in names)
+        return {*self._exact, *(name for name, _, _ in self._kept), *stacked, *self.reduced.values}
+
     def reset(self) -> None:
         """Drop everything since the last read."""
         self._exact = {}

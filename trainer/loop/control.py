@@ -79,6 +79,21 @@ class Requests:
         self.stop_reason = self.stop_reason or reason or "a request without a reason"
         self._requested[2] = max(self._requested[2], 1 + _STATUSES.index(status))
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has a request to save or to stop."""
+        return any(self._requested[1:])
+
+    @property
+    def stop_is_pending(self) -> bool:
+        """Whether this rank has a request to stop."""
+        return bool(self._requested[2])
+
+    def take_save(self) -> bool:
+        """Return whether this rank has a request to save, and remove it; only with one rank."""
+        requested, self._requested[1] = self._requested[1], 0
+        return bool(requested)
+
     def agree(self, *, often: bool = False) -> Agreed:
         """Return the requests to handle at this update. Every rank must call this, once per update.
 

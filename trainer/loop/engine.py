@@ -19,6 +19,7 @@ from ..data.protocols import BatchStream, check_data
 from ..distributed import parallelize
 from ..distributed.context_parallel import add_attention_advice
 from ..distributed.mesh import Mesh
+from ..distributed.tensor_parallel import add_uneven_sizes
 from ..distributed.world import World
 from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics, numerics_of
@@ -174,6 +175,8 @@ class Engine:
             )
         if error is not None and self.config.parallel.cp > 1:
             add_attention_advice(error, self.world.device)
+        if error is not None and self.config.parallel.tp > 1:
+            add_uneven_sizes(error, self.models)
         if self._requests is not None:
             self._requests.clear()
         running, self._running = self._running, None

@@ -19,6 +19,7 @@ from ..errors import ConfigError, DataError, StepError
 from ..exact.numerics import Numerics
 from ..metrics.reductions import Reduce
 from ..step.precision import autocast
+from .blocked_reads import BlockedReads
 from .context import RunContext
 from .control import Requests
 from .evaluation_metrics import EvaluationMetrics
@@ -36,6 +37,7 @@ class Evaluation:
         metrics: those of `configure_metrics`.
         sets: the open streams by name; a single unnamed set has the key "", and its metrics are `validation/x`.
         requests: a stop request interrupts the evaluation.
+        reads: reads the batches.
         max_batches: of every set; None uses all.
         may_repeat: whether a request to save immediately interrupts it as well, because the caller will repeat it.
         is_sanity_check: calls no callbacks.
@@ -52,13 +54,14 @@ class Evaluation:
         metrics: EvaluationMetrics,
         sets: Mapping[str, BatchStream],
         requests: Requests,
+        reads: BlockedReads,
         *,
         max_batches: int | None = None,
         is_sanity_check: bool = False,
         may_repeat: bool = False,
     ) -> None:
         self._ctx, self._steps, self._numerics, self._metrics = ctx, steps, numerics, metrics
-        self._sets, self._requests = sets, requests
+        self._sets, self._requests, self._reads = sets, requests, reads
         self._max_batches, self._may_repeat = max_batches, may_repeat
         self._callbacks = CallbackList() if is_sanity_check else ctx.callbacks
         self._means = numerics.make_means()
@@ -95,7 +98,7 @@ class Evaluation:
                 # Switch phase before the collective below, which waits for ranks that are still in their last batch.
                 ctx.activity.begin_batch("around an evaluation")
                 computed |= {self._prefix + metric: value for metric, value in metrics.compute().items()}
-            means = self._means.read(ctx.mesh.loss)
+            means = ctx.mesh.agree(self._means.read(ctx.mesh.loss))
         if twice := means.keys() & computed.keys():
             raise ConfigError(
                 f"{', '.join(sorted(twice))}: both validation_step and configure_metrics define this metric; rename "
@@ -121,7 +124,7 @@ class Evaluation:
         """Run over one set, and return its number of batches; None if a request interrupted it."""
         ctx, steps, numerics, callbacks = self._ctx, self._steps, self._numerics, self._callbacks
         num_batches = first = 0
-        with closing(_aligned_batches(stream, ctx.world, ctx.activity)) as batches:
+        with closing(_aligned_batches(stream, ctx.world, ctx.activity, self._reads)) as batches:
             for batch in islice(batches, self._max_batches):
                 own, first = numerics.batch_numbers(stream, batch, first, ctx.world)
                 micro_batches = zip(own, batch.micro_batches, batch.num_samples, strict=True)
@@ -155,7 +158,7 @@ class Evaluation:
                     self._requests.save(at_once=agreed.at_once)
                 if agreed.stop or (agreed.at_once and self._may_repeat):
                     return None
-        return num_batches
+        return None if self._reads.was_ended else num_batches
 
     def _report_no_data(self, name: str, stream: BatchStream) -> None:
         what = f"the validation data{f' {name!r}' if name else ''}"
@@ -180,7 +183,9 @@ def _as_dict(name: str, outputs: Any) -> Mapping[str, Any]:
     return outputs
 
 
-def _aligned_batches(stream: BatchStream, world: World, activity: Activity) -> Generator[GlobalBatch, None, None]:
+def _aligned_batches(
+    stream: BatchStream, world: World, activity: Activity, reads: BlockedReads
+) -> Generator[GlobalBatch, None, None]:
     """Yield equally many batches on every rank: a rank without more batches repeats its last, as padding.
 
     Raises:
@@ -192,7 +197,7 @@ def _aligned_batches(stream: BatchStream, world: World, activity: Activity) -> G
     try:
         while True:
             activity.enter("reading validation data")
-            batch = next(iterator, None)
+            batch = reads.next(iterator, in_training=False)
             activity.enter("evaluation")
             if must_agree and world.any(batch is not None):
                 if last is None and world.any(batch is None):

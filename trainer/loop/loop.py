@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.rng import RngState
+from ..checkpoints.rng import GeneratorsBefore, RngState
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
 from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, is_exhausted
@@ -24,6 +24,7 @@ from ..metrics.train_log import Recorder
 from ..result import FitResult
 from ..setup.compile_cache import UPDATES_BEFORE_SAVE, CompileCache
 from ..step.precision import autocast
+from .blocked_reads import BlockedReads
 from .context import RunContext
 from .control import Requests, StopStatus
 from .evaluation import Evaluation, evaluating
@@ -91,6 +92,7 @@ class Loop:
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
         self.saver = Saver(ctx, self._state, self.optimizer_step, self.recorder, requests)
+        self._reads = BlockedReads(requests, self._save_during_read)
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
@@ -173,6 +175,8 @@ class Loop:
                 self._close_epoch()
             self._handle_requests()
         self._is_running = self.needs_restore = has_work and self.end_reason() is None
+        if self._is_running and self._world.size == 1:
+            self._reads.start()
         return self._is_running
 
     def finish(self) -> FitResult:
@@ -200,6 +204,7 @@ class Loop:
 
         Waits a limited time for a background save; the next `restore` waits for one that takes longer.
         """
+        self._reads.close()
         self._stopped, self._is_running, self._resumes, self._resumed_from = None, False, False, None
         self._epoch_batch = self._accumulated = None
         self.recorder.in_update = False
@@ -242,9 +247,10 @@ class Loop:
                 if self._stopped or past_limit or reached_steps_per_epoch(config, progress):
                     break
             else:
-                if progress.step_in_epoch == 0:
-                    raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty or exhausted")
-                return self._end_epoch()
+                if self._stopped is None:
+                    if progress.step_in_epoch == 0:
+                        raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty or exhausted")
+                    return self._end_epoch()
         # A stop leaves even a complete epoch open: the resumed run evaluates and closes it.
         if not self._stopped and self._state.is_epoch_complete():
             return self._end_epoch()
@@ -367,7 +373,7 @@ class Loop:
 
     def _make_evaluation(self, sets: Mapping[str, BatchStream], **options: Any) -> Evaluation:
         ctx, metrics = self._ctx, self._evaluation_metrics
-        return Evaluation(ctx, self._steps, self._numerics, metrics, sets, self._requests, **options)
+        return Evaluation(ctx, self._steps, self._numerics, metrics, sets, self._requests, self._reads, **options)
 
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
@@ -641,6 +647,20 @@ class Loop:
         else:
             self.saver.save()
 
+    def _save_during_read(self, generators: GeneratorsBefore) -> None:
+        """Save as requested, with the random states of before a read, in another thread than the one that reads."""
+        wanted = self._requests.take_save() or self._config.checkpoint.at_end and self._requests.stop_is_pending
+        if not wanted or self._ctx.run_dir is None or self._state.last_saved_step == self._progress.step:
+            return
+        if self._ctx.device.type == "cuda":
+            torch.cuda.set_device(self._ctx.device)
+        self._state.generators = generators
+        try:
+            self.saver.save()
+        finally:
+            self._state.generators = RngState()
+            self._activity.enter("reading data")
+
     def _save_if_best(self) -> None:
         """Save the state of the last evaluation, if it is the best so far and `save_best` is set."""
         best, self._must_save_best = self._must_save_best, False
@@ -672,15 +692,21 @@ class Loop:
             # Resumed at the last update of the epoch, which only needs closing.
             return
         must_agree = self._world.size > 1 and self._data.guarantee != "exact"
+        reads, draws = self._reads, getattr(self._data, "draws_random_numbers", True)
         iterator = self._data.epoch(epoch, offset=self._progress.offset)
         try:
             while True:
                 self._activity.enter("reading data")
-                began_s = self._activity.since_s
-                batch = next(iterator, None)
+                began_s, saving_s = self._activity.since_s, reads.saving_s
+                batch = reads.next(iterator, in_training=True, draws=draws)
                 # Switch phase before the collective below, so waiting for a slower rank is not counted as data wait.
                 self._activity.enter("forward")
-                self.recorder.waited_s += self._activity.since_s - began_s
+                self.recorder.waited_s += self._activity.since_s - began_s - (reads.saving_s - saving_s)
+                if reads.was_ended:
+                    self._activity.enter("between updates")
+                    if (status := self._requests.agree_now().stop) is not None:
+                        self._stop(status)
+                    return
                 if must_agree:
                     own = batch.num_samples if batch is not None else ()
                     count, squares, samples = self._world.sum_ints(len(own), len(own) ** 2, sum(own))

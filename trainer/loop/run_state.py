@@ -19,7 +19,7 @@ from ..checkpoints.model_state import ModelState, NamedModels, OptimizerState, t
 from ..checkpoints.optimizer_settings import OptimizerSettings
 from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
-from ..checkpoints.rng import RngState, seed_everything
+from ..checkpoints.rng import GeneratorsBefore, RngState, seed_everything
 from ..checkpoints.scan import split_path
 from ..checkpoints.snapshot import capture_state, check_is_own_state, restore_state
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
@@ -60,6 +60,7 @@ class RunState:
     Attributes:
         last_saved_step: the update of the newest checkpoint of this run, if there is one.
         is_half_restored: whether a restore has started to load, and then failed.
+        generators: the random states that are saved: those of now, unless a save inside a read has replaced them.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class RunState:
         self._loaded_initial_weights = self._has_begun = False
         self.last_saved_step: int | None = None
         self.is_half_restored = False
+        self.generators: RngState | GeneratorsBefore = RngState()
 
     def save(self) -> Checkpoint:
         """Write a checkpoint. Every rank must call this.
@@ -182,7 +184,9 @@ class RunState:
             "epoch": ctx.progress.epoch,
             "metrics": self._current_metrics(),
             "meta": complete,
-            "changes_only_on_step": tensors_changed_by_step(models, ctx.optimizers),
+            "changes_only_on_step": tensors_changed_by_step(
+                models, ctx.optimizers, ctx.callbacks.tensors_changed_by_step()
+            ),
         }
 
     def record_evaluation(self, metrics: Mapping[str, float]) -> bool:
@@ -514,7 +518,7 @@ class RunState:
         }
 
     def _rank_parts(self) -> dict[str, Stateful]:
-        return {"rng": RngState(), "metrics": self._metrics}
+        return {"rng": self.generators, "metrics": self._metrics}
 
 
 def _component(part: str) -> str:

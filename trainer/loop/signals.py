@@ -26,25 +26,43 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {}
-    interrupted_s: list[float] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            interrupted_s.append(time.monotonic())
-            if interrupted_s[-1] - interrupted_s[0] > _SECOND_SIGINT_S:
-                restore()
-                signal.raise_signal(number)
-                return
-        request_stop(signal.Signals(number).name)
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
+    handler = _Handler(request_stop)
     for number in _SIGNALS:
-        before[number] = signal.signal(number, on_signal)
+        handler.before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        restore()
+        handler.restore()
+
+
+class _Handler:
+    """Handles both signals; `before` has the handlers that it replaces."""
+
+    def __init__(self, request_stop: Callable[[str], None]) -> None:
+        self._request_stop = request_stop
+        self._interrupted_s: list[float] = []
+        self.before: dict[int, Any] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupted_s.append(time.monotonic())
+            if self._interrupted_s[-1] - self._interrupted_s[0] > _SECOND_SIGINT_S:
+                self.restore()
+                signal.raise_signal(number)
+                return
+        self._request_stop(signal.Signals(number).name)
+
+    def restore(self) -> None:
+        """Put the earlier handlers back."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def interrupt_main_thread() -> None:
+    """Interrupt a system call of the main thread, such as `time.sleep`, so that it raises a pending exception.
+
+    Sends the process a SIGTERM, only while `stop_on_signals` handles it.
+    """
+    main = threading.main_thread().ident
+    if main is not None and isinstance(signal.getsignal(signal.SIGTERM), _Handler):
+        signal.pthread_kill(main, signal.SIGTERM)

@@ -142,6 +142,11 @@ class MeanMetrics:
         if other.reduced.values:
             self.reduced.merge(other.reduced)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether anything was added since the last read."""
+        return bool(self._sums or self._on_device or self._folded or self.reduced.values)
+
     def names(self) -> set[str]:
         """Return the names of the values since the last read."""
         return {*self._sums, *self._on_device, *(name for name, _ in self._folded), *self.reduced.values}
@@ -184,10 +189,9 @@ class MeanMetrics:
         self.reduced.add(name, value, reduce)
 
     def _keep(self, name: str, value: Tensor, weight: Tensor | float) -> None:
-        """Keep a value on its device. Clone it unless it is a fresh autograd result, which cannot change in place."""
+        """Keep a copy of a value on its device: it may change in place, or be written by the next CUDA graph."""
         kept = self._on_device[name]
-        fresh = value.grad_fn is not None and not value._is_view()
-        kept.append((value.detach() if fresh else value.detach().clone(), weight))
+        kept.append((value.detach().clone(), weight))
         if len(kept) >= _FOLD_AT:
             self._fold(name)
 

@@ -100,11 +100,12 @@ class Recorder:
             for micro_batch, num_samples in zip(batch.micro_batches, batch.num_samples, strict=True):
                 if num_samples:
                     tokens = tokens + self._user_steps.num_tokens(micro_batch)
+            tokens = tokens if self._ctx.mesh.counts_rows else 0
             # In the metrics, because their state is restored when a run resumes inside an interval.
-            self._metrics.reduced.add(_TOKENS, tokens if self._ctx.mesh.counts_rows else 0, "sum")
+            self._metrics.reduced.add(_TOKENS, tokens, "sum")
         if self._is_warm:
             self._steps += 1
-            self._tokens += tokens if self._ctx.mesh.counts_rows else 0
+            self._tokens += tokens
         else:
             self._is_warm = True
             first_s = time.perf_counter() - self._interval_s - self._paused_s - self.waited_s
@@ -127,7 +128,7 @@ class Recorder:
         ctx, progress = self._ctx, self._ctx.progress
         if progress.samples == self._flushed_samples:
             return {}
-        record = self._metrics.read(ctx.mesh.loss)
+        record = ctx.mesh.agree(self._metrics.read(ctx.mesh.loss))
         if _TOKENS in record:
             progress.tokens += int(record[_TOKENS])
             record[_TOKENS] = float(progress.tokens)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -354,6 +355,8 @@ def make_optimizers(program: Program, ctx: RunContext) -> None:
             f"configure_optimizers() of {ctx.name} made no optimizer: set self.optimizer = ..., or return it"
         )
     _check_schedulers(ctx)
+    if ctx.mesh.tensor_mesh is not None:
+        _check_grouping(ctx)
     if ctx.world.is_main:
         _warn_of_parameters(ctx)
 
@@ -369,6 +372,19 @@ def _check_schedulers(ctx: RunContext) -> None:
                 f"self.{name} is a scheduler of an optimizer that is not an attribute of {ctx.name}, so it would "
                 f"change no learning rate: create it with {' or '.join(f'self.{each}' for each in ctx.optimizers)}"
             )
+
+
+def _check_grouping(ctx: RunContext) -> None:
+    """Raise for an optimizer that would update divided and whole parameters in one call, which torch cannot."""
+    for name, optimizer in ctx.optimizers.items():
+        for group in optimizer.param_groups:
+            meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in group["params"]}
+            for setting in ("foreach", "fused"):
+                if group.get(setting) and len(meshes) > 1:
+                    raise ConfigError(
+                        f"self.{name} has {setting}=True, which torch does not support for a model of which "
+                        f"parallel.tp={ctx.config.parallel.tp} divides only some layers: leave {setting} out"
+                    )
 
 
 def _warn_of_parameters(ctx: RunContext) -> None:

@@ -44,7 +44,7 @@ class AutoMicrobatchStep(OptimizerStep):
         splits: number of parts into which each micro-batch of the data is split.
 
     Raises:
-        ConfigError: a model is sharded.
+        ConfigError: a model is sharded, or sequences are divided.
     """
 
     def __init__(self, ctx: RunContext, steps: Steps, metrics: MeanMetrics) -> None:
@@ -54,6 +54,12 @@ class AutoMicrobatchStep(OptimizerStep):
                 f"halve_on_out_of_memory does not support sharded models ({', '.join(sorted(sharded))}): a rank out of "
                 "memory would leave the others waiting for its shards. Leave it out and set a smaller "
                 "micro_batch_size, or use strategy 'ddp'"
+            )
+        if ctx.config.parallel.cp > 1:
+            raise ConfigError(
+                f"halve_on_out_of_memory does not support parallel.cp={ctx.config.parallel.cp}: a rank out of memory "
+                "would leave the others waiting for its part of the sequences. Leave it out and set a smaller "
+                "micro_batch_size"
             )
         self.splits = 1
         self._generators = RngState()

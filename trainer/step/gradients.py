@@ -98,6 +98,12 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     return norm
 
 
+def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiply gradients by a number, in place."""
+    for alike in _by_mesh(gradients):
+        torch._foreach_mul_(alike, factor)
+
+
 def clip_norm(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
     """Scale gradients in place so that their norm is at most the limit; bitwise equal to `clip_grads_with_norm_`."""
     gradients = [p.grad for p in parameters if p.grad is not None]

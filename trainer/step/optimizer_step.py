@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..data.protocols import GlobalBatch
@@ -28,7 +30,7 @@ from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
-from .gradients import clip_norm, clip_value, norm_groups, report_shared, report_unused, total_norm
+from .gradients import clip_norm, clip_value, norm_groups, report_shared, report_unused, scale_gradients, total_norm
 from .multi_optimizer import GradientIsolation
 from .nonfinite import AsyncScalar, NonFiniteGuard, can_skip, skipping
 from .nonfinite_report import NonFiniteReport
@@ -98,6 +100,10 @@ class OptimizerStep:
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._not_yet_checked = set(self._optimizers)
         self._replicated = [model for model in self._models.values() if isinstance(model, ReplicatedModule)]
+        # Graphs are freed after each micro-batch; autograd would create their ends again for every parameter.
+        self._graph_ends: list[GradientEdge] = [
+            get_gradient_edge(parameter) for parameter in _trainable(self._optimizers)
+        ]
         self._in_user_step = False
         for name, optimizer in ctx.optimizers.items():
             optimizer.register_step_pre_hook(partial(self._refuse_other_steps, name))
@@ -232,9 +238,9 @@ class OptimizerStep:
         for each, weight, counts in zip(self._outputs, self._current_weights, self._batch.num_samples, strict=True):
             if counts:
                 self._metrics.add(each, weight, "train/")
-        if self.logged.names():
+        if self.logged.has_values:
             self._check_names()
-        self._metrics.merge(self.logged)
+            self._metrics.merge(self.logged)
         return None
 
     @property
@@ -367,7 +373,6 @@ class OptimizerStep:
             if isolation is not None:
                 isolation.end_micro_batch()
             self.is_padding = False
-            self._returned = map_tensors(torch.Tensor.detach, self._returned)
             self._outputs.append(self._returned)
             progress.micro_batches += 1
             callbacks.on_batch_end(self._returned, micro_batch, batch_idx)
@@ -420,13 +425,18 @@ class OptimizerStep:
                 )
             if self._config.max_skipped_losses and self._agree_to_skip(outputs["loss"] is None):
                 return {}
-            self._backward(outputs["loss"])
+            loss = self._backward(outputs["loss"])
+            if len(outputs) == 1:
+                return {"loss": loss}
         elif not isinstance(outputs, Mapping | None):
             raise StepError(
                 f"training_step of {self._ctx.name} returned {_describe(outputs)}; after self.backward(loss) it may "
                 "return the loss, a dict of numbers to log, or nothing"
             )
-        return outputs or {}
+        if not outputs:
+            return {}
+        # Without their graph, which would live, with what its functions keep, until the next update.
+        return map_tensors(_detach, outputs)  # type: ignore[no-any-return]
 
     def _agree_to_skip(self, skips: bool) -> bool:
         """Return whether all ranks skip the current micro-batch, which has no loss. Every rank must call this.
@@ -461,12 +471,15 @@ class OptimizerStep:
                 module.reshard()
         return True
 
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Run backward, with the loss weighted so that the update's gradient is that of the mean over its samples."""
+    def _backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Run backward, with the loss weighted so that the update's gradient is that of the mean over its samples.
+
+        Returns:
+            The loss as given, without its graph.
+        """
         _check_loss(loss)
-        scale = self._loss_scale
-        # Detached, as the outputs are: the graph, and what functions keep in it, would live until the next update.
-        self._losses.append((self._micro_batch, loss.detach(), scale))
+        scale, detached = self._loss_scale, loss.detach()
+        self._losses.append((self._micro_batch, detached, scale))
         if self._scaler is not None:
             # In float32: a float16 loss would overflow.
             loss, scale = loss.float(), scale * self._scaler.scale
@@ -474,6 +487,7 @@ class OptimizerStep:
             loss = loss * scale
         self._activity.enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
+        return detached
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:
         """Compute the gradient norm of some optimizers, step them if it is finite, and return the norm."""
@@ -481,8 +495,8 @@ class OptimizerStep:
         self._activity.enter("optimizer")
         if self._replicated:
             self._reduce_what_ddp_did_not(optimizers)
-        if self._scaler is not None and (scaled := _parameters_with_gradient(optimizers)):
-            torch._foreach_mul_([p.grad for p in scaled], 1.0 / self._scaler.scale)
+        if self._scaler is not None:
+            scale_gradients([p.grad for p in _parameters_with_gradient(optimizers)], 1.0 / self._scaler.scale)
         self.stepping = optimizers
         self._callbacks.on_gradients_ready()
         parameters = _parameters_with_gradient(optimizers)
@@ -541,6 +555,8 @@ class OptimizerStep:
         return norm
 
     def _refuse_other_steps(self, name: str, *_: Any) -> None:
+        if self._is_accumulating or self._has_accumulated:
+            raise StepError(f"step() of {name!r} was called, but run.step() steps the optimizers: remove the call")
         if self._in_user_step:
             raise StepError(
                 f"self.{name}.step() was called, but Headway steps the optimizers that are attributes: return the loss "
@@ -627,6 +643,16 @@ def _parameters_with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
     ]
 
 
+def _trainable(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    return [
+        p
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and not isinstance(p, DTensor)
+    ]
+
+
 def zero_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Clear the gradients of all parameters of these optimizers."""
     for optimizer in optimizers:
@@ -647,6 +673,10 @@ def _gradient_versions(optimizers: Sequence[Optimizer]) -> list[int | None]:
         for group in optimizer.param_groups
         for p in group["params"]
     ]
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _check_loss(loss: Any) -> None:

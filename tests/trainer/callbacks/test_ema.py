@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from headway.trainer import Callback, CheckpointConfig, CheckpointError, ConfigError, ParallelConfig, World
 from headway.trainer.callbacks import Ema
+from headway.trainer.checkpoints.staging import Copy, Staging
 from headway.trainer.checkpoints.store import CheckpointWarning
 from headway.trainer.config import Strategy
 from tests.distributed import run_on_ranks
@@ -169,6 +171,28 @@ def test_a_resumed_average_is_the_uninterrupted_one(tmp_path: Path, order: slice
         TinyTrainer(config, world=ALONE, callbacks=callbacks(StopAt(stop)), run_dir=tmp_path / "cut").fit()
     assert _equal(_flat(slow), wanted[0])
     assert _equal(_flat(fast), wanted[1])
+
+
+def test_a_save_copies_the_averages_while_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[set[str]] = []
+    begin, finish = Staging.begin, Copy.finish
+
+    def begins(self: Staging, *args: Any, **options: Any) -> Copy:
+        copy = begin(self, *args, **options)
+        started.append({each.name for each in copy._deferred})
+        return copy
+
+    monkeypatch.setattr(Staging, "begin", begins)
+    monkeypatch.setattr(Copy, "finish", lambda self: (time.sleep(0.05), finish(self)))
+    watch = Watch()
+    config = _config(checkpoint=CheckpointConfig(every="1 steps", keep_last="all"))
+    TinyTrainer(config, world=ALONE, callbacks=[Ema(0.5, start_step=2), watch], run_dir=tmp_path / "whole").fit()
+    assert all({"callbacks/Ema/0/averages/model/last.weight", "models/model/last.weight"} <= names for names in started)
+    for step in range(3, 6):
+        ema = Ema(0.5, start_step=2)
+        checkpoint = str(tmp_path / "whole" / "checkpoints" / f"step-{step:08}")
+        TinyTrainer(config, world=ALONE, callbacks=[ema], run_dir=tmp_path / f"from-{step}").fit(resume=checkpoint)
+        assert _equal(_flat(ema), _wanted(watch.seen, 0.5, start=2))
 
 
 def test_a_checkpoint_evaluated_alone_is_evaluated_with_its_averages(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.data import DataLoader, Dataset
 
-from headway.trainer import CheckpointConfig, ConfigError, ParallelConfig, StepError, Trainer, TrainerConfig, World
+from headway.trainer import CheckpointConfig, ConfigError, ParallelConfig, Trainer, TrainerConfig, World
 from headway.trainer.callbacks import Ema
 from headway.trainer.distributed.mesh_sizes import MeshSizes
 from headway.trainer.metrics.histogram import histograms
@@ -260,10 +260,50 @@ def test_a_value_counts_once_in_histograms() -> None:
     assert run_on_ranks(_histograms, 4, {"strategy": "fsdp", "tp": 2}) == [expected] * 4
 
 
-def _refusal(world: World, kind: type[Writer], parallel: dict[str, Any]) -> str:
-    with pytest.raises((ConfigError, StepError, NotImplementedError)) as raised:
-        kind(_config(parallel, max_steps=1), world=world).fit()
+class LogsOnMainRank(Writer):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.world.is_main:
+            self.log("accuracy", 1.0)
+        return self.training_step(batch, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.world.rank == 1:
+            self.log("other", 2.0, reduce="max")
+        return super().training_step(batch, batch_idx)
+
+
+def _metrics(world: World, run_dir: str) -> tuple[dict[str, float], str | None]:
+    keep_best = CheckpointConfig(every=None, at_end=False, monitor="validation/accuracy", mode="max", save_best=True)
+    trainer = LogsOnMainRank(_config({"tp": 2}, max_epochs=1, checkpoint=keep_best), world=world, run_dir=run_dir)
+    result = trainer.fit()
+    return {name: value for name, value in result.metrics.items() if "/" in name}, result.best_checkpoint
+
+
+def test_a_number_that_one_rank_logs_is_known_to_all(tmp_path: Path) -> None:
+    """Or ranks would decide differently about what to save, and wait for each other."""
+    first, second = run_on_ranks(_metrics, 2, str(tmp_path))
+    assert first == second
+    assert first[1] is not None
+    assert (first[0]["validation/accuracy"], first[0]["train/other"]) == (1.0, 2.0)
+
+
+def _refusal(world: World, kind: type[Writer], parallel: dict[str, Any], changes: dict[str, Any]) -> str:
+    with pytest.raises(Exception) as raised:
+        kind(_config(parallel, max_steps=1, **changes), world=world).fit()
     return "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+
+
+def _in_float16(world: World) -> tuple[int, float]:
+    trainer = Pointwise(_config({"tp": 2} if world.size > 1 else {}, max_steps=3, precision="fp16"), world=world)
+    result = trainer.fit()
+    return result.steps, result.metrics["validation/loss"]
+
+
+def test_gradients_of_divided_and_whole_layers_have_one_loss_scale() -> None:
+    alone = _in_float16(World.single("cpu"))
+    for steps, loss in run_on_ranks(_in_float16, 2):
+        assert steps == alone[0]
+        assert loss == pytest.approx(alone[1], rel=0.02)
 
 
 class NoPlan(Writer):
@@ -286,6 +326,24 @@ class OddLengths(Pointwise):
         return [(batch["x"][:, 1:], 1)]
 
 
+class OddWidth(Writer):
+    def configure_models(self) -> None:
+        self.model = Gpt(attends=True)
+        for block in self.model.blocks:
+            block.up, block.down = nn.Linear(WIDTH, 15), nn.Linear(15, WIDTH)
+
+
+class Fused(Writer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+
+
+class Views(Pointwise):
+    def context_parallel_buffers(self, batch: Any) -> Any:
+        tokens = torch.cat([batch["x"], batch["y"]], 1)
+        return [(tokens[:, : tokens.shape[1] // 2], 1), (tokens[:, tokens.shape[1] // 2 :], 1)]
+
+
 @pytest.mark.parametrize(
     ("kind", "parallel", "message"),
     [
@@ -293,12 +351,20 @@ class OddLengths(Pointwise):
         (Misspelt, {"tp": 2}, "'blocks.*.up' matches no module; names begin with the attribute"),
         (HalfTied, {"tp": 2}, "model.embed.weight and model.head.weight are one weight"),
         (OddLengths, {"cp": 2}, "with dimension 1: pad that to a multiple of 4"),
+        (OddWidth, {"tp": 2}, "evenly: model.blocks.0.up.weight (15, 8), model.blocks.0.up.bias (15,), model.blocks."),
+        (Fused, {"tp": 2}, "self.optimizer has fused=True, which torch does not support for a model of which parallel"),
+        (Views, {"cp": 2}, "views of others or of each other, such as tokens[:, :-1] and tokens[:, 1:]: call .clone()"),
         (Writer, {"cp": 2}, "torch has no attention over divided sequences for this device (cpu)"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(kind: type[Writer], parallel: dict[str, Any], message: str) -> None:
-    for refusal in run_on_ranks(_refusal, 2, kind, parallel):
+    for refusal in run_on_ranks(_refusal, 2, kind, parallel, {}):
         assert message in refusal
+
+
+def test_ranks_that_divide_sequences_cannot_repeat_an_update() -> None:
+    for refusal in run_on_ranks(_refusal, 2, Pointwise, {"cp": 2}, {"halve_on_out_of_memory": True}):
+        assert "halve_on_out_of_memory does not support parallel.cp=2" in refusal
 
 
 @pytest.mark.parametrize(

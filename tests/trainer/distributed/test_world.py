@@ -22,6 +22,7 @@ def test_alone_every_collective_is_the_identity() -> None:
     assert world.is_main
     assert world.all_reduce_sum(torch.tensor([2.0])).item() == 2.0
     assert world.all_gather_object("a") == ["a"]
+    assert world.gather_object("a") == ["a"]
     assert world.broadcast("a") == "a"
     assert world.any(True)
     assert not world.any(False)
@@ -52,6 +53,14 @@ def test_every_rank_gets_the_same_answer() -> None:
         "none": False,
         "sum_of": [1, 4],
     }
+
+
+def _gathered(world: World) -> list[int]:
+    return world.gather_object(world.rank + 1)
+
+
+def test_only_the_main_rank_gets_what_is_gathered() -> None:
+    assert run_on_ranks(_gathered, 2) == [[1, 2], []]
 
 
 class Late(TinyTrainer):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from headway.trainer import ConfigError, World
+from headway.trainer import CheckpointConfig, ConfigError, World
 from headway.trainer.setup.rank_consistency import check_agreement
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, TinyConfig, TinyTrainer
@@ -94,6 +97,45 @@ def test_ranks_that_differ_are_named_with_what_differs() -> None:
     assert "models.model.last.bias: [3] float32 on ranks 0, 2, [4] float32 on rank 1" in model
     assert "data: [('exact', 'Rows[32]', 3)] on rank 0, [('exact', 'Rows[33]', 3)] on rank 1" in data
     assert many.endswith("and 4 more")
+
+
+class Wide(TinyTrainer):
+    """Has so many parameters that what describes each of them is large."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.extra = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in range(200))
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        for parameter in self.model.extra:
+            nn.init.zeros_(parameter)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss": outputs["loss"] + sum(self.model.extra).sum()}
+
+
+def _sent(world: World, folder: str) -> int:
+    """Return the bytes that this rank sends to all others while it sets up, and saves twice."""
+    sent = 0
+
+    def all_gather_object(values: list[Any], value: Any, **options: Any) -> None:
+        nonlocal sent
+        sent += len(pickle.dumps(value))
+        gather(values, value, **options)
+
+    gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
+    try:
+        config = TinyConfig(max_steps=2, evaluate_every=None, checkpoint=CheckpointConfig(every="1 steps"))
+        Wide(config, world=world, run_dir=folder).fit()
+    finally:
+        dist.all_gather_object = gather
+    return sent
+
+
+def test_what_only_the_main_rank_needs_is_not_sent_to_all(tmp_path: Path) -> None:
+    assert max(run_on_ranks(_sent, 2, str(tmp_path))) < 4096
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:

@@ -715,14 +715,15 @@ def test_no_graph_outlives_its_micro_batch() -> None:
     assert alive == [0] * 8
 
 
-def test_a_number_is_not_both_returned_and_logged() -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_number_is_not_both_returned_and_logged(exact: bool) -> None:
     class Twice(TinyTrainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("loss", 5.0)
             return F.cross_entropy(self.model(batch["x"]), batch["y"])
 
     with pytest.raises(StepError, match=r"'loss' is both returned by training_step and logged by self\.log\('loss'"):
-        Twice(_config(max_steps=2), world=World.single("cpu")).fit()
+        Twice(_config(max_steps=2, exact=exact, global_batch_size=8), world=World.single("cpu")).fit()
 
 
 def test_a_metric_source_does_not_replace_a_metric() -> None:

@@ -19,14 +19,19 @@ def clone_batch(batch: Any) -> Any:
     return map_tensors(torch.Tensor.clone, batch)
 
 
+def set_cublas_workspace() -> None:
+    """Set the variable without which PyTorch refuses deterministic matrix products on GPUs.
+
+    cuBLAS reads it once, at its first product in the process, so it is set as early as possible.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @contextmanager
 def deterministic_mode(device: torch.device) -> Iterator[None]:
     """Use deterministic algorithms, and on a CPU one thread, inside the context."""
     threads, benchmarks = torch.get_num_threads(), torch.backends.cudnn.benchmark
     mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    if device.type == "cuda":
-        # PyTorch requires it for deterministic matrix products; cuBLAS reads it only once.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         if device.type == "cpu":
             # The number of threads changes how sums are split, and torchrun lowers it for several ranks.

@@ -25,7 +25,7 @@ from ..metrics.means import MeanMetrics
 from ..step.auto_microbatch import AutoMicrobatchStep
 from ..step.optimizer_step import OptimizerStep
 from .checks import check_exact_config, check_exact_data, check_exact_metrics, check_exact_models
-from .determinism import clone_batch, deterministic_mode, hardware_fingerprint
+from .determinism import clone_batch, deterministic_mode, hardware_fingerprint, set_cublas_workspace
 from .means import ExactMeans
 from .step import ExactStep
 
@@ -111,6 +111,9 @@ class _ExactNumerics(Numerics):
     cuts_by_shard = True
     skips_padding = True
     may_halve = False
+
+    def __init__(self) -> None:
+        set_cublas_workspace()
 
     def check_config(self, config: TrainerConfig) -> None:
         check_exact_config(config)

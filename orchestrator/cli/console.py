@@ -103,6 +103,11 @@ class RunConsole:
                 self.starting("first steps")
             case "evaluated":
                 self.line(f"step {event['step']:,} · {_numbers(event['metrics'])}", "bold")
+            case "evaluation_failed":
+                what = (
+                    "the evaluation worker failed" if event["step"] is None else f"step {event['step']:,} not evaluated"
+                )
+                self.line(f"{what}: {event['error']}", "yellow")
             case "checkpoint_saved":
                 self.line(f"step {event['step']:,} · checkpoint {event['path']}", "dim")
             case "message":

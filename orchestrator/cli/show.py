@@ -26,6 +26,7 @@ _SHOWN_EVENTS = {
     "resized",
     "checkpoint_saved",
     "checkpoint_failed",
+    "evaluation_failed",
     "out_of_memory",
     "stop_requested",
     "attempt_ended",

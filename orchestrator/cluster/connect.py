@@ -62,24 +62,36 @@ def _check_machine(scaling: Scaling) -> None:
             f"machine has {cpus}: lower scaling.workers, let workers share (scaling.cpus_per_worker={share:.3g}), or "
             "connect to a cluster with RAY_ADDRESS"
         )
-    if scaling.gpus_per_worker:
+    evaluation = scaling.evaluation_worker or {}
+    if lack := [name for name in evaluation if name not in ("CPU", "GPU", "memory")]:
+        raise ConfigError(
+            f"scaling.evaluation_worker needs {', '.join(lack)}, which this machine has not: leave it out, or connect "
+            "to a cluster with RAY_ADDRESS"
+        )
+    if evaluation.get("CPU", 0) > cpus:
+        raise ConfigError(
+            f"scaling.evaluation_worker needs {evaluation['CPU']:g} CPUs, and this machine has {cpus}: lower it"
+        )
+    if scaling.gpus_per_worker or evaluation.get("GPU"):
         import torch
 
         there = torch.cuda.device_count()
-        if scaling.reserved_by(workers)["GPU"] > there:
+        needed = scaling.gpus_per_worker * workers + evaluation.get("GPU", 0)
+        if needed > there:
+            also = f" and the evaluation worker with {evaluation['GPU']:g}" if "GPU" in evaluation else ""
             raise ConfigError(
-                f"{workers} workers with {scaling.gpus_per_worker:g} GPU each need "
-                f"{scaling.reserved_by(workers)['GPU']:g} GPUs, and this machine has {there}: lower one of them"
+                f"{workers} workers with {scaling.gpus_per_worker:g} GPU each{also} need {needed:g} GPUs, and this "
+                f"machine has {there}: lower one of them"
             )
 
 
 def missing_resources(scaling: Scaling) -> str:
     """Return what the connected cluster lacks for the fewest workers, such as "2 of 8 CPU"; empty if nothing."""
-    there = ray.cluster_resources()
+    there, needed = ray.cluster_resources(), scaling.reserved_by(scaling.min_workers)
+    for name, amount in (scaling.evaluation_worker or {}).items():
+        needed[name] = needed.get(name, 0) + amount
     lack = ", ".join(
-        f"{there.get(name, 0):g} of {wanted:g} {name}"
-        for name, wanted in scaling.reserved_by(scaling.min_workers).items()
-        if there.get(name, 0) < wanted
+        f"{there.get(name, 0):g} of {wanted:g} {name}" for name, wanted in needed.items() if there.get(name, 0) < wanted
     )
     if not lack and (held := slots_capped(live_node_resources(), scaling)) < scaling.min_workers:
         each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())

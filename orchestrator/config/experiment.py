@@ -32,6 +32,9 @@ class Scaling:
         cpus_per_worker: CPUs that a worker reserves, and its torch threads; below 1, workers share a CPU.
         gpus_per_worker: GPUs that a worker reserves; with GPUs, ranks communicate by NCCL instead of Gloo.
         resources_per_worker: other resources that a worker reserves, by Ray's names: "memory" in bytes, or custom.
+        evaluation_worker: resources of one more worker, such as {"CPU": 4, "GPU": 1}, which evaluates the checkpoints
+            of the run while the others go on training. Needs `evaluate_every=None` in the config. None: the workers
+            pause to evaluate.
         wait: timeout for resources that the cluster does not have yet; None: missing resources are an error.
         grow_after: in an elastic run, how long more workers must fit before the run saves and scales up.
 
@@ -46,6 +49,7 @@ class Scaling:
     cpus_per_worker: float = 1
     gpus_per_worker: float = 0
     resources_per_worker: dict[str, float] = field(default_factory=dict)
+    evaluation_worker: dict[str, float] | None = None
     wait: Duration | None = None
     grow_after: Duration = Duration(60, "seconds")
 
@@ -68,6 +72,11 @@ class Scaling:
                 raise ConfigError(f"resources_per_worker[{name!r}] is not allowed: use {name.lower()}s_per_worker")
             if amount < 0:
                 raise ConfigError(f"resources_per_worker[{name!r}] must be >= 0, got {amount!r}")
+        for name, amount in (self.evaluation_worker or {}).items():
+            if not amount > 0:
+                raise ConfigError(f"evaluation_worker[{name!r}] must be > 0, got {amount!r}")
+        if self.evaluation_worker == {}:
+            raise ConfigError('evaluation_worker must name resources, such as {"CPU": 1}, got {}')
 
     @property
     def worker_resources(self) -> dict[str, float]:
@@ -103,7 +112,10 @@ class Scaling:
     @property
     def total_resources(self) -> dict[str, float]:
         """Resources that all workers reserve, by Ray's names; in an elastic run, the most workers."""
-        return self.reserved_by(self.max_workers)
+        total = self.reserved_by(self.max_workers)
+        for name, amount in (self.evaluation_worker or {}).items():
+            total[name] = total.get(name, 0) + amount
+        return total
 
     @property
     def wait_timeout_s(self) -> float:
@@ -111,7 +123,7 @@ class Scaling:
         return self.wait.amount if self.wait else 600.0
 
     def reserved_by(self, workers: int) -> dict[str, float]:
-        """Return the resources that this many workers reserve, by Ray's names."""
+        """Return the resources that this many training workers reserve, by Ray's names."""
         return {name: amount * workers for name, amount in self.worker_resources.items()}
 
 
@@ -207,10 +219,27 @@ class Experiment:
         if not isinstance(self.storage, (str, Path)) or not str(self.storage):
             raise ConfigError(f"storage must be a folder or a URI, got {self.storage!r}")
         object.__setattr__(self, "storage", absolute(self.storage))
+        if self.scaling.evaluation_worker is not None:
+            self._check_evaluation_worker()
         if self.scaling.is_elastic:
             self._check_elastic()
         else:
             MeshSizes.of(self.config.parallel, self.scaling.max_workers)
+
+    def _check_evaluation_worker(self) -> None:
+        """Refuse settings with which training would wait for evaluations, or there were no checkpoints to evaluate."""
+        config = self.config
+        if config.evaluate_every is not None or config.evaluate_at_start:
+            raise ConfigError(
+                "scaling.evaluation_worker evaluates each checkpoint while training goes on: set "
+                "config.evaluate_every=None and leave out evaluate_at_start, so that training does not wait for "
+                "evaluations of its own"
+            )
+        if config.checkpoint.every is None:
+            raise ConfigError(
+                "scaling.evaluation_worker evaluates the checkpoints of the run, and config.checkpoint.every=None "
+                "saves none before its end: set it to the interval of the evaluations"
+            )
 
     def _check_elastic(self) -> None:
         """Refuse settings with which training would depend on the number of workers."""

@@ -170,6 +170,11 @@ class Search:
                 f"PBT and train/* metrics require single-worker trials (scaling.workers=1), got {experiment.scaling}: "
                 "trials of several workers report evaluations without a checkpoint"
             )
+        if experiment.scaling.evaluation_worker is not None:
+            raise ConfigError(
+                "scaling.evaluation_worker is not supported in sweeps, whose trials are judged by evaluations of their "
+                "own: leave it out"
+            )
         if any(path.split(".")[0] == "scaling" for path in self.space):
             raise ConfigError("scaling.* cannot be searched: all trials use the same resources")
         if self.metric.startswith("train/") and self.scheduler is not None and self.scheduler.pauses:

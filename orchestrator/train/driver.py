@@ -26,9 +26,10 @@ from ..storage.events import Event, EventWriter, JsonlTail, read_events
 from ..storage.folder import StorageOutage, retry_storage
 from ..watchdog.driver import HangMonitor
 from .elastic import RESIZING, ScaleUpPolicy
+from .evaluation_worker import CheckpointEvaluator
 from .preemption import count_endings
 from .signals import StopSignals
-from .worker_group import run_worker_group, training_error
+from .worker_group import make_task, pickle_trainer, run_worker_group, training_error
 
 _REPORT_WAIT_EVERY_S = 5.0
 # Thirty years; Ray Train needs a finite number.
@@ -36,6 +37,7 @@ _FOREVER_S = 1e9
 # Ray Train's deadline for a preempted machine without one, and the time it takes to poll and to end a group.
 _DEFAULT_DEADLINE_S = 120.0
 _GRACE_S = 10.0
+_EVALUATION_WORKER_WAIT_S = 60.0
 
 
 class RunDriver:
@@ -94,6 +96,10 @@ class RunDriver:
         self._outage = StorageOutage()
         self._unhandled: list[Event] = []
         self._hang_monitor = HangMonitor(experiment, run.folder, self._events)
+        self._evaluator: CheckpointEvaluator | None = None
+        if experiment.scaling.evaluation_worker is not None:
+            task = make_task(experiment, run, since=self._since, resume_options=resume_options, verbose=verbose)
+            self._evaluator = CheckpointEvaluator(experiment, task, pickle_trainer(experiment), self._events)
         self._event_lines = JsonlTail(run.folder, "events", from_now=True)
         self._metric_lines = JsonlTail(run.folder, "metrics.jsonl", from_now=True)
 
@@ -121,10 +127,13 @@ class RunDriver:
                 if (reason := self._poll()) is not None:
                     return self._left_early(reason)
             retry_storage(self._poll_files)
+            self._finish_evaluations()
         except Exception:
             self._abort_workers(thread)
             raise
         finally:
+            if self._evaluator is not None:
+                self._evaluator.close()
             self._display.close()
         return self._result()
 
@@ -145,7 +154,23 @@ class RunDriver:
             return reason
         self._maybe_scale_up()
         self._check_wait()
+        if self._evaluator is not None:
+            self._evaluator.poll()
         return None
+
+    def _finish_evaluations(self) -> None:
+        """Wait for the evaluation of the last checkpoints after training has completed, or until a stop request."""
+        if self._evaluator is None or (self._returned or {}).get("status") != "completed":
+            return
+        until_s = time.monotonic() + _EVALUATION_WORKER_WAIT_S
+        while self._evaluator.is_busy and not self._signals.count and read_stop_request(self._run.folder) is None:
+            self._display.starting("evaluating the last checkpoints")
+            if not self._evaluator.is_prepared and time.monotonic() > until_s:
+                self._display.line("the evaluation worker has not started: no more checkpoints are evaluated", "yellow")
+                return
+            time.sleep(0.1)
+            retry_storage(self._evaluator.poll)
+            retry_storage(self._poll_files)
 
     def _abort_workers(self, thread: threading.Thread) -> None:
         """Make the workers exit, because the thread stays in Ray Train, where they could still start."""
@@ -196,6 +221,9 @@ class RunDriver:
             case "training":
                 self._scale_up.begin(self._group[1])
                 self._run.update(data=event["data"])
+                if self._evaluator is not None:
+                    # Not before the training workers have their resources.
+                    self._evaluator.start()
             case "preemption_notice" if event["attempt"] == self._group[0]:
                 left_s = _DEFAULT_DEADLINE_S if event["deadline_s"] is None else event["deadline_s"]
                 self._preempted_at = min(self._preempted_at, event["time"] + left_s + _GRACE_S)
@@ -210,6 +238,10 @@ class RunDriver:
             case "checkpoint_saved":
                 # The record stays true if this driver dies.
                 self._run.update(steps=event["step"], last_checkpoint=event["path"])
+                if self._evaluator is not None:
+                    self._evaluator.add(event["step"], event["path"])
+            case "evaluated" if self._evaluator is not None and "checkpoint" not in event:
+                self._evaluator.skip(event["step"])
         self._display.event(event)
 
     def _wait_for_workers(self) -> None:

@@ -156,6 +156,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     scaling, config, estimate = plan.experiment.scaling, plan.experiment.config, plan.estimate
     each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
     yield "workers", f"{str(scaling).split(' worker')[0]}, each with {each}"
+    if scaling.evaluation_worker is not None:
+        evaluates = ", ".join(f"{amount:g} {name}" for name, amount in scaling.evaluation_worker.items())
+        yield "evaluation", f"of each checkpoint, in one more worker with {evaluates}, while training goes on"
     yield "strategy", _strategy(plan.experiment)
     yield "precision", config.precision + (", linear layers in float8" if config.float8 else "")
     for name, size in estimate.models.items():

@@ -30,6 +30,7 @@ from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder
 from ..watchdog.worker import Watchdog, last_heartbeat_event
 from .elastic import RESIZING, RestartToResize
+from .evaluated_elsewhere import EvaluatedElsewhere
 from .failures import is_fatal_error, is_secondary, name_process, phase_of
 from .run_callback import RunCallback
 from .standby import Spares
@@ -53,6 +54,7 @@ class Task:
         capture_output: whether the main rank's output goes to the driver through the run's events.
         max_workers: the most workers that the run may have.
         timeout_s: timeout of collectives.
+        evaluates_elsewhere: whether another worker evaluates the checkpoints.
     """
 
     run_dir: str
@@ -68,6 +70,7 @@ class Task:
     capture_output: bool
     max_workers: int
     timeout_s: float
+    evaluates_elsewhere: bool
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +121,7 @@ def run_attempt(
         scalable_attempt=attempt if world.size < task.max_workers else None,
         previous_workers=previous_workers if previous_workers != world.size else None,
     )
+    elsewhere = [EvaluatedElsewhere(folder)] if task.evaluates_elsewhere else []
     trainer: Any = None
     watchdog = Watchdog(folder, rank=world.rank, attempt=attempt)
     try:
@@ -137,7 +141,7 @@ def run_attempt(
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
-                callbacks=[run_callback, Spares(), *callbacks],
+                callbacks=[run_callback, Spares(), *elsewhere, *callbacks],
                 world=world,
                 attempt=attempt,
                 printer=lambda text: events.add("message", text=text),

@@ -122,6 +122,7 @@ def make_task(experiment: Experiment, run: Run, *, since: float, resume_options:
         capture_output=not verbose,
         max_workers=scaling.max_workers,
         timeout_s=experiment.config.parallel.timeout.amount,
+        evaluates_elsewhere=scaling.evaluation_worker is not None,
     )
 
 

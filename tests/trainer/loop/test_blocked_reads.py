@@ -102,11 +102,12 @@ def test_a_stop_is_served_while_a_loader_blocks(tmp_path: Path, num_workers: int
     whole.fit()
     trainer = BlockingTrainer(_config(num_workers=num_workers), run_dir=run_dir)
     result = _fit_and_ask(trainer, Sleep(lambda: os.kill(os.getpid(), signal.SIGTERM), tmp_path))
-    # With a worker process, batches before the one that blocks may have been prefetched and are trained first.
-    assert (result.status, result.reason, result.steps) == ("interrupted", "SIGTERM", ROW // 8)
+    assert (result.status, result.reason) == ("interrupted", "SIGTERM")
+    # With a worker process, the signal may come while the batch before the one that blocks is still trained.
+    assert result.steps == ROW // 8 or (num_workers and result.steps == ROW // 8 - 1)
     assert not (tmp_path / "ended").exists()
     assert result.last_checkpoint is not None
-    assert result.last_checkpoint.endswith(f"{ROW // 8:08d}")
+    assert result.last_checkpoint.endswith(f"{result.steps:08d}")
     # Here and in another trainer, the run continues as if nothing had happened.
     trainer.block = None
     resumed = BlockingTrainer(_config(num_workers=num_workers), run_dir=run_dir)

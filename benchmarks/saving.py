@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
-from headway.trainer.checkpoints.file_checksums import ChecksummedFile
+from headway.trainer.checkpoints.format.file_checksums import ChecksummedFile
 from headway.trainer.checkpoints.tensor_checksums import TensorChecksum
 
 from .table import Row, interleave, median_ratio

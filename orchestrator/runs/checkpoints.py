@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headway.trainer.checkpoints.manifest import Checkpoint
+from headway.trainer.checkpoints.format.manifest import Checkpoint
 from headway.trainer.checkpoints.retention import Retention, is_kept
 from headway.trainer.checkpoints.scan import ScannedCheckpoint, scan, verify_file
 from headway.trainer.checkpoints.storage import Storage, open_storage
@@ -78,20 +77,15 @@ class RunCheckpoints:
         return [each for each in found if each]
 
     def digest(self, entry: ScannedCheckpoint) -> str:
-        """Return a digest of the weights of all models, independent of the number of ranks.
+        """Return a digest of the weights of all models, independent of the number of ranks. Reads the checkpoint.
 
         Raises:
-            ConfigError: the checkpoint cannot be read, or has no checksums of its tensors.
+            CheckpointError: the checkpoint is damaged.
         """
-        # Imported here because these import torch, and checkpoints are listed without it.
-        from headway.trainer.checkpoints.snapshot import TENSOR_CHECKSUMS
-        from headway.trainer.checkpoints.tensor_checksums import digest_of
+        # Imported here because it imports torch, and checkpoints are listed without it.
+        from headway.trainer.checkpoints.export import weights_digest
 
-        try:
-            sums: dict[str, str] = json.loads(self.storage.read(entry.name, TENSOR_CHECKSUMS))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.storage.path_of(entry.name)} has no checksums of its tensors: {error}") from error
-        return digest_of({name: each for name, each in sums.items() if name.startswith("models/")})
+        return weights_digest(self.storage.path_of(entry.name))
 
     def newest_good(self) -> ScannedCheckpoint | None:
         """Return the checkpoint from which the run would resume. Reads all its files."""

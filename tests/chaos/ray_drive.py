@@ -18,6 +18,8 @@ from typing import Any
 from headway.orchestrator.storage.events import Event, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Duration, ParallelConfig, World
+from headway.trainer.checkpoints.export import read_parts
+from headway.trainer.checkpoints.format.digests import digest_of
 from headway.trainer.trackers.jsonl import read_records
 from tests.chaos.damage import checkpoints, damage
 from tests.chaos.drive import Outcome, Unexpected, judged, other_records, records
@@ -171,9 +173,11 @@ def _rows_of_rank(run_dir: Path, rank: int) -> dict[int, tuple[int, list[int]]]:
 
 
 def _sums(run_dir: Path) -> dict[str, str]:
-    """Return the checksums of weights and moments in the last checkpoint."""
-    sums = json.loads((checkpoints(run_dir)[-1].folder / "tensors.json").read_text())
-    return {name: each for name, each in sums.items() if name.startswith(("models/", "optimizers/"))}
+    """Return digests of weights and moments in the last checkpoint."""
+    folder = checkpoints(run_dir)[-1].folder
+    parts = json.loads((folder / "state.json").read_text())["parts"]
+    states = read_parts(folder, [part for part in parts if part.split("/")[0] in ("models", "optimizers")])
+    return {part: digest_of(state) for part, state in states.items()}
 
 
 class _Start:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from headway.trainer import CheckpointConfig, CheckpointError, CheckpointStore, World
-from headway.trainer.checkpoints.manifest import CheckpointWarning
+from headway.trainer.checkpoints.format.manifest import CheckpointWarning
 from headway.trainer.checkpoints.retention import mark_kept
 from headway.trainer.checkpoints.storage import open_storage
 from tests.distributed import run_on_ranks
@@ -128,7 +128,8 @@ class _Tensor:
 
 
 @pytest.mark.parametrize(
-    ("file", "how"), [("__0_0.distcp", "flip"), ("__0_0.distcp", "delete"), ("manifest.json", "truncate")]
+    ("file", "how"),
+    [("rank-00000.safetensors", "flip"), ("rank-00000.safetensors", "delete"), ("manifest.json", "truncate")],
 )
 def test_a_damaged_object_is_named_and_the_checkpoint_before_is_used(bucket: str, file: str, how: str) -> None:
     import s3fs
@@ -180,7 +181,7 @@ def test_what_a_killed_save_has_left_is_none_and_is_removed(
     )
     done = subprocess.run([sys.executable, "-c", program, f"{bucket}/run"], env=os.environ | {"TMPDIR": str(tmp_path)})
     assert done.returncode == -signal.SIGKILL
-    assert "run/step-00000002/__0_0.distcp" in _objects(bucket)
+    assert "run/step-00000002/rank-00000.safetensors" in _objects(bucket)
     again = CheckpointStore(f"{bucket}/run", world=ALONE)
     again.remove_leftovers()
     newest = again.newest_good()

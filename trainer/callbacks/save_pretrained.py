@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoints.export import PRETRAINED, add_pretrained, choose_model
-from ..checkpoints.manifest import Checkpoint, CheckpointWarning
+from ..checkpoints.format.manifest import Checkpoint, CheckpointWarning
 from ..checkpoints.store import CheckpointStore
 from ..checkpoints.worker_thread import WorkerThread
 from ..distributed.dtensor import unwrap

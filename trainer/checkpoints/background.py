@@ -7,7 +7,7 @@ import concurrent.futures
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from .manifest import Checkpoint
+from .format.manifest import Checkpoint
 from .worker_thread import WorkerThread
 
 

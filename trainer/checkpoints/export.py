@@ -15,6 +15,7 @@ from torch import nn
 from ..distributed.dtensor import to_full_tensor, unwrap
 from ..distributed.world import World
 from ..errors import CheckpointError, ConfigError
+from .format.digests import digest_of
 from .model_state import unwrapped_state_dict
 from .scan import read_checkpoint, split_path
 from .store import CheckpointStore
@@ -44,7 +45,7 @@ def load_weights(
         <All keys matched successfully>
     """
     where = f"the checkpoint {os.fspath(checkpoint_path)}"
-    parts = _read(checkpoint_path, ("models", "callbacks") if ema else ("models",))
+    parts = read_parts(checkpoint_path, ("models", "callbacks") if ema else ("models",))
     name = choose_model(model, parts["models"], where)
     weights = {key: value for key, value in parts["models"][name].items() if isinstance(value, torch.Tensor)}
     return _averaged(weights, name, parts["callbacks"], "Ema/0" if ema is True else ema, where) if ema else weights
@@ -111,6 +112,15 @@ def export_pretrained(
         )
     weights = load_weights(checkpoint_path, model=model, ema=ema)
     write_pretrained(module, cast_weights(weights, dtype), folder, config={})
+
+
+def weights_digest(checkpoint_path: str | os.PathLike[str]) -> str:
+    """Return a digest of the weights and buffers of all models, equal if they are bit-identical.
+
+    Raises:
+        CheckpointError: the path is not a checkpoint, or the checkpoint is damaged.
+    """
+    return digest_of(read_parts(checkpoint_path, ("models",))["models"])
 
 
 PRETRAINED = "pretrained"
@@ -253,7 +263,12 @@ class _StateCollector:
         self.state = state
 
 
-def _read(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) -> dict[str, dict[str, Any]]:
+def read_parts(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Read the states of some parts of a checkpoint, with full tensors on the CPU. The whole checkpoint is verified.
+
+    Raises:
+        CheckpointError: the path is not a checkpoint, or it is damaged, or has no such part.
+    """
     checkpoint = read_checkpoint(checkpoint_path)
     collected = {part: _StateCollector() for part in parts}
     store = CheckpointStore(os.path.dirname(checkpoint.path), world=World.single("cpu"))

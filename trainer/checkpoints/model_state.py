@@ -50,8 +50,18 @@ class ModelState:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return each model's state by the names of the unwrapped model; sharded tensors stay sharded."""
+        # A tied weight is one tensor under all its names, so that it is saved once.
+        detached: dict[int, torch.Tensor] = {}
+
+        def detach(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in detached:
+                detached[id(value)] = value.detach()
+            return detached[id(value)]
+
         return {
-            name: {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+            name: {key: detach(value) for key, value in values.items()}
             for name, values in self._models.state_by_model.items()
         }
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import CheckpointError, ConfigError
 from ..loop.progress import Duration
-from .manifest import Checkpoint
+from .format.manifest import Checkpoint
 from .storage import Storage
 
 

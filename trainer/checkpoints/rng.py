@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from .manifest import CheckpointWarning
+from .format.manifest import CheckpointWarning
 
 _SHARE, _NUM_FIRST = 0.002, 50
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from .file_checksums import FileChecksum
-from .manifest import MANIFEST, Checkpoint, parse_manifest
+from .format.file_checksums import FileChecksum
+from .format.manifest import MANIFEST, Checkpoint, parse_manifest
 from .storage import Storage, open_storage
 
 T = TypeVar("T")

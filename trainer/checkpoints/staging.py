@@ -13,15 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..distributed.dtensor import to_local
 from ..errors import CheckpointError
-
-
-class _Buffer(NamedTuple):
-    """Host memory for one tensor, sharded in the same way, and this rank's shard of it."""
-
-    full: torch.Tensor
-    shard: torch.Tensor
 
 
 class _Deferred(NamedTuple):
@@ -30,7 +22,6 @@ class _Deferred(NamedTuple):
     name: str
     tensor: torch.Tensor
     version: int
-    shard: torch.Tensor
     copy: torch.Tensor
 
 
@@ -41,7 +32,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, _Buffer] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def begin(
@@ -50,40 +41,30 @@ class Staging:
         """Start to copy tensors into the memory of the previous copy.
 
         Args:
-            tensors: tensors by name; copies of sharded tensors are sharded in the same way.
+            tensors: local tensors by name.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
         """
         before, self._buffers = self._buffers, {}
         deferred = []
         for name, tensor in tensors.items():
-            shard, buffer = to_local(tensor), before.get(name)
-            if buffer is None or buffer.shard.shape != shard.shape or buffer.shard.dtype != shard.dtype:
-                buffer = _buffer(tensor, shard)
+            buffer = before.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
             self._buffers[name] = buffer
             if changes_only_on_step(tensor):
-                deferred.append(_Deferred(name, tensor, tensor._version, shard, buffer.shard))
-            elif shard.is_cuda:
+                deferred.append(_Deferred(name, tensor, tensor._version, buffer))
+            elif tensor.is_cuda:
                 # Copied on the device first: a copy to the host would wait for all work that is enqueued.
-                clone = shard.detach().clone()
-                deferred.append(_Deferred(name, clone, clone._version, clone, buffer.shard))
+                clone = tensor.detach().clone()
+                deferred.append(_Deferred(name, clone, clone._version, buffer))
             else:
-                buffer.shard.copy_(shard)
-        copy = Copy({name: each.full for name, each in self._buffers.items()}, deferred)
-        device = next((each.shard.device for each in deferred if each.shard.is_cuda), None)
+                buffer.copy_(tensor)
+        copy = Copy(dict(self._buffers), deferred)
+        device = next((each.tensor.device for each in deferred if each.tensor.is_cuda), None)
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
         return copy
-
-
-def _buffer(tensor: torch.Tensor, shard: torch.Tensor) -> _Buffer:
-    if shard.is_cuda and tensor is shard:
-        full = torch.empty_like(shard, device="cpu", pin_memory=True, requires_grad=False)
-    else:
-        full = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        if shard.is_cuda:
-            full._local_tensor = to_local(full).pin_memory()  # type: ignore[attr-defined]
-    return _Buffer(full, to_local(full))
 
 
 class Copy:
@@ -164,5 +145,5 @@ class Copy:
     def _copy(self) -> None:
         # One call, so that the thread acquires the GIL once, not for every tensor.
         if self._deferred:
-            copies, tensors = [each.copy for each in self._deferred], [each.shard for each in self._deferred]
+            copies, tensors = [each.copy for each in self._deferred], [each.tensor for each in self._deferred]
             torch._foreach_copy_(copies, tensors, non_blocking=True)

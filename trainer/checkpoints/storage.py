@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from .file_checksums import FileChecksum
-from .manifest import MANIFEST
+from .format.file_checksums import FileChecksum
+from .format.manifest import MANIFEST
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
 _MOUNTS = Path("/proc/self/mountinfo")

@@ -1,10 +1,9 @@
 """`CheckpointStore`: save a dict of `Stateful` parts as a committed, verified directory or URI, and load it.
 
-    <root>/step-00000042/manifest.json       written last; a directory without it is not a checkpoint
-                         parts.pkl           the structure of every part, each a separate pickle
-                         .metadata, *.distcp the tensors of all parts (Distributed Checkpoint), written by all ranks
-                         tensors.json        a checksum of each tensor
-                         rank-00000.pt ...   the state that belongs to one rank
+    <root>/step-00000042/manifest.json           written last; a directory without it is not a checkpoint
+                         state.json              the plain values of all shared parts
+                         rank-00000.json         the tensors in this rank's file, and its own plain values
+                         rank-00000.safetensors  this rank's shards of all tensors, and its own tensors
 
 All ranks decide together: a failure on one rank raises CheckpointError on every rank.
 """
@@ -12,7 +11,6 @@ All ranks decide together: a failure on one rank raises CheckpointError on every
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import socket
@@ -21,56 +19,35 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..data.protocols import Stateful
 from ..distributed.world import World
 from ..errors import CheckpointError
 from ..loop.progress import Duration
 from .background import BackgroundSave, BackgroundSaver
-from .dcp_writer import DcpWriter
-from .file_checksums import FileChecksum
-from .manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
+from .format.file_checksums import FileChecksum
+from .format.manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
 from .retention import Mode, Retention, is_kept
 from .scan import ScannedCheckpoint, read_checkpoint, scan, split_path, verify_file
-from .snapshot import TENSOR_CHECKSUMS, CheckpointReader, Snapshot
+from .snapshot import CheckpointReader, Shard, Snapshot, missing_elements, tensor_file
 from .staging import Staging
 from .storage import Storage, open_storage
-from .tensor_checksums import TensorChecksum, combine_checksums, digest_of
 
 __all__ = ["Checkpoint", "CheckpointStore", "CheckpointWarning", "read_checkpoint"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Digests of what a checkpoint contains.
-
-    Attributes:
-        tensors: digest over all tensor checksums (those are in tensors.json).
-        ranks: digests of each rank's own state, by part and key.
-    """
-
-    tensors: str
-    ranks: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, TensorChecksum], ranks: list[dict[str, Any]]) -> Digests:
-        """Combine per-tensor checksums into one digest."""
-        return cls(digest_of({name: str(each) for name, each in tensors.items()}), ranks)
-
-
 class _ConcurrentWriterError(CheckpointError):
     """Another process saves to the same directory, so a retry cannot succeed."""
 
 
-Meta: TypeAlias = Mapping[str, Any] | Callable[[Digests], Mapping[str, Any]]
+Meta: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 class CheckpointStore:
@@ -130,11 +107,10 @@ class CheckpointStore:
         self._storage = open_storage(root)
         self._staging = Staging()
         self._saver = BackgroundSaver()
-        self._dcp_writer = DcpWriter()
-        # Once, not around each save, because all threads share the warning filters.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        self._complete_shards: dict[str, Shard] | None = None
         self.began_after: int = 0
         self._sequence = 0
+        self._previous: tuple[str, str] | None = None
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
@@ -159,8 +135,7 @@ class CheckpointStore:
             step: completed optimizer updates.
             epoch: completed passes over the data.
             metrics: floats, possibly NaN or infinite.
-            meta: JSON for the manifest; or a function that returns it, called on the main rank by the saving thread
-                with the digests of the written state.
+            meta: JSON for the manifest; or a function that returns it, called on the main rank by the saving thread.
             changes_only_on_step: whether a tensor changes only when an optimizer steps. The writing of such tensors,
                 which are equal on all ranks, is divided among the ranks. Of other tensors, such as BatchNorm's buffers,
                 the main rank's are saved.
@@ -218,7 +193,7 @@ class CheckpointStore:
         rank_parts: Mapping[str, Stateful],
         changes_only_on_step: Callable[[torch.Tensor], bool],
     ) -> Snapshot:
-        return Snapshot.of(parts, rank_parts, writes=lambda tensor: self.world.is_main or changes_only_on_step(tensor))
+        return Snapshot.of(parts, rank_parts, world=self.world, is_replicated=changes_only_on_step)
 
     def _write(self, info: _CheckpointInfo, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
         """Write and commit a snapshot, with retries. Every rank must call this, from one thread."""
@@ -242,35 +217,38 @@ class CheckpointStore:
         sequence, name, token = self._on_main(doing, lambda: self._plan(info))
         staged = self._on_all_ranks(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
-            written, sums = self._on_all_ranks(doing, lambda: self._write_tensors(snapshot, staged))
-            # Only the main rank needs what describes the files of all ranks.
-            tensors = combine_checksums(self.world.gather_object(sums))
+            self._check_complete(doing, snapshot)
+            written = self._on_all_ranks(doing, lambda: self._write_tensors(snapshot, staged))
             if info.name is not None:
                 self._on_main(doing, lambda: self._remove_replaced(name))
-            rest = self._on_all_ranks(doing, lambda: self._publish(snapshot, staged, name, list(written), tensors))
+            rest = self._on_all_ranks(doing, lambda: self._publish(snapshot, staged, name, list(written)))
+            # Only the main rank needs what describes the files of all ranks.
             gathered = self.world.gather_object(written | rest)
             files = {file: each for rank_sums in gathered for file, each in rank_sums.items()}
-            ranks = self.world.gather_object(snapshot.digests())
 
             def commit() -> Checkpoint:
-                checkpoint = Checkpoint(
+                facts = Checkpoint(
                     path=self._storage.path_of(name),
                     step=info.step,
                     epoch=info.epoch,
                     metrics={key: float(value) for key, value in info.metrics.items()},
-                    meta=dict(info.meta(Digests.of(tensors, ranks)) if callable(info.meta) else info.meta),
+                    meta=dict(info.meta() if callable(info.meta) else info.meta),
                     world_size=self.world.size,
                     sequence=sequence,
                     time_s=time.time(),
                     writer=f"process {os.getpid()} on {socket.gethostname()}",
+                    previous=None if info.name is not None else self._previous,
                 )
-                manifest = write_manifest(checkpoint, files)
+                manifest = write_manifest(facts, files)
+                checkpoint, _ = parse_manifest(facts.path, manifest)
                 if info.name is None:
                     known = self._refuse_foreign()
                     # Set before the commit: if its reply is lost, the checkpoint found there is ours.
                     known.add(name)
                     self._sequence = sequence
                 self._storage.commit(staged, name, manifest, files)
+                if info.name is None:
+                    self._previous = name, checkpoint.digest
                 return checkpoint
 
             checkpoint = self._on_main(doing, commit)
@@ -350,12 +328,12 @@ class CheckpointStore:
 
     def load(
         self, parts: Mapping[str, Stateful], *, rank_parts: Mapping[str, Stateful], checkpoint: Checkpoint
-    ) -> None:
-        """Load the parts in their order, rank parts last. Every rank must call this.
+    ) -> Loaded:
+        """Load the parts in their order, rank parts last, and return digests of them. Every rank must call this.
 
         Other parts of the checkpoint are not read. A rank part that is missing from the checkpoint keeps its initial
-        state, with one warning, or without one on ranks beyond the number that saved. Loading unpickles, so load only
-        checkpoints that you trust.
+        state, with one warning, or without one on ranks beyond the number that saved. Loading runs no code of the
+        checkpoint.
 
         Raises:
             CheckpointError: the checkpoint is damaged or lacks a part, or a part's `load_state_dict` failed.
@@ -366,26 +344,19 @@ class CheckpointStore:
         if checkpoint.path not in self._verified and (problem := self._verify(storage, name, files)):
             raise CheckpointError(f"{checkpoint.path} is damaged: {problem}")
         with tempfile.TemporaryDirectory(prefix="headway-load-") as scratch:
-            reader = CheckpointReader(storage, name, Path(scratch))
-            self._on_all_ranks(doing, lambda: reader.read_structures(parts))
-            self._on_all_ranks(doing, lambda: reader.read_tensors(self.world))
+            reader = CheckpointReader(storage, name, files, checkpoint.world_size, self.world, Path(scratch))
+            self._on_all_ranks(doing, reader.read_rank_files)
+            reader.share_shards()
+            self._on_all_ranks(doing, lambda: reader.allocate(parts))
+            tensors = self._on_all_ranks(doing, reader.read_tensors)
             self._on_all_ranks(doing, lambda: reader.load_into(parts))
-            # If fewer ranks load than saved, the states of the missing ranks are distributed over the others.
-            ranks = range(self.world.rank, checkpoint.world_size, self.world.size)
-            absent = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts, ranks))
+            absent, own = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts))
         self._loaded.add(checkpoint.path)
         lacking = sorted({part for rank_absent in self.world.all_gather_object(absent) for part in rank_absent})
         if lacking and self.world.is_main:
             what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its initial one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
-
-    def tensor_checksums(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Return the checksums of all tensors of a checkpoint, by name. Every rank must call this."""
-        storage, name = split_path(checkpoint.path)
-        sums: dict[str, str] = self._on_main(
-            f"read {checkpoint.path}", lambda: json.loads(storage.read(name, TENSOR_CHECKSUMS))
-        )
-        return sums
+        return Loaded(tensors, own)
 
     def check_writable(self) -> None:
         """Write and delete an empty file, to detect early that saves would fail. Every rank must call this.
@@ -475,7 +446,10 @@ class CheckpointStore:
         entries = scan(self._storage)
         if self._known is None:
             self._known = {entry.name for entry in entries}
-            self._sequence = max((entry.checkpoint.sequence for entry in entries if entry.checkpoint), default=0)
+            newest = next((entry for entry in reversed(entries) if entry.checkpoint), None)
+            if newest is not None and newest.checkpoint is not None:
+                self._sequence = newest.checkpoint.sequence
+                self._previous = newest.name, newest.checkpoint.digest
         return entries
 
     def _refuse_foreign(self) -> set[str]:
@@ -495,20 +469,33 @@ class CheckpointStore:
                 )
         return self._known
 
-    def _write_tensors(
-        self, snapshot: Snapshot, staged: Path
-    ) -> tuple[dict[str, FileChecksum], dict[str, TensorChecksum]]:
-        """Write this rank's tensors; return the checksums of its files and of its tensors."""
-        written = self._dcp_writer.write(snapshot.tensors, staged, self.world)
-        # The checksums are computed in the meantime.
-        self._storage.flush(staged, written.file)
-        return {written.file: written.file_sum.result()}, written.tensor_checksums()
+    def _check_complete(self, doing: str, snapshot: Snapshot) -> None:
+        """Check on the main rank that the ranks write each tensor once; again only if what they write has changed."""
+        if all(self.world.all_gather_object(snapshot.shards == self._complete_shards)):
+            return
+        ranks = self.world.gather_object(snapshot.shards)
 
-    def _publish(
-        self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str], tensors: Mapping[str, TensorChecksum]
-    ) -> dict[str, FileChecksum]:
+        def check() -> None:
+            if wrong := missing_elements(ranks, snapshot.num_elements):
+                name, count = next(iter(wrong.items()))
+                raise CheckpointError(
+                    f"{abs(count)} elements of {name} would {'not be saved' if count > 0 else 'be saved twice'}: state "
+                    "must have the same names on all ranks, and sharded tensors the device mesh of the run"
+                )
+
+        self._on_main(doing, check)
+        self._complete_shards = snapshot.shards
+
+    def _write_tensors(self, snapshot: Snapshot, staged: Path) -> dict[str, FileChecksum]:
+        """Write this rank's tensors, and return the file."""
+        file = tensor_file(self.world.rank)
+        written = snapshot.write_tensors(staged, self.world.rank)
+        self._storage.flush(staged, file)
+        return {file: written}
+
+    def _publish(self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str]) -> dict[str, FileChecksum]:
         """Write this rank's other files and move all its files to the shared folder; return the other files."""
-        rest = snapshot.write_other_files(staged, self.world, tensors)
+        rest = snapshot.write_json(staged, self.world)
         self._storage.publish(staged, name, [*written, *rest])
         return rest
 
@@ -569,7 +556,7 @@ class CheckpointStore:
         failure: BaseException | None = None
         try:
             box.append(do())
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             failure = error
         own = _format_failure(failure, self.world.rank), isinstance(failure, _ConcurrentWriterError)
         gathered = self.world.all_gather_object(own)
@@ -580,6 +567,19 @@ class CheckpointStore:
             kind = _ConcurrentWriterError if any(is_taken for _, is_taken in gathered) else CheckpointError
             raise kind(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a rank has read from a checkpoint, to compare with the state of its parts afterwards.
+
+    Attributes:
+        tensors: digests of this rank's tensors and shards, by name.
+        rank_parts: digests of the state that belongs to this rank, by part and key.
+    """
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    rank_parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -615,6 +615,4 @@ def _format_failure(failure: BaseException | None, rank: int) -> dict[int, str]:
     """Return one line per rank that is known to have failed."""
     if failure is None:
         return {}
-    if isinstance(failure, CheckpointException):
-        return {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in failure.failures.items()}
     return {rank: str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"}

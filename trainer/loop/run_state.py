@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from ..checkpoints.background import BackgroundSave
+from ..checkpoints.certificate import ResumeCertificate
 from ..checkpoints.code_fingerprint import learning_code_at_first_use
 from ..checkpoints.model_state import ModelState, NamedModels, OptimizerState, tensors_changed_by_step
 from ..checkpoints.optimizer_settings import OptimizerSettings
-from ..checkpoints.resume_check import ResumeCertificate
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import GeneratorsBefore, RngState, seed_everything
 from ..checkpoints.scan import split_path
 from ..checkpoints.snapshot import capture_state, check_is_own_state, restore_state
-from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
+from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning
 from ..config import CheckpointConfig, as_plain
 from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted
 from ..distributed.world import World
@@ -173,9 +173,9 @@ class RunState:
             "versions": versions(),
         }
 
-        def complete(digests: Digests) -> dict[str, Any]:
+        def complete() -> dict[str, Any]:
             # Called later by the saving thread; the config is frozen.
-            return {"config": as_plain(ctx.config), **meta, "certificate": certificate(digests)}
+            return {"config": as_plain(ctx.config), **meta, "certificate": certificate()}
 
         return {
             "parts": self._parts(models),
@@ -270,7 +270,7 @@ class RunState:
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         self.is_half_restored = True
-        store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        loaded = store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
         self._ctx.lr_stepping.forget_positions()
         if resume == "auto" or store.contains(checkpoint.path):
             store.began_after = checkpoint.meta.get("began_after", 0)
@@ -279,7 +279,7 @@ class RunState:
         self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
         keeps_place = self._restore_data_position(begin_epoch_again="data" not in components or is_other_data)
         self._certificate.check_after_load(
-            checkpoint, store, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
+            checkpoint, loaded, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
         )
         if "rng" in rank_parts and self._ctx.mesh.tensor.size > 1:
             # Ranks that divide a layer draw the same numbers; the checkpoint may be of another arrangement.
@@ -297,7 +297,7 @@ class RunState:
         """Return the whole state in memory. Every rank must call this."""
         contents = self._contents()
         state = capture_state(contents["parts"], contents["rank_parts"], self._ctx.world)
-        return {**state, "meta": contents["meta"](Digests("", []))}
+        return {**state, "meta": contents["meta"]()}
 
     def load_captured(self, state: Mapping[str, Any], *, accept_changes: bool) -> None:
         """Restore what `capture` has returned on this rank. Every rank must call this.

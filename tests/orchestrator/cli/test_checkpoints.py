@@ -90,7 +90,7 @@ def test_damaged_files_are_named_and_the_exit_code_tells(capsys: pytest.CaptureF
     place = ("--storage", str(storage))
     code, out, _ = run(capsys, "verify", "one", *place)
     assert (code, out) == (0, "".join(f"step-{step:08d}  whole\n" for step in range(1, 7)))
-    name = damage(storage, 3, "*.distcp")
+    name = damage(storage, 3, "*.safetensors")
     code, out, _ = run(capsys, "verify", "one", *place)
     assert code == 1
     assert f"step-00000003  damaged: {name} has changed since it was written: its checksum differs" in out.splitlines()
@@ -107,7 +107,7 @@ def test_prune_keeps_what_is_good_pinned_or_wanted(capsys: pytest.CaptureFixture
     run(capsys, "pin", "one", "2", *place)
     # By the run's own rules, which keep all.
     assert run(capsys, "prune", "one", *place)[:2] == (0, "")
-    damage(storage, 6, "*.distcp")
+    damage(storage, 6, "*.safetensors")
     code, out, _ = run(capsys, "prune", "one", "--keep-last", "1", "--dry-run", *place)
     assert (code, there(storage)) == (0, [1, 2, 3, 4, 5, 6])
     assert "step-00000003 would be deleted" in out
@@ -153,7 +153,7 @@ def test_what_was_saved_before_a_run_began_anew_is_neither_its_best_nor_pruned(
 
 def test_weights_are_exported(capsys: pytest.CaptureFixture[str], storage: Path, tmp_path: Path) -> None:
     place, file = ("--storage", str(storage)), tmp_path / "weights.safetensors"
-    damage(storage, 6, "*.distcp")
+    damage(storage, 6, "*.safetensors")
     code, out, _ = run(capsys, "export", "one", str(file), *place)
     assert code == 0
     assert "step-00000005" in out

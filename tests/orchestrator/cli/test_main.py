@@ -23,8 +23,8 @@ from headway.orchestrator.cli.main import _exit_code, app, main
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.run import Driver
 from headway.orchestrator.watchdog.worker import heartbeat_file, watch_folder
-from headway.trainer.checkpoints.file_checksums import FileChecksum
-from headway.trainer.checkpoints.manifest import Checkpoint, write_manifest
+from headway.trainer.checkpoints.format.file_checksums import FileChecksum
+from headway.trainer.checkpoints.format.manifest import Checkpoint, write_manifest
 from tests.tiny import TinyConfig, TinyTrainer
 
 

@@ -20,7 +20,7 @@ from headway.trainer import (
     load_weights,
 )
 from headway.trainer.callbacks import Ema, SavePretrained
-from headway.trainer.checkpoints.manifest import CheckpointWarning
+from headway.trainer.checkpoints.format.manifest import CheckpointWarning
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, TinyConfig, TinyTrainer
 from tests.trainer.checkpoints.test_export import CausalTrainer

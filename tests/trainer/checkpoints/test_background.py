@@ -26,7 +26,7 @@ from headway.trainer import (
 )
 from headway.trainer.callbacks import Ema, Samples
 from headway.trainer.checkpoints.background import BackgroundSave
-from headway.trainer.checkpoints.manifest import CheckpointWarning
+from headway.trainer.checkpoints.format.manifest import CheckpointWarning
 from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
 from headway.trainer.checkpoints.rng import RngState
 from headway.trainer.checkpoints.staging import Copy

@@ -206,7 +206,7 @@ def test_averages_that_have_not_begun_are_not_exported(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_damaged_or_none_is_not_exported(tmp_path: Path) -> None:
     train(TinyTrainer, World.single("cpu"), str(tmp_path), "none")
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
-    (shard,) = checkpoint.glob("*.distcp")
+    (shard,) = checkpoint.glob("*.safetensors")
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

@@ -20,7 +20,7 @@ from headway.trainer import (
     Trainer,
     World,
 )
-from headway.trainer.checkpoints.manifest import Checkpoint, CheckpointWarning
+from headway.trainer.checkpoints.format.manifest import Checkpoint, CheckpointWarning
 from headway.trainer.checkpoints.retention import Best, Retention
 from headway.trainer.checkpoints.store import read_checkpoint
 from headway.trainer.loop.progress import Duration
@@ -269,7 +269,7 @@ def test_the_best_of_an_epoch_is_saved_with_its_history(tmp_path: Path) -> None:
     assert (resumed.best_metric, resumed.best_step) == (result.best_metric, result.best_step) == (1.0, 8)
 
 
-def test_state_that_does_not_pickle_names_callback_and_key(tmp_path: Path) -> None:
+def test_state_that_is_no_plain_value_names_callback_and_key(tmp_path: Path) -> None:
     class Holds(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"seen": 3, "guards": [threading.Lock()]}
@@ -280,7 +280,7 @@ def test_state_that_does_not_pickle_names_callback_and_key(tmp_path: Path) -> No
         callbacks=[Callback(), Holds()],
         run_dir=tmp_path,
     )
-    with pytest.raises(CheckpointError, match=r"part 'callbacks', key '.*Holds/0\.guards\.0' holds a _thread\.lock"):
+    with pytest.raises(CheckpointError, match=r"part 'callbacks', key '.*Holds/0/guards/0' holds a _thread\.lock"):
         trainer.fit()
     assert _on_disk(tmp_path) == []
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.trainer.checkpoints.manifest import CheckpointWarning
+from headway.trainer.checkpoints.format.manifest import CheckpointWarning
 from headway.trainer.checkpoints.rng import RngState, seed_everything, seed_torch
 
 

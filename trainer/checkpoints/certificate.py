@@ -1,8 +1,8 @@
 """Verify, before the first update, that a resumed run continues the run that saved the checkpoint.
 
 The certificate is part of the manifest: the position in the data, the next rows, the names of optimizers and
-schedulers, and digests of all tensors, of each rank's random state and of the training code. The manifest also has the
-config and the fingerprint of the data.
+schedulers, and digests of the training code. The manifest also has the config and the fingerprint of the data. Weights,
+moments and random states are compared with what was read from the files of the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import MAY_CHANGE, TrainerConfig, as_plain
-from ..data.protocols import BatchStream, Mergeable, Stateful, SupportsPeek
+from ..data.protocols import BatchStream, Stateful, SupportsPeek
+from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from ..errors import ResumeError
 from ..loop.progress import Progress
-from .state_codec import iter_tensors
-from .store import Checkpoint, CheckpointStore, CheckpointWarning, Digests
-from .tensor_checksums import compute_checksums, digest_of
+from .format.digests import digest_of, digests_by_key, tensor_digest
+from .format.plain_values import encode_state
+from .store import Checkpoint, CheckpointWarning, Loaded
 
 # A resumed run does not use `init_from`.
 _NOT_COMPARED = (*MAY_CHANGE, "init_from", "init_keys")
@@ -58,19 +59,17 @@ class ResumeCertificate:
         self._code, self._config, self._world, self._progress = code, config, world, progress
         self._optimizers, self._schedulers, self._data = sorted(optimizers), sorted(schedulers), data
 
-    def capture(self) -> Callable[[Digests], dict[str, Any]]:
-        """Record the position now; return a function that adds the digests of the saved state."""
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        """Record the position now; return a function that completes the certificate later."""
         place = _position(self._progress)
 
-        def complete(digests: Digests) -> dict[str, Any]:
+        def complete() -> dict[str, Any]:
             return {
                 "position": place,
                 "samples_per_step": self._samples_per_step(),
                 "next_rows": self._next_rows(place),
                 "optimizers": self._optimizers,
                 "schedulers": self._schedulers,
-                "tensors": digests.tensors,
-                "ranks": digests.ranks,
                 "code": self._code,
                 **({"exact": self._exact_facts()} if self._exact else {}),
             }
@@ -115,20 +114,20 @@ class ResumeCertificate:
     def check_after_load(
         self,
         checkpoint: Checkpoint,
-        store: CheckpointStore,
+        loaded: Loaded,
         parts: Mapping[str, Stateful],
         rank_parts: Mapping[str, Stateful],
         *,
         keeps_place: bool,
         accept_changes: bool,
     ) -> None:
-        """Compare the loaded state with the certificate.
+        """Compare the state with the certificate, and with what was read.
 
         Every rank must call this, before any random number is drawn or any data is read.
 
         Args:
             checkpoint: the loaded checkpoint.
-            store: the store that loaded it.
+            loaded: what this rank has read from it.
             parts: the loaded parts that all ranks share.
             rank_parts: the loaded parts that belong to this rank.
             keeps_place: whether the data resumes at its saved position.
@@ -141,8 +140,8 @@ class ResumeCertificate:
         changes: list[_Change] = []
         if "progress" in parts:
             changes += self._changed_position(info, keeps_place=keeps_place, accept_changes=accept_changes)
-        changes += self._changed_tensors(checkpoint, info, store, parts)
-        changes += self._changed_rank_state(info, rank_parts)
+        changes += _changed_tensors(loaded, parts)
+        changes += self._changed_rank_state(loaded, rank_parts)
         self._raise_if_changed(checkpoint, changes)
 
     def _exact_facts(self) -> dict[str, Any]:
@@ -212,47 +211,17 @@ class ResumeCertificate:
                 f"check why the order of the data has changed, or {_ACCEPT}",
             )
 
-    def _changed_tensors(
-        self, checkpoint: Checkpoint, info: Mapping[str, Any], store: CheckpointStore, parts: Mapping[str, Stateful]
-    ) -> list[_Change]:
-        saved = store.tensor_checksums(checkpoint)
-        if (digest := digest_of(saved)) != info["tensors"]:
-            return [_Change("sums of all tensors", info["tensors"], digest, _ANOTHER)]
-        certain = {name: part for name, part in parts.items() if name.split("/")[0] in ("models", "optimizers")}
-        live = {
-            "/".join((part, *path)): tensor
-            for part, owner in certain.items()
-            for path, tensor in iter_tensors(owner.state_dict())
-        }
-        sums = {name: str(each) for name, each in compute_checksums(live, self._world).items()}
-        changes = []
-        for name in sorted(sums.keys() | saved.keys()):
-            # Tensors inside objects have no key path; they are named "part/#".
-            if "#" in name or not any(name.startswith(f"{part}/") for part in certain):
-                continue
-            before, now = saved.get(name, "absent"), sums.get(name, "absent")
-            # A dtype differs only after a change of the config, which has been accepted by now.
-            if before != now and (before.split()[0] == now.split()[0] or "absent" in (before, now)):
-                changes.append(_Change(name, before, now, _ANOTHER))
-        return changes
-
-    def _changed_rank_state(self, info: Mapping[str, Any], rank_parts: Mapping[str, Stateful]) -> Iterator[_Change]:
-        rank = self._world.rank
-        if rank >= len(info["ranks"]):
-            return
-        # This rank also gets the states of ranks that no longer exist.
-        has_more = rank + self._world.size < len(info["ranks"])
-        for part, saved in info["ranks"][rank].items():
-            if has_more and isinstance(rank_parts.get(part), Mergeable):
-                continue
-            state = rank_parts[part].state_dict() if part in rank_parts else {}
+    def _changed_rank_state(self, loaded: Loaded, rank_parts: Mapping[str, Stateful]) -> Iterator[_Change]:
+        for part, saved in loaded.rank_parts.items():
+            encoded, tensors = encode_state(part, rank_parts[part].state_dict())
+            now = digests_by_key(encoded, tensors.__getitem__)
             # Only keys on both sides: a GPU adds a generator.
-            for key in saved.keys() & state.keys():
-                if (now := digest_of(state[key])) != saved[key]:
+            for key in saved.keys() & now.keys():
+                if now[key] != saved[key]:
                     remedy = (
                         'remove "rng" from restore= to start with fresh random numbers' if part == "rng" else _ANOTHER
                     )
-                    yield _Change(f"{part}.{key} of rank {rank}", saved[key], now, remedy)
+                    yield _Change(f"{part}.{key} of rank {self._world.rank}", saved[key], now[key], remedy)
 
     def _samples_per_step(self) -> int | None:
         return self._data.samples_per_step if isinstance(self._data, SupportsPeek) else None
@@ -263,6 +232,20 @@ class ResumeCertificate:
             return None
         rows = list(self._data.next_rows(place["epoch"], offset=place["offset"], count=_NUM_ROWS))
         return {"first": rows[:_NUM_READABLE], "digest": digest_of(rows)}
+
+
+def _changed_tensors(loaded: Loaded, parts: Mapping[str, Stateful]) -> Iterator[_Change]:
+    for part, owner in parts.items():
+        if part.split("/")[0] not in ("models", "optimizers"):
+            continue
+        live = encode_state(part, owner.state_dict())[1]
+        saved = {name: each for name, each in loaded.tensors.items() if name.startswith(f"{part}/")}
+        for name in sorted(live.keys() | saved.keys()):
+            before = saved.get(name, "absent")
+            now = tensor_digest(to_local(live[name])) if name in live else "absent"
+            # A dtype differs only after a change of the config, which has been accepted by now.
+            if before != now and (before.split()[0] == now.split()[0] or "absent" in (before, now)):
+                yield _Change(name, before, now, _ANOTHER)
 
 
 _ACCEPT = "revert the change, or accept it if it is intended: fit(accept_changes=True), --accept-changes"

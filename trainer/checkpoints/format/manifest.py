@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import zlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 from .file_checksums import FileChecksum
+from .strict_json import parse_json
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
+# Names of files in the folder of the checkpoint, and of nothing outside of it.
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class CheckpointWarning(UserWarning):
@@ -35,6 +39,8 @@ class Checkpoint:
             highest step, because a run may resume from an older checkpoint.
         time_s: when it was committed, in seconds since 1970.
         writer: the process that committed it.
+        digest: SHA-256 of the manifest's content.
+        previous: name and digest of the checkpoint that was committed before it in its store; None if it is the first.
     """
 
     path: str
@@ -46,10 +52,12 @@ class Checkpoint:
     sequence: int
     time_s: float
     writer: str = ""
+    digest: str = ""
+    previous: tuple[str, str] | None = None
 
 
 def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileChecksum]) -> bytes:
-    """Return the text of a manifest, which includes a checksum of its content.
+    """Return the text of a manifest, which includes a digest of its content.
 
     Raises:
         CheckpointError: `metrics` are not floats, or `meta` is not JSON.
@@ -63,11 +71,12 @@ def write_manifest(checkpoint: Checkpoint, files: Mapping[str, FileChecksum]) ->
             "time_s": checkpoint.time_s,
             "world_size": checkpoint.world_size,
             "writer": checkpoint.writer,
+            "previous": None if checkpoint.previous is None else list(checkpoint.previous),
             "metrics": {name: _encode(float(value)) for name, value in checkpoint.metrics.items()},
             "meta": _encode(checkpoint.meta),
             "files": {name: [each.size_bytes, each.checksum] for name, each in sorted(files.items())},
         }
-        text = json.dumps(body | {"crc32": _body_sum(body)}, indent=1, allow_nan=False)
+        text = json.dumps(body | {"digest": _digest(body)}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"metrics must be floats and meta must be JSON: {error}") from error
     return text.encode()
@@ -79,34 +88,44 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileCh
     Raises:
         CheckpointError: the text is incomplete, altered or in another format.
     """
+    where = f"{path}/{MANIFEST}"
+    body = parse_json(text, where)
     try:
-        body = json.loads(text)
         if body["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path}/{MANIFEST} has format {body['format']}; this version of Headway reads format {FORMAT}"
-            )
-        if body.pop("crc32") != _body_sum(body):
-            raise CheckpointError(f"{path}/{MANIFEST} has changed since it was written: its checksum differs")
+            how = ": convert it with `headway checkpoints convert`" if body["format"] == 3 else ""
+            raise CheckpointError(f"{where} has format {body['format']}; this version reads format {FORMAT}{how}")
+        digest = body.pop("digest")
+        if digest != _digest(body):
+            raise CheckpointError(f"{where} has changed since it was written: its digest differs")
+        if wrong := [name for name in body["files"] if not _FILE_NAME.fullmatch(name)]:
+            raise CheckpointError(f"{where} names the file {wrong[0]!r}, which is not the name of a file in its folder")
+        previous = body["previous"]
         checkpoint = Checkpoint(
             path=path,
-            step=body["step"],
-            epoch=body["epoch"],
+            step=_whole(body["step"]),
+            epoch=_whole(body["epoch"]),
             metrics={name: float(_decode(value)) for name, value in body["metrics"].items()},
             meta=_decode(body["meta"]),
-            world_size=body["world_size"],
-            sequence=body["sequence"],
-            time_s=body["time_s"],
-            writer=body["writer"],
+            world_size=_whole(body["world_size"]),
+            sequence=_whole(body["sequence"]),
+            time_s=float(body["time_s"]),
+            writer=str(body["writer"]),
+            digest=digest,
+            previous=None if previous is None else (str(previous[0]), str(previous[1])),
         )
-        return checkpoint, {name: FileChecksum(*each) for name, each in body["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}/{MANIFEST} is incomplete or altered ({type(error).__name__}: {error})"
-        ) from error
+        return checkpoint, {name: FileChecksum(_whole(size), sum) for name, (size, sum) in body["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{where} is incomplete or altered ({type(error).__name__}: {error})") from error
 
 
-def _body_sum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected an integer >= 0, got {value!r}")
+    return value
 
 
 def _encode(value: Any) -> Any:

@@ -1,0 +1,178 @@
+"""safetensors files: written piece by piece with a checksum, and read as views of the file.
+
+Types that safetensors does not have are stored as others of the same bits: complex128 and complex32 as pairs of floats,
+and float4_e2m1fn_x2 as bytes. The JSON beside a file has the type of each tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ...errors import CheckpointError
+from .file_checksums import FileChecksum, checksum_of
+from .strict_json import dump_json, parse_json
+
+# Small enough to stay in the CPU cache from the checksum to the write.
+_PIECE_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+_PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
+_AS_BYTES = {torch.float4_e2m1fn_x2}
+DTYPES = {str(each).removeprefix("torch."): each for each in (*_NAMES, *_PAIRS, *_AS_BYTES)}
+"""The types of tensors that a checkpoint can have, by their names in JSON."""
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor on the CPU, of a type that safetensors has; the same memory where that is possible."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if tensor.dtype in _PAIRS:
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
+
+
+def from_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what `as_stored` was given.
+
+    Raises:
+        CheckpointError: this is not how a tensor of this type is stored.
+    """
+    stored = _PAIRS.get(dtype, torch.uint8 if dtype in _AS_BYTES else dtype)
+    if tensor.dtype != stored or (dtype in _PAIRS and (not tensor.dim() or tensor.shape[-1] != 2)):
+        raise CheckpointError(f"{dtype} is stored as {stored}, and not as {tensor.dtype} of shape {list(tensor.shape)}")
+    if dtype in _PAIRS:
+        return torch.view_as_complex(tensor)
+    return tensor.view(dtype) if dtype in _AS_BYTES else tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, the same memory if it is a contiguous one on the CPU."""
+    numbers: Any = as_stored(tensor).reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+class TensorFile:
+    """A safetensors file to be written; its tensors must not change until then.
+
+    Args:
+        tensors: by name, local tensors on any device.
+
+    Attributes:
+        nbytes: size of the file.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
+        # Wide types first, so that every tensor is aligned in memory when the file is mapped.
+        self._tensors = dict(sorted(stored.items(), key=lambda each: -each[1].element_size()))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, tensor in self._tensors.items():
+            end = at + tensor.nbytes
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+            at = end
+        text = dump_json(header)
+        text += b" " * (-len(text) % 8)
+        self._header = struct.pack("<Q", len(text)) + text
+        self.nbytes = len(self._header) + at
+
+    def write(self, path: Path) -> FileChecksum:
+        """Write the file, and return its checksum, computed from memory.
+
+        A checksum of the bytes in memory also detects corruption on the way to the disk.
+        """
+        hasher = xxhash.xxh3_128()
+        with path.open("wb", buffering=0) as file:
+            for piece in self._pieces():
+                hasher.update(piece)
+                # One call may write less than it is given.
+                while len(piece := piece[file.write(piece) :]):
+                    pass
+        return FileChecksum(self.nbytes, checksum_of(hasher))
+
+    def _pieces(self) -> Iterator[memoryview]:
+        yield memoryview(self._header)
+        for tensor in self._tensors.values():
+            if tensor.numel():
+                data = bytes_of(tensor)
+                for begin in range(0, len(data), _PIECE_BYTES):
+                    yield data[begin : begin + _PIECE_BYTES]
+
+
+class TensorReader:
+    """Tensors of an open file, as views of the file: copy what you keep."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+        self.names = frozenset(file.keys())
+
+    def read(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int] | None = None, index: tuple[slice, ...] = ()
+    ) -> torch.Tensor:
+        """Return a tensor, or a block of it.
+
+        Raises:
+            CheckpointError: the file has no such tensor, or of another type or shape.
+        """
+        if name not in self.names:
+            raise CheckpointError(f"{self._name} has no tensor {name!r}")
+        tensor = from_stored(self._file.get_tensor(name), dtype)
+        if shape is not None and tuple(tensor.shape) != tuple(shape):
+            raise CheckpointError(f"{self._name}: {name} has shape {list(tensor.shape)}, and not {list(shape)}")
+        return tensor[index] if index else tensor
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorReader]:
+    """Open a safetensors file; its tensors are views of the file, which must not change meanwhile.
+
+    Raises:
+        CheckpointError: it is no regular file, or not a safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    check_regular(path)
+    with path.open("rb") as header:
+        length = int.from_bytes(header.read(8), "little")
+        if length > min(path.stat().st_size, _MOST_HEADER_BYTES):
+            raise CheckpointError(f"{path.name} has a header of {length} bytes, and {path.stat().st_size} in all")
+        parse_json(header.read(length), path.name)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield TensorReader(file, path.name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} is not a safetensors file: {error}") from error
+
+
+def check_regular(path: Path) -> None:
+    """Raise CheckpointError if a path is a symbolic link, a folder or a device."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise CheckpointError(f"{path.name} is no regular file")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from headway.trainer.errors import ConfigError
+from headway.trainer.errors import CheckpointError, ConfigError
 
 from ..config.coerce import parse_yaml
 from ..config.experiment import Experiment
@@ -78,7 +78,7 @@ def recorded_facts(name: str, storage: str) -> Facts:
     record, plain = run.record, parse_yaml(run.folder.read("config.yaml") or "") or {}
     saved: Mapping[str, Any] = {}
     digest: dict[str, str] = {}
-    with suppress(ConfigError):  # the run may have no checkpoint, and a checkpoint no checksums
+    with suppress(ConfigError, CheckpointError):  # the run may have no checkpoint, or a damaged one
         checkpoints = RunCheckpoints.of(name, storage)
         newest = next((each for each in reversed(checkpoints.entries) if each.checkpoint), None)
         if newest is not None and newest.checkpoint is not None:

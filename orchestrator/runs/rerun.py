@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headway.trainer.errors import ConfigError
+from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.loop.run_state import COMPONENTS
 
 from ..cli.console import RunConsole
@@ -185,7 +185,7 @@ def _compare_weights(name: str, storage: str, experiment: Experiment) -> str:
         both = [RunCheckpoints.of(name, storage), RunCheckpoints.of(experiment.name, experiment.storage)]
         newest = [each.entries[-1] for each in both]
         digests = [each.digest(entry) for each, entry in zip(both, newest, strict=True)]
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         return f"the weights cannot be compared with those of {name}: {error}"
     steps = [entry.checkpoint.step if entry.checkpoint else None for entry in newest]
     if steps[0] != steps[1]:

@@ -46,8 +46,11 @@ def load_weights(
     """
     where = f"the checkpoint {os.fspath(checkpoint_path)}"
     parts = read_parts(checkpoint_path, ("models", "callbacks") if ema else ("models",))
-    name = choose_model(model, parts["models"], where)
-    weights = {key: value for key, value in parts["models"][name].items() if isinstance(value, torch.Tensor)}
+    models = parts["models"]
+    if not isinstance(models, dict) or not models or not all(isinstance(each, dict) for each in models.values()):
+        raise CheckpointError(f"{where} has no weights by model and name in its part 'models'")
+    name = choose_model(model, models, where)
+    weights = {key: value for key, value in models[name].items() if isinstance(value, torch.Tensor)}
     return _averaged(weights, name, parts["callbacks"], "Ema/0" if ema is True else ema, where) if ema else weights
 
 

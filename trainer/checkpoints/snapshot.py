@@ -24,6 +24,7 @@ from .format.tensor_files import DTYPES, TensorFile, TensorReader, open_tensors
 from .storage import Storage
 
 STATE = "state.json"
+_MOST_DIMENSIONS = 64
 
 
 def rank_json(rank: int) -> str:
@@ -455,7 +456,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple)) or any(type(each) is not int or each < 0 for each in values):
-        raise ValueError(f"expected integers >= 0, got {values!r}")
+        raise ValueError(f"expected integers >= 0, got {values!r:.99}")
+    if len(values) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor has at most {_MOST_DIMENSIONS} dimensions, got {len(values)}")
     return tuple(values)
 
 

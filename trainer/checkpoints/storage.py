@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from .format.file_checksums import FileChecksum
+from .format.file_checksums import FileChecksum, check_regular
 from .format.manifest import MANIFEST
 
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
@@ -119,7 +119,7 @@ class _Local:
         return (self.root / name).is_dir()
 
     def read(self, name: str, file: str) -> bytes:
-        return (self.root / name / file).read_bytes()
+        return self.fetch(name, file, self.root).read_bytes()
 
     def write(self, name: str, file: str, text: bytes) -> None:
         (self.root / name / file).write_bytes(text)
@@ -131,10 +131,12 @@ class _Local:
         return (self.root / name / file).exists()
 
     def size_bytes(self, name: str, file: str) -> int:
-        return (self.root / name / file).stat().st_size
+        return self.fetch(name, file, self.root).stat().st_size
 
     def fetch(self, name: str, file: str, into: Path) -> Path:
-        return self.root / name / file
+        path = self.root / name / file
+        check_regular(path)
+        return path
 
     def stage(self, token: str) -> Path:
         staged = self.root / f"{_PARTIAL}{token}"

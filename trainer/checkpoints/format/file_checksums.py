@@ -5,10 +5,14 @@ The checksum is XXH3-128, chosen for speed: it detects bit rot and torn writes, 
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+
+from ...errors import CheckpointError
 
 _ALGORITHM = "xxh3_128"
 # Small enough that a piece just read, from disk or for another checksum, is still in the CPU cache.
@@ -49,3 +53,10 @@ class FileChecksum:
 def checksum_of(hasher: xxhash.xxh3_128) -> str:
     """Return the checksum of all bytes that a hasher has got."""
     return f"{_ALGORITHM}:{hasher.hexdigest()}"
+
+
+def check_regular(path: Path) -> None:
+    """Raise CheckpointError if a path is a symbolic link, a pipe or a device, which a checkpoint never has."""
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path} is no regular file")

@@ -26,6 +26,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -79,7 +80,7 @@ def decode_state(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         return _decode(encoded, tensor)
     except CheckpointError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise CheckpointError(f"a value cannot be decoded ({type(error).__name__}: {error})") from error
 
 
@@ -357,10 +358,9 @@ def _imported_class(name: str) -> type | None:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):
-        try:
-            found = vars(found).get(each)
-        except TypeError:
+        if not isinstance(found, (ModuleType, type)):
             return None
+        found = vars(found).get(each)
     return found if isinstance(found, type) else None
 
 

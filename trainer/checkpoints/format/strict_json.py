@@ -20,7 +20,7 @@ def parse_json(text: bytes, file: str) -> Any:
         CheckpointError: the text is not JSON, or nested too deeply; the message names the file.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse)
+        return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({type(error).__name__}: {error})") from error
 

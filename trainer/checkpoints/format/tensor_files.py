@@ -6,8 +6,6 @@ and float4_e2m1fn_x2 as bytes. The JSON beside a file has the type of each tenso
 
 from __future__ import annotations
 
-import os
-import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from .strict_json import dump_json, parse_json
 
 # Small enough to stay in the CPU cache from the checksum to the write.
 _PIECE_BYTES = 1 << 20
+_ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _NAMES = {
     torch.bool: "BOOL",
@@ -90,9 +89,9 @@ class TensorFile:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
         # Wide types first, so that every tensor is aligned in memory when the file is mapped.
-        self._tensors = dict(sorted(stored.items(), key=lambda each: -each[1].element_size()))
+        in_order = sorted(tensors.items(), key=lambda each: -each[1].element_size())
+        self._tensors = {name: as_stored(tensor) for name, tensor in in_order}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name, tensor in self._tensors.items():
@@ -100,7 +99,7 @@ class TensorFile:
             header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
             at = end
         text = dump_json(header)
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         self._header = struct.pack("<Q", len(text)) + text
         self.nbytes = len(self._header) + at
 
@@ -144,10 +143,19 @@ class TensorReader:
         """
         if name not in self.names:
             raise CheckpointError(f"{self._name} has no tensor {name!r}")
-        tensor = from_stored(self._file.get_tensor(name), dtype)
+        tensor = from_stored(_aligned(self._file.get_tensor(name), dtype), dtype)
         if shape is not None and tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(f"{self._name}: {name} has shape {list(tensor.shape)}, and not {list(shape)}")
         return tensor[index] if index else tensor
+
+
+def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a mapped file, or a copy if it lies where a tensor of this type cannot be read."""
+    if tensor.data_ptr() % dtype.itemsize == 0:
+        return tensor
+    copy = torch.empty_like(tensor)
+    copy.reshape(-1).view(torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
+    return copy
 
 
 @contextmanager
@@ -155,11 +163,10 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
     """Open a safetensors file; its tensors are views of the file, which must not change meanwhile.
 
     Raises:
-        CheckpointError: it is no regular file, or not a safetensors file.
+        CheckpointError: it is not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 
-    check_regular(path)
     with path.open("rb") as header:
         length = int.from_bytes(header.read(8), "little")
         if length > min(path.stat().st_size, _MOST_HEADER_BYTES):
@@ -170,9 +177,3 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
             yield TensorReader(file, path.name)
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} is not a safetensors file: {error}") from error
-
-
-def check_regular(path: Path) -> None:
-    """Raise CheckpointError if a path is a symbolic link, a folder or a device."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise CheckpointError(f"{path.name} is no regular file")

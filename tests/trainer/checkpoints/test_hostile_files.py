@@ -1,0 +1,341 @@
+"""Files that somebody has made to do harm: mutated, and their checksums computed again.
+
+`HEADWAY_HOSTILE_FILES=10000` tries as many; `make test` tries a thousand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from headway.trainer import World, load_weights
+from headway.trainer.checkpoints.format.file_checksums import FileChecksum
+from headway.trainer.checkpoints.rng import RngState
+from headway.trainer.checkpoints.storage import open_storage
+from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore, read_checkpoint
+from headway.trainer.errors import CheckpointError, ConfigError
+from tests.distributed import run_on_ranks
+
+ALONE = World.single("cpu")
+COUNT = int(os.environ.get("HEADWAY_HOSTILE_FILES", "1000"))
+PIECES = 20
+MOST_S = 10.0
+MOST_BYTES = 64 << 20
+
+
+class Part:
+    """Keeps what is loaded."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Canary:
+    """Its pickle makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def _save(world: World, root: str) -> None:
+    rows = distribute_tensor(torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (world.size,)), [Shard(0)])
+    pairs = torch.ones(3, dtype=torch.complex128)
+    model = {"rows": rows, "scale": torch.tensor(2.0), "empty": torch.empty(0, 4), "pairs": pairs}
+    plain = {"list": [1, 2.5, None, "text"], "tuple": (1, {2, 3}), "inf": float("inf"), 7: b"x", "in": {"a": [{}]}}
+    CheckpointStore(root, world=world).save(
+        {"models": Part({"model": model}), "plain": Part(plain)}, rank_parts={"rng": RngState()}, step=1, epoch=0,
+        metrics={"loss": 1.0}, meta={"config": {"a": 1}},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("good")
+    run_on_ranks(_save, 2, str(root))
+    return root / "step-00000001"
+
+
+def _seal(folder: Path) -> None:
+    """Compute checksums and digest again, if the manifest still has what they are of."""
+    file = folder / "manifest.json"
+    if file.is_symlink() or not file.is_file():
+        return
+    try:
+        body = json.loads(file.read_bytes())
+        body.pop("digest", None)
+        for name in body["files"]:
+            if (folder / name).is_file():
+                found = FileChecksum.of(folder / name)
+                body["files"][name] = [found.size_bytes, found.checksum]
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        file.write_text(json.dumps(body | {"digest": digest}))
+    except (ValueError, TypeError, AttributeError, KeyError, OSError, RecursionError):
+        return
+
+
+# ---- Mutations: each changes a folder --------------------------------------------------------------------------------
+
+
+def _flip(folder: Path, dice: random.Random) -> None:
+    file = _any_file(folder, dice)
+    data = bytearray(file.read_bytes())
+    for _ in range(dice.choice([1, 3, 30])):
+        data[dice.randrange(len(data))] = dice.randrange(256)
+    file.write_bytes(data)
+
+
+def _truncate(folder: Path, dice: random.Random) -> None:
+    file = _any_file(folder, dice)
+    file.write_bytes(file.read_bytes()[: dice.randrange(file.stat().st_size)])
+
+
+def _swap(folder: Path, dice: random.Random) -> None:
+    one, other = dice.sample(sorted(folder.iterdir()), 2)
+    before = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(before)
+
+
+def _pickle_in_disguise(folder: Path, dice: random.Random) -> None:
+    data = pickle.dumps(Canary(folder.parent / "canary"))
+    file = _any_file(folder, dice)
+    if file.suffix == ".safetensors" and dice.random() < 0.5:
+        header = json.dumps({"__metadata__": {"format": "pickle"}}).encode()
+        data = struct.pack("<Q", len(header)) + header + data
+    file.write_bytes(data)
+
+
+def _link(folder: Path, dice: random.Random) -> None:
+    file = _any_file(folder, dice)
+    outside = folder.parent / "outside"
+    shutil.copy(file, outside)
+    file.unlink()
+    if dice.random() < 0.3:
+        os.mkfifo(file)
+    else:
+        file.symlink_to(outside)
+
+
+def _change_json(folder: Path, dice: random.Random) -> None:
+    file = dice.choice(sorted(folder.glob("*.json")))
+    content = json.loads(file.read_bytes())
+    _graft(content, dice)
+    text = json.dumps(content)
+    if dice.random() < 0.1:
+        text = text.replace("{", '{"tensors":{},', 1) if dice.random() < 0.5 else text[:-1] + ',"parts":{}}'
+    file.write_text(text)
+
+
+def _change_header(folder: Path, dice: random.Random) -> None:
+    file = dice.choice(sorted(folder.glob("*.safetensors")))
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = dice.choice([each for each in header if each != "__metadata__"])
+    field = dice.choice(["dtype", "shape", "data_offsets", "name", "length"])
+    if field == "dtype":
+        header[name]["dtype"] = dice.choice(["F64", "I8", "BF16", "nothing", 7])
+    elif field == "name":
+        header[dice.choice(["../../outside", "/etc/passwd", "x" * 10_000, "models/model/scale"])] = header.pop(name)
+    elif field != "length":
+        values = header[name][field]
+        values[dice.randrange(len(values)) if values else 0 :] = [
+            dice.choice([-1, 0, 1, 1 << 40, 1 << 62, 1 << 70, 0.5])
+        ]
+    text = json.dumps(header).encode()
+    claimed = dice.choice([0, len(text) + 1, 1 << 40, (1 << 64) - 1]) if field == "length" else len(text)
+    file.write_bytes(struct.pack("<Q", claimed) + text + data[8 + length :])
+
+
+def _name_files(folder: Path, dice: random.Random) -> None:
+    file = folder / "manifest.json"
+    body = json.loads(file.read_bytes())
+    name = dice.choice(sorted(body["files"]))
+    other = dice.choice(["../outside", "/etc/hostname", "..", ".", "", "a/b", "a\0b", "state.json\n", "x" * 300])
+    body["files"][other] = body["files"].pop(name)
+    file.write_text(json.dumps(body))
+
+
+MUTATIONS: list[Callable[[Path, random.Random], None]] = [
+    _flip, _truncate, _swap, _pickle_in_disguise, _link, _change_json, _change_json, _change_json, _change_header,
+    _change_header, _name_files,
+]  # fmt: skip
+
+DEEP: Any = []
+for _ in range(900):
+    DEEP = [DEEP]
+
+STRANGE: list[Any] = [
+    None, True, -1, 0, 1 << 40, 1 << 80, 1.5, "", "../../x", "\ud800", [], {}, [[]], {"": 0}, DEEP,
+    {"$tensor": "nothing"}, {"$tensor": "models/model/rows"}, {"$tensor": 7},
+    {"$dataclass": ["os:system", {"x": "touch"}]},
+    {"$enum": ["os:environ", "PATH"]}, {"$dataclass": ["builtins:eval", {}]}, {"$dataclass": ["tests.machines:x", {}]},
+    {"$namedtuple": ["os:stat_result", []]}, {"$float": "0x1"},
+    {"$int": "1" * 99_999}, {"$bytes": "="}, {"$set": [[1]]},
+    {"$counter": [[1, "x"]]}, {"$deque": [[1], -1]}, {"$ndarray": ["object", {"$tensor": "models/model/rows"}]},
+    {"$numpy": ["O", 1]}, {"$device": "pickle:0"}, {"$size": ["x"]}, {"$unknown": 1},
+    {"$dict": [[1]]}, {"$dict": 7},
+    {"dtype": "float32", "shape": [1 << 50]}, {"dtype": "float32", "shape": [5, 3], "offset": [9, 0], "sizes": [3, 3]},
+]  # fmt: skip
+
+
+def _graft(content: Any, dice: random.Random) -> None:
+    """Replace one value somewhere inside JSON."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            places.append((value, key))
+            if isinstance(each, (dict, list)):
+                walk(each)
+
+    walk(content)
+    into, key = dice.choice(places)
+    into[key] = dice.choice(STRANGE)
+
+
+def _any_file(folder: Path, dice: random.Random) -> Path:
+    return dice.choice(sorted(folder.iterdir()))
+
+
+# ---- Trials ----------------------------------------------------------------------------------------------------------
+
+
+WATCHED = (
+    "pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.mkdir",
+    "os.rename", "os.remove", "os.symlink", "ctypes.dlopen", "socket.connect",
+)  # fmt: skip
+_seen: list[str] = []
+_is_watching = False
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _is_watching and (event in WATCHED or (event == "open" and _writes(arguments))):
+        _seen.append(f"{event} {arguments!r:.200}")
+
+
+def _writes(arguments: tuple[Any, ...]) -> bool:
+    flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
+    return bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
+sys.addaudithook(_hook)
+
+
+@contextmanager
+def _watched(scratch: str) -> Iterator[list[str]]:
+    """List what is executed or written meanwhile, apart from temporary folders."""
+    global _is_watching
+    _seen.clear()
+    _is_watching = True
+    try:
+        yield _seen
+    finally:
+        _is_watching = False
+        _seen[:] = [each for each in _seen if scratch not in each]
+
+
+def _read_all(folder: Path, scratch: Path) -> list[str]:
+    """Read a checkpoint in every way, and return the errors."""
+    errors = []
+
+    def attempt(read: Callable[[], Any]) -> None:
+        try:
+            read()
+        except (CheckpointError, ConfigError) as error:
+            errors.append(str(error))
+
+    store = CheckpointStore(folder.parent, world=ALONE)
+    attempt(store.newest_good)
+
+    def load(checkpoint: Checkpoint) -> None:
+        live = {"model": {"rows": torch.zeros(5, 3), "scale": torch.tensor(0.0)}}
+        parts = {"models": Part(live), "plain": Part()}
+        store.load(parts, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
+
+    attempt(lambda: load(read_checkpoint(folder)))
+    attempt(lambda: load_weights(folder))
+    return errors
+
+
+@pytest.mark.filterwarnings("ignore::headway.trainer.checkpoints.format.manifest.CheckpointWarning")
+@pytest.mark.parametrize("piece", range(PIECES))
+def test_a_hostile_file_is_an_error_that_names_it_and_nothing_else(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    assert _read_all(good, tmp_path) == []
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    refused = 0
+    for seed in range(piece, COUNT, PIECES):
+        dice = random.Random(seed)
+        folder = tmp_path / f"{seed}" / good.name
+        shutil.copytree(good, folder)
+        for _ in range(dice.choice([1, 1, 2])):
+            # A second mutation may not find what the first has left.
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
+                dice.choice(MUTATIONS)(folder, dice)
+            if any(not each.is_file() or each.is_symlink() or not each.stat().st_size for each in folder.iterdir()):
+                break
+        if dice.random() < 0.9:
+            _seal(folder)
+        before_bytes, began_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, time.monotonic()
+        with _watched(str(scratch)) as seen:
+            errors = _read_all(folder, scratch)
+        assert seen == [], f"seed {seed}"
+        assert time.monotonic() - began_s < MOST_S, f"seed {seed}"
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before_bytes < MOST_BYTES, f"seed {seed}"
+        assert not (folder.parent / "canary").exists(), f"seed {seed}"
+        assert all(folder.name in error for error in errors), f"seed {seed}: {errors}"
+        refused += bool(errors)
+        shutil.rmtree(folder.parent)
+    assert refused > 0.6 * COUNT / PIECES, "most of these files must be refused"
+
+
+def test_a_name_outside_of_the_folder_is_not_read(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / good.name
+    shutil.copytree(good, folder)
+    (tmp_path / "outside.json").write_text("{}")
+    body = json.loads((folder / "manifest.json").read_bytes())
+    body["files"]["../outside.json"] = [2, FileChecksum.of(tmp_path / "outside.json").checksum]
+    (folder / "manifest.json").write_text(json.dumps(body))
+    _seal(folder)
+    with pytest.raises(CheckpointError, match="'../outside.json', which is not the name of a file in its folder"):
+        read_checkpoint(folder)
+
+
+def test_a_link_is_no_file_of_a_checkpoint(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / good.name
+    shutil.copytree(good, folder)
+    (folder / "state.json").rename(tmp_path / "state.json")
+    (folder / "state.json").symlink_to(tmp_path / "state.json")
+    with pytest.raises(CheckpointError, match="state.json is no regular file"):
+        open_storage(tmp_path).fetch(good.name, "state.json", tmp_path)

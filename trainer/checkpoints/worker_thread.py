@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import threading
 import weakref
@@ -13,8 +11,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_NICE = 10
-
 
 class WorkerThread:
     """Runs tasks in one thread, in order. The thread starts with the first task and ends with this object.
@@ -23,11 +19,10 @@ class WorkerThread:
 
     Args:
         name: name of the thread.
-        is_behind: whether the thread runs at low priority; on Linux only.
     """
 
-    def __init__(self, name: str, *, is_behind: bool = False) -> None:
-        self._name, self._is_behind = name, is_behind
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._has_begun = False
 
@@ -35,17 +30,14 @@ class WorkerThread:
         """Queue `task`; its result or exception is set on `outcome`."""
         if not self._has_begun:
             self._has_begun = True
-            threading.Thread(target=_work, args=(self._tasks, self._is_behind), name=self._name, daemon=True).start()
+            threading.Thread(target=_work, args=(self._tasks,), name=self._name, daemon=True).start()
             # Not at exit, when the result of another task may still be needed.
             weakref.finalize(self, self._tasks.put, None).atexit = False
         self._tasks.put((task, outcome))
         return outcome
 
 
-def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None], is_behind: bool) -> None:
-    if is_behind:
-        with contextlib.suppress(AttributeError, OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
     while (given := tasks.get()) is not None:
         task, outcome = given
         result = error = None

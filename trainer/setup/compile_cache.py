@@ -52,7 +52,7 @@ class CompileCache:
         self._file = f"{world.device.type}-{index}.bin"
         self._path = f"{self._storage.path_of(FOLDER)}/{self._file}"
         self._writes = world.is_main or world.rank == world.local_rank == index
-        self._thread = WorkerThread("headway-compile-cache", is_behind=True)
+        self._thread = WorkerThread("headway-compile-cache")
         self._saving: concurrent.futures.Future[None] | None = None
 
     def load(self) -> int:

@@ -119,7 +119,7 @@ class _Local:
         return (self.root / name).is_dir()
 
     def read(self, name: str, file: str) -> bytes:
-        return self.fetch(name, file, self.root).read_bytes()
+        return self._regular(name, file).read_bytes()
 
     def write(self, name: str, file: str, text: bytes) -> None:
         (self.root / name / file).write_bytes(text)
@@ -131,9 +131,12 @@ class _Local:
         return (self.root / name / file).exists()
 
     def size_bytes(self, name: str, file: str) -> int:
-        return self.fetch(name, file, self.root).stat().st_size
+        return self._regular(name, file).stat().st_size
 
     def fetch(self, name: str, file: str, into: Path) -> Path:
+        return self._regular(name, file)
+
+    def _regular(self, name: str, file: str) -> Path:
         path = self.root / name / file
         check_regular(path)
         return path

@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoints import scan, storage as storage_module
-from headway.trainer.checkpoints.format.manifest import MANIFEST
 from headway.trainer.checkpoints.retention import mark_kept, unmark_kept
 from headway.trainer.checkpoints.rng import RngState, seed_everything
 from headway.trainer.checkpoints.storage import open_storage
@@ -482,19 +481,15 @@ def test_what_a_disk_of_this_machine_has_lost_is_damaged_and_what_a_network_cann
 ) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good, bad = save(store, 1), save(store, 2)
-    if what == "manifest":
-        # Reading that file from the beginning raises a real EIO.
-        (Path(bad.path) / MANIFEST).unlink()
-        (Path(bad.path) / MANIFEST).symlink_to("/proc/self/mem")
-    else:
-        fetch = type(store._storage).fetch
+    method = "read" if what == "manifest" else "fetch"
+    read = getattr(type(store._storage), method)
 
-        def fails(self: Any, name: str, file: str, into: Path) -> Path:
-            if name == "step-00000002":
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return fetch(self, name, file, into)
+    def fails(self: Any, name: str, *args: Any) -> Any:
+        if self.path_of(name) == bad.path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, name, *args)
 
-        monkeypatch.setattr(type(store._storage), "fetch", fails)
+    monkeypatch.setattr(type(store._storage), method, fails)
     monkeypatch.setattr(scan, "_PAUSE_S", 0.0)
     mounts = tmp_path / "mounts"
     monkeypatch.setattr(storage_module, "_MOUNTS", mounts)

@@ -203,3 +203,26 @@ def export(
     path, to = saved.storage.path_of(entry.name), str(output or file)
     export_safetensors(path, to, model=model, ema=ema, dtype=getattr(torch, dtype) if dtype else None)
     print(f"the weights of {path} are in {to}")
+
+
+@checkpoints_app.command("convert")
+def convert(
+    context: typer.Context,
+    run: RunName,
+    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read the pickles in them.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Convert checkpoints of earlier versions, which held pickles.
+
+    Reading a pickle can run any code: pass --trust-pickle if you know who wrote it.
+    """
+    from headway.trainer.checkpoints.convert import convert_checkpoint, is_convertible
+
+    from ..runs.checkpoints import RunCheckpoints
+
+    saved = RunCheckpoints.of(run, storage_of(context))
+    old = [entry.name for entry in saved.entries if is_convertible(saved.storage, entry.name)]
+    for name in old:
+        print(f"{name} is now {convert_checkpoint(saved.storage, name, trust_pickle=trust_pickle)}", flush=True)
+    if not old:
+        print(f"{run} has no checkpoint of an earlier format")

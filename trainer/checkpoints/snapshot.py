@@ -169,14 +169,14 @@ class Snapshot:
         """Write this rank's tensor file."""
         return TensorFile(self.rank_tensors | self.tensors).write(folder / tensor_file(rank))
 
-    def write_json(self, folder: Path, world: World) -> dict[str, FileChecksum]:
+    def write_json(self, folder: Path, rank: int) -> dict[str, FileChecksum]:
         """Write this rank's other files, and return them."""
         shards = {name: shard.as_json() for name, shard in self.shards.items()}
         own = {name: _dtype_name(tensor.dtype) for name, tensor in self.rank_tensors.items()}
         files: dict[str, Any] = {
-            rank_json(world.rank): {"rank": world.rank, "tensors": shards, "own_tensors": own, "parts": self.rank_parts}
+            rank_json(rank): {"rank": rank, "tensors": shards, "own_tensors": own, "parts": self.rank_parts}
         }
-        if world.is_main:
+        if rank == 0:
             files[STATE] = {"parts": self.parts}
         for file, content in files.items():
             (folder / file).write_bytes(dump_json(content))

@@ -495,7 +495,7 @@ class CheckpointStore:
 
     def _publish(self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str]) -> dict[str, FileChecksum]:
         """Write this rank's other files and move all its files to the shared folder; return the other files."""
-        rest = snapshot.write_json(staged, self.world)
+        rest = snapshot.write_json(staged, self.world.rank)
         self._storage.publish(staged, name, [*written, *rest])
         return rest
 

@@ -5,6 +5,7 @@ A checkpoint that the run deletes during a command is not reported as damaged.
 
 import contextlib
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -65,18 +66,33 @@ def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: J
 
 @checkpoints_app.command("verify")
 def verify(
-    context: typer.Context, run: RunName, which: _Some = None, storage: Storage = None, as_json: Json = False
+    context: typer.Context,
+    run: RunName,
+    which: _Some = None,
+    key: Annotated[Path | None, typer.Option(help="Verify signatures, too, with this public key (PEM).")] = None,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="Verify that each is the successor of the one before.")
+    ] = False,
+    storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
     """Verify checksums; exit with 1 if a checkpoint is damaged.
 
     This reads all files of the checkpoints.
     """
+    from headway.trainer.checkpoints.signatures import chain_problems, signature_problem
+
     from ..runs.checkpoints import RunCheckpoints
 
-    saved = RunCheckpoints.of(run, storage_of(context))
+    saved, public = RunCheckpoints.of(run, storage_of(context)), _read_key(key)
+    links = chain_problems(saved.entries) if chain else {}
     states = []
     for entry in saved.find(which) if which else saved.entries:
         problems = saved.problems(entry)
+        if public is not None and (problem := signature_problem(saved.storage, entry.name, public)):
+            problems.append(problem)
+        if entry.name in links:
+            problems.append(links[entry.name])
         is_deleted = bool(problems) and not saved.storage.committed(entry.name)
         state = "deleted" if is_deleted else "damaged" if problems else "whole"
         states.append({"name": entry.name, "state": state, "problems": [] if is_deleted else problems})
@@ -86,6 +102,39 @@ def verify(
     if as_json:
         print_json("verification", run=run, checkpoints=states)
     raise typer.Exit(1 if any(each["state"] == "damaged" for each in states) else 0)
+
+
+@checkpoints_app.command("sign")
+def sign(
+    context: typer.Context,
+    run: RunName,
+    key: Annotated[Path, typer.Option(help="Private Ed25519 key (PEM).")],
+    which: _Some = None,
+    storage: Storage = None,
+) -> None:
+    """Sign checkpoints, all of them without CHECKPOINT.
+
+    `verify --key` checks the signatures, with the public key.
+    """
+    from headway.trainer.checkpoints.signatures import sign_checkpoint
+
+    from ..runs.checkpoints import RunCheckpoints
+
+    saved, private = RunCheckpoints.of(run, storage_of(context)), _read_key(key)
+    for entry in saved.find(which) if which else saved.entries:
+        sign_checkpoint(saved.storage, entry.name, private or b"")
+        print(f"{entry.name} is signed")
+
+
+def _read_key(file: Path | None) -> bytes | None:
+    if file is None:
+        return None
+    from headway.trainer.errors import ConfigError
+
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--key {file} cannot be read: {error}") from error
 
 
 @checkpoints_app.command("digest")

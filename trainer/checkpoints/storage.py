@@ -7,6 +7,7 @@ written last, is the commit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,14 +20,23 @@ from ..errors import ConfigError
 from .format.file_checksums import FileChecksum, check_regular
 from .format.manifest import MANIFEST
 
-_PARTIAL, _DELETED = ".partial-", ".deleted-"
+_PARTIAL, _DELETED, _REPLACED = ".partial-", ".deleted-", ".replaced-"
+_NUM_RANDOM = 8
 _MOUNTS = Path("/proc/self/mountinfo")
 # On other file systems, such as network ones, an I/O error may be temporary.
 _LOCAL_FILE_SYSTEMS = "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs bcachefs overlay tmpfs vfat exfat ntfs3"
 
 
 class Storage(Protocol):
-    """One folder of checkpoints."""
+    """One folder of checkpoints.
+
+    Attributes:
+        can_replace: whether `commit` may replace a checkpoint of the same name.
+    """
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether `commit` may replace a checkpoint of the same name."""
 
     def path_of(self, name: str) -> str:
         """Return the path or URI of a checkpoint."""
@@ -71,7 +81,10 @@ class Storage(Protocol):
         """Move this rank's staged files to the folder that all ranks share. Every rank must call this."""
 
     def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
-        """Turn a save into a checkpoint, atomically. One rank calls this after all ranks have published."""
+        """Turn a save into a checkpoint, atomically. One rank calls this after all ranks have published.
+
+        If this process is killed while it replaces another one, `remove_leftover` puts that one back.
+        """
 
     def attach(self, staged: Path, name: str, folder: str) -> None:
         """Move a staged directory into a committed checkpoint; FileNotFoundError if there is none any more."""
@@ -86,7 +99,7 @@ class Storage(Protocol):
         """Return the names of leftovers of killed saves and deletions."""
 
     def remove_leftover(self, name: str) -> None:
-        """Delete one leftover."""
+        """Delete one leftover; or put it back if it was to be replaced, and has not been."""
 
 
 def open_storage(root: str | os.PathLike[str]) -> Storage:
@@ -99,6 +112,8 @@ def open_storage(root: str | os.PathLike[str]) -> Storage:
 
 class _Local:
     """A directory shared by all ranks: on a local disk or a mounted file system."""
+
+    can_replace = True
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -169,8 +184,16 @@ class _Local:
         (staged / MANIFEST).write_bytes(manifest)
         _sync(staged / MANIFEST)
         _sync(staged)
-        staged.rename(self.root / name)
+        aside = self.root / f"{_REPLACED}{name}{uuid.uuid4().hex[:_NUM_RANDOM]}"
+        with contextlib.suppress(FileNotFoundError):
+            (self.root / name).rename(aside)
+        try:
+            staged.rename(self.root / name)
+        except OSError:
+            self.remove_leftover(aside.name)
+            raise
         _sync(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def attach(self, staged: Path, name: str, folder: str) -> None:
         staged.rename(self.root / name / folder)
@@ -186,14 +209,20 @@ class _Local:
     def leftovers(self) -> list[str]:
         if not self.root.exists():
             return []
-        return [each.name for each in self.root.iterdir() if each.name.startswith((_PARTIAL, _DELETED))]
+        return [each.name for each in self.root.iterdir() if each.name.startswith((_PARTIAL, _DELETED, _REPLACED))]
 
     def remove_leftover(self, name: str) -> None:
-        shutil.rmtree(self.root / name)
+        before = self.root / name[len(_REPLACED) : -_NUM_RANDOM]
+        if name.startswith(_REPLACED) and (self.root / name).exists() and not before.exists():
+            (self.root / name).rename(before)
+        else:
+            shutil.rmtree(self.root / name)
 
 
 class _Remote:
     """A folder at any URI that fsspec supports."""
+
+    can_replace = False
 
     def __init__(self, root: str) -> None:
         # Imported here: a run on a local path does not need fsspec.

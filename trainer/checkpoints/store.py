@@ -54,8 +54,8 @@ class CheckpointStore:
     """The checkpoints of one run. Every rank has a store, and all ranks call `save`, `newest_good` and `load` together.
 
     Old checkpoints are deleted only after a commit. Never deleted are the one just committed, the best ones, those that
-    this store has loaded, and pinned ones. Saving a step again commits a second checkpoint before it deletes
-    the first, so there always is one.
+    this store has loaded, and pinned ones. Saving a step again replaces its checkpoint. In a bucket, and if that one must
+    stay, it commits a second one, such as "step-00000042.2", before the first is deleted. There always is one.
 
     Only one run at a time may save to a directory. If another process commits a checkpoint there, the next save fails
     and names that process.
@@ -110,7 +110,9 @@ class CheckpointStore:
         self._complete_shards: dict[str, Shard] | None = None
         self.began_after: int = 0
         self._sequence = 0
-        self._previous: tuple[str, str] | None = None
+        # Names and digests of the last checkpoint, and of the one before it.
+        self._chain: list[tuple[str, str]] = []
+        self._own: set[str] = set()
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
@@ -219,7 +221,7 @@ class CheckpointStore:
         try:
             self._check_complete(doing, snapshot)
             written = self._on_all_ranks(doing, lambda: self._write_tensors(snapshot, staged))
-            if info.name is not None:
+            if info.name is not None and not self._storage.can_replace:
                 self._on_main(doing, lambda: self._remove_replaced(name))
             rest = self._on_all_ranks(doing, lambda: self._publish(snapshot, staged, name, list(written)))
             # Only the main rank needs what describes the files of all ranks.
@@ -237,7 +239,9 @@ class CheckpointStore:
                     sequence=sequence,
                     time_s=time.time(),
                     writer=f"process {os.getpid()} on {socket.gethostname()}",
-                    previous=None if info.name is not None else self._previous,
+                    previous=next((each for each in reversed(self._chain) if each[0] != name), None)
+                    if info.name is None
+                    else None,
                 )
                 manifest = write_manifest(facts, files)
                 checkpoint, _ = parse_manifest(facts.path, manifest)
@@ -247,8 +251,10 @@ class CheckpointStore:
                     known.add(name)
                     self._sequence = sequence
                 self._storage.commit(staged, name, manifest, files)
+                self._verified.discard(checkpoint.path)
                 if info.name is None:
-                    self._previous = name, checkpoint.digest
+                    self._chain = [*(each for each in self._chain if each[0] != name), (name, checkpoint.digest)][-2:]
+                    self._own.add(name)
                 return checkpoint
 
             checkpoint = self._on_main(doing, commit)
@@ -420,10 +426,20 @@ class CheckpointStore:
         self._refuse_foreign()
         taken = set(self._storage.names())
         name, count = _name(info.step), 1
-        while name in taken:
+        while name in taken and not self._may_replace(name):
             count += 1
             name = f"{_name(info.step)}.{count}"
         return self._sequence + 1, name, token
+
+    def _may_replace(self, name: str) -> bool:
+        """Whether a save may take the place of a checkpoint of the same step: if this run has saved it as its last."""
+        return (
+            self._storage.can_replace
+            and name in self._own
+            and self._chain[-1][0] == name
+            and self._storage.path_of(name) not in self._loaded
+            and not is_kept(self._storage, name)
+        )
 
     def _check_replaceable(self, name: str) -> bool:
         """Return whether there is a checkpoint of this name, which a save may replace.
@@ -449,7 +465,7 @@ class CheckpointStore:
             newest = next((entry for entry in reversed(entries) if entry.checkpoint), None)
             if newest is not None and newest.checkpoint is not None:
                 self._sequence = newest.checkpoint.sequence
-                self._previous = newest.name, newest.checkpoint.digest
+                self._chain = [(newest.name, newest.checkpoint.digest)]
         return entries
 
     def _refuse_foreign(self) -> set[str]:

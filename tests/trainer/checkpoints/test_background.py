@@ -230,6 +230,11 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_update(tmp_path: Path) -> 
     assert result.resumed_from == str(tmp_path / "checkpoints/step-00000012")
     assert result.last_checkpoint == str(tmp_path / "checkpoints/step-00000012.2")
     assert "validation/loss" in read_checkpoint(result.last_checkpoint).metrics
+    # Where nothing has been resumed, the second takes the place of the first.
+    alone = TinyTrainer(CONFIG, run_dir=tmp_path / "alone", world=ALONE).fit()
+    assert alone.last_checkpoint == str(tmp_path / "alone/checkpoints/step-00000012")
+    assert "validation/loss" in read_checkpoint(alone.last_checkpoint).metrics
+    assert not [each.name for each in (tmp_path / "alone/checkpoints").iterdir() if not each.name[-2:].isdigit()]
 
 
 def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -316,6 +317,38 @@ def test_saving_a_step_again_replaces_it_and_there_always_is_one(tmp_path: Path)
     assert store.newest_good() == last
     assert load(store, last) == ["fourth"]
     assert min(seen) >= 1
+
+
+REPLACES = """
+import os, signal, sys
+from pathlib import Path
+from tests.trainer.checkpoints.test_store import ALONE, save
+from headway.trainer.checkpoints.store import CheckpointStore
+
+store, rename = CheckpointStore(sys.argv[1], world=ALONE, keep_last=1), Path.rename
+save(store, 1)
+
+def once(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Path.rename = once
+save(store, 1)
+"""
+
+
+def test_a_checkpoint_that_was_to_be_replaced_is_put_back(tmp_path: Path) -> None:
+    """Killed between two renames, when no checkpoint has a visible name."""
+    killed = subprocess.run([sys.executable, "-c", REPLACES, tmp_path], check=False, cwd=Path(__file__).parents[3])
+    assert killed.returncode == -signal.SIGKILL
+    assert [each.name[:22] for each in tmp_path.glob(".replaced-*")] == [".replaced-step-00000001"[:22]]
+    assert not (tmp_path / "step-00000001").exists()
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    store.remove_leftovers()
+    newest = store.newest_good()
+    assert newest is not None
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+    assert load(store, newest)[0].tolist() == [1.0] * 64
 
 
 def test_the_newest_is_the_one_saved_last_even_when_a_run_went_back(tmp_path: Path) -> None:

@@ -356,11 +356,11 @@ class ActiveRun:
 
         It has all that a checkpoint has: models, optimizers, schedulers, loss scaler, callbacks, counters, the position
         in the data and random states; of sharded tensors, this rank's shards. Only `load_state_dict` understands it.
-        Its type is a dict of bytes, tensors and plain values, which `torch.save` can write; a checkpoint that any
-        number of ranks can read is `save_checkpoint(path)`.
+        Its type is a dict of tensors and plain values, which `torch.save` can write; a checkpoint that any number of
+        ranks can read is `save_checkpoint(path)`.
 
         Raises:
-            CheckpointError: a callback's state cannot be pickled.
+            CheckpointError: a callback's state has something other than plain values and tensors.
         """
         self._engine.setup()
         return self._engine.loop.capture()
@@ -372,7 +372,7 @@ class ActiveRun:
         and can be loaded again, also by another trainer of the same class.
 
         Args:
-            state_dict: what `state_dict` returned. It is unpickled, so load only what you trust.
+            state_dict: what `state_dict` returned.
             accept_changes: loads it even if the config or the samples per update differ, as for `Trainer.fit`.
 
         Raises:

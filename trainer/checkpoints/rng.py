@@ -71,7 +71,7 @@ class RngState:
         version, numbers, half_a_pair = random.getstate()
         kind, keys, position, has_gauss, gauss = np.random.get_state()
         state: dict[str, Any] = {
-            # As bytes: lists of numbers pickle slowly, and arrays pickle with module paths that NumPy has moved.
+            # As bytes, which are saved as a tensor; a list of numbers is slow.
             "python": (version, _as_bytes(numbers), half_a_pair),
             "numpy": (kind, np.asarray(keys, dtype="<u4").tobytes(), position, has_gauss, gauss),
             "torch": torch.get_rng_state(),

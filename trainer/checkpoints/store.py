@@ -54,8 +54,8 @@ class CheckpointStore:
     """The checkpoints of one run. Every rank has a store, and all ranks call `save`, `newest_good` and `load` together.
 
     Old checkpoints are deleted only after a commit. Never deleted are the one just committed, the best ones, those that
-    this store has loaded, and pinned ones. Saving a step again replaces its checkpoint. In a bucket, or if that one must
-    stay, it commits a second one, such as "step-00000042.2", and then deletes the first. There always is one.
+    this store has loaded, and pinned ones. Saving a step again replaces its checkpoint. In a bucket, or if that one
+    must stay, it commits a second one, such as "step-00000042.2", and then deletes the first. There always is one.
 
     Only one run at a time may save to a directory. If another process commits a checkpoint there, the next save fails
     and names that process.

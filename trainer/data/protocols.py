@@ -19,7 +19,7 @@ class Stateful(Protocol):
     """An object whose state is saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors and picklable objects."""
+        """Return the state: tensors and plain values, in any nesting."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore a state that `state_dict` returned, possibly in another process."""

@@ -213,8 +213,8 @@ def tensors_changed_by_step(
         if isinstance(value, torch.Tensor)
     ]
     values += others
-    memory = {to_local(value).data_ptr() for value in values}
-    return lambda tensor: to_local(tensor).data_ptr() in memory
+    memory = {(to_local(each) if isinstance(each, DTensor) else each).data_ptr() for each in values}
+    return lambda tensor: (to_local(tensor) if isinstance(tensor, DTensor) else tensor).data_ptr() in memory
 
 
 def _unwrapped_name(key: str) -> str:

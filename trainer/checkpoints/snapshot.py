@@ -162,7 +162,7 @@ class Snapshot:
             rank_tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         shards = _own_shards(tensors, world, is_replicated)
         num_elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        local = {name: to_local(tensors[name]) for name in shards}
+        local = {name: to_local(each) if isinstance(each := tensors[name], DTensor) else each for name in shards}
         return cls(encoded, of_rank, num_elements, shards, local, rank_tensors)
 
     def write_tensors(self, folder: Path, rank: int) -> FileChecksum:
@@ -199,16 +199,16 @@ def _own_shards(
     loads = [(0, rank) for rank in range(world.size)]
     for nth, (name, tensor) in enumerate(tensors.items()):
         if isinstance(tensor, DTensor):
-            shard = _shard_of(tensor, nth, world)
-        else:
-            rank = 0
-            if world.size > 1 and is_replicated(tensor):
-                load, rank = heapq.heappop(loads)
-                heapq.heappush(loads, (load + tensor.nbytes, rank))
-            shape = tuple(tensor.shape)
-            shard = Shard(rank, tensor.dtype, shape, (0,) * len(shape), shape) if rank == world.rank else None
-        if shard is not None:
-            shards[name] = shard
+            if (shard := _shard_of(tensor, nth, world)) is not None:
+                shards[name] = shard
+            continue
+        rank = 0
+        if world.size > 1 and is_replicated(tensor):
+            load, rank = heapq.heappop(loads)
+            heapq.heappush(loads, (load + tensor.nbytes, rank))
+        if rank == world.rank:
+            shape = tensor.shape
+            shards[name] = Shard(rank, tensor.dtype, shape, (0,) * len(shape), shape)
     return shards
 
 

@@ -35,8 +35,8 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._layout: dict[str, tuple[torch.Size, torch.dtype, bool]] = {}
         self._buffers: dict[str, torch.Tensor] = {}
+        self._is_cuda: dict[str, bool] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def begin(
@@ -48,26 +48,38 @@ class Staging:
             tensors: local tensors by name.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
         """
-        layout = {name: (tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in tensors.items()}
-        if layout != self._layout:
-            self._buffers, self._layout = _allocate(tensors), layout
+        if not self._fits(tensors):
+            self._buffers = _allocate(tensors)
+            self._is_cuda = {name: tensor.is_cuda for name, tensor in tensors.items()}
         deferred = []
         for name, tensor in tensors.items():
             buffer = self._buffers[name]
             if changes_only_on_step(tensor):
-                deferred.append(_Deferred(name, tensor, tensor._version, buffer))
+                deferred.append((name, tensor, tensor._version, buffer))
             elif tensor.is_cuda:
                 # Copied on the device first: a copy to the host would wait for all work that is enqueued.
                 clone = tensor.detach().clone()
-                deferred.append(_Deferred(name, clone, clone._version, buffer))
+                deferred.append((name, clone, clone._version, buffer))
             else:
                 buffer.copy_(tensor)
-        copy = Copy(dict(self._buffers), deferred)
-        device = next((each.tensor.device for each in deferred if each.tensor.is_cuda), None)
+        copy = Copy(dict(self._buffers), [_Deferred(*each) for each in deferred])
+        device = next((each[1].device for each in deferred if each[1].is_cuda), None)
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
         return copy
+
+    def _fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the memory of the previous copy has a place for each of these tensors."""
+        buffers = self._buffers
+        return buffers.keys() == tensors.keys() and all(
+            [
+                (buffer := buffers[name]).shape == tensor.shape
+                and buffer.dtype is tensor.dtype
+                and self._is_cuda[name] is tensor.is_cuda
+                for name, tensor in tensors.items()
+            ]
+        )
 
 
 def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -121,17 +121,19 @@ class _TensorNames:
 
     def add(self, wanted: str, tensor: torch.Tensor) -> str:
         """Return the tensor's name; a new tensor gets the wanted name, or the next free one."""
-        if (known := self._names.get(id(tensor))) is not None:
+        known = self._names.setdefault(id(tensor), wanted)
+        if known is not wanted:
             return known
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            _check_tensor_class(tensor, wanted)
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise _refusal(wanted, tensor, "its dense or unquantised parts, such as values() or int_repr()")
         name, count = wanted, 1
         while name in self.by_name:
             name, count = f"{wanted}#{count}", count + 1
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            _check_tensor_class(tensor, wanted)
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise _refusal(wanted, tensor, "its dense or unquantised parts, such as values() or int_repr()")
-        self.by_name[name] = tensor.detach()
-        self._names[id(tensor)] = name
+            self._names[id(tensor)] = name
+        self.by_name[name] = tensor.detach() if tensor.requires_grad else tensor
         self._named.append(tensor)
         return name
 
@@ -149,6 +151,8 @@ def _check_tensor_class(tensor: torch.Tensor, path: str) -> None:
 
 def _encode(value: Any, path: str, tensors: _TensorNames) -> Any:
     kind = type(value)
+    if kind is torch.Tensor:
+        return {"$tensor": tensors.add(path, value)}
     if kind in _AS_IN_JSON:
         return value
     if isinstance(value, torch.Tensor):
@@ -158,7 +162,7 @@ def _encode(value: Any, path: str, tensors: _TensorNames) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": _float_text(value)}
     if kind is dict:
-        if all(type(key) is str and not key.startswith("$") for key in value):
+        if all([type(key) is str and key[:1] != "$" for key in value]):
             return {key: _encode(each, f"{path}/{key}", tensors) for key, each in value.items()}
         return {"$dict": _pairs(value, path, tensors)}
     if kind is list:

@@ -196,6 +196,8 @@ class _Local:
         shutil.rmtree(aside, ignore_errors=True)
 
     def attach(self, staged: Path, name: str, folder: str) -> None:
+        # There is one already if the checkpoint has taken the place of another of its step meanwhile.
+        shutil.rmtree(self.root / name / folder, ignore_errors=True)
         staged.rename(self.root / name / folder)
 
     def abandon(self, staged: Path, name: str) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, World
 
@@ -153,7 +153,8 @@ def cost_of(trainer: Wide, begin: Callable[[], Callable[[], bool]], period_s: fl
 def ways_to_save(trainer: Wide, folder: str) -> dict[str, Callable[[], Callable[[], bool]]]:
     """Return functions that begin a save of the trainer's state, each in its way."""
     state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-    stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    # It keeps its buffers; its other ways to copy need a GPU.
+    stager = DefaultStager(StagingOptions(False, False, False, False))
     saver = trainer._engine.loop.saver
     numbers = iter(range(10**6))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,12 @@ def rank_json(rank: int) -> str:
 def tensor_file(rank: int) -> str:
     """Return the name of the tensor file of a rank."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def rank_of(file: str) -> int:
+    """Return the rank that has written a file; 0 for those of the main rank."""
+    found = re.match(r"rank-(\d{5})\.", file)
+    return int(found[1]) if found else 0
 
 
 @runtime_checkable

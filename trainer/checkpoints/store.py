@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import socket
 import tempfile
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +36,7 @@ from .format.file_checksums import FileChecksum
 from .format.manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
 from .retention import Mode, Retention, is_kept
 from .scan import ScannedCheckpoint, read_checkpoint, scan, split_path, verify_file
-from .snapshot import CheckpointReader, Shard, Snapshot, missing_elements, tensor_file
+from .snapshot import CheckpointReader, Shard, Snapshot, missing_elements, rank_of, tensor_file
 from .staging import Staging
 from .storage import Storage, open_storage
 
@@ -116,6 +118,7 @@ class CheckpointStore:
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
+        self._fetched = _FetchedFiles()
 
     def save(
         self,
@@ -315,6 +318,7 @@ class CheckpointStore:
         self.skipped = []
         found: Checkpoint | None = None
         for entry in reversed(entries):
+            self._fetched.begin(self._storage.path_of(entry.name))
             problem = entry.problem or self._verify(self._storage, entry.name, entry.files)
             if entry.checkpoint is not None and problem is None:
                 found = entry.checkpoint
@@ -347,10 +351,11 @@ class CheckpointStore:
         doing = f"load {checkpoint.path}"
         storage, name = split_path(checkpoint.path)
         _, files = self._on_main(doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
-        if checkpoint.path not in self._verified and (problem := self._verify(storage, name, files)):
-            raise CheckpointError(f"{checkpoint.path} is damaged: {problem}")
-        with tempfile.TemporaryDirectory(prefix="headway-load-") as scratch:
-            reader = CheckpointReader(storage, name, files, checkpoint.world_size, self.world, Path(scratch))
+        self._fetched.begin(checkpoint.path)
+        with self._fetched as scratch:
+            if checkpoint.path not in self._verified and (problem := self._verify(storage, name, files)):
+                raise CheckpointError(f"{checkpoint.path} is damaged: {problem}")
+            reader = CheckpointReader(storage, name, files, checkpoint.world_size, self.world, scratch)
             self._on_all_ranks(doing, reader.read_rank_files)
             reader.share_shards()
             self._on_all_ranks(doing, lambda: reader.allocate(parts))
@@ -550,10 +555,12 @@ class CheckpointStore:
 
     def _verify(self, storage: Storage, name: str, files: Mapping[str, FileChecksum]) -> str | None:
         """Return the problem with a checkpoint, or None, equal on every rank; the ranks divide the reading."""
-        mine = sorted(files, key=lambda file: -files[file].size_bytes)[self.world.rank :: self.world.size]
+        # As many ranks as have saved it will need just these, so that they fetch each byte of a bucket once.
+        mine = [file for file in sorted(files) if rank_of(file) % self.world.size == self.world.rank]
+        into = self._fetched.folder
         problems = self._on_all_ranks(
             f"verify {storage.path_of(name)}",
-            lambda: [problem for file in mine if (problem := verify_file(storage, name, file, files[file]))],
+            lambda: [problem for file in mine if (problem := verify_file(storage, name, file, files[file], into))],
         )
         return "; ".join(problem for each in self.world.all_gather_object(problems) for problem in each) or None
 
@@ -583,6 +590,39 @@ class CheckpointStore:
             kind = _ConcurrentWriterError if any(is_taken for _, is_taken in gathered) else CheckpointError
             raise kind(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]
+
+
+class _FetchedFiles:
+    """Copies of the remote files of one checkpoint, kept from their verification until they have been loaded.
+
+    A context manager that returns the folder, and deletes it.
+    """
+
+    def __init__(self) -> None:
+        self._of: str | None = None
+        self._delete: Callable[[], object] = _no_op
+        self._folder: Path | None = None
+
+    def begin(self, path: str) -> None:
+        """Delete copies of another checkpoint than that at `path`."""
+        if path != self._of:
+            self.__exit__()
+            self._of = path
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the copies."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="headway-load-"))
+            self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    def __enter__(self) -> Path:
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        self._delete()
+        self._folder = self._of = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -699,6 +699,26 @@ def test_a_remote_store_works_like_a_local_one() -> None:
     assert newest.step == 3
 
 
+def test_each_byte_of_a_bucket_is_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = f"memory://run-{uuid.uuid4().hex}/checkpoints"
+    store = CheckpointStore(root, world=ALONE)
+    for step in (1, 2):
+        save(store, step, part={"weights": torch.arange(1000.0), "text": "x"})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    again = CheckpointStore(root, world=ALONE)
+    fetched: list[str] = []
+    memory = again._storage.fs  # type: ignore[attr-defined]
+    get_file = memory.get_file
+    monkeypatch.setattr(memory, "get_file", lambda path, *args: (fetched.append(path), get_file(path, *args)))
+    newest = again.newest_good()
+    assert newest is not None
+    load(again, newest)
+    assert sorted(path.rpartition("/")[2] for path in fetched) == [
+        "rank-00000.json", "rank-00000.safetensors", "state.json",
+    ]  # fmt: skip
+    assert list(tmp_path.iterdir()) == [], "copies are deleted once they are loaded"
+
+
 def test_a_full_disk_is_an_error_and_the_previous_checkpoint_is_intact(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)

@@ -116,6 +116,7 @@ def test_training_goes_on_during_an_evaluation_and_gets_its_metrics(ray_session:
     assert f"step {first['step']} · validation/accuracy {first['metrics']['validation/accuracy']:.4g}" in screen
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 def test_an_evaluation_worker_that_dies_is_replaced(ray_session: None, tmp_path: Path) -> None:
     def kill() -> None:
@@ -133,6 +134,7 @@ def test_an_evaluation_worker_that_dies_is_replaced(ray_session: None, tmp_path:
     assert result.attempts == 1
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 def test_a_checkpoint_that_cannot_be_evaluated_fails_no_run(ray_session: None, tmp_path: Path) -> None:
     result, events, _ = _fit(_experiment(tmp_path, breaks=True, max_steps=45))

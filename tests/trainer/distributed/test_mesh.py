@@ -202,12 +202,11 @@ def alone() -> dict[type[Writer], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "parallel", "num_ranks"),
     [
-        (Writer, {"strategy": "fsdp", "tp": 2}, 4),
-        (Untied, {"strategy": "fsdp", "tp": 2}, 4),
-        (Writer, {"strategy": "ddp", "tp": 2}, 4),
-        (Untied, {"strategy": "none", "tp": 2}, 2),
+        pytest.param(Writer, {"strategy": "fsdp", "tp": 2}, 4, id="fsdp-tp"),
+        pytest.param(Untied, {"strategy": "fsdp", "tp": 2}, 4, id="fsdp-tp-on-meta", marks=pytest.mark.extended),
+        pytest.param(Writer, {"strategy": "ddp", "tp": 2}, 4, id="ddp-tp", marks=pytest.mark.extended),
+        pytest.param(Untied, {"strategy": "none", "tp": 2}, 2, id="tp-on-meta"),
     ],
-    ids=["fsdp-tp", "fsdp-tp-on-meta", "ddp-tp", "tp-on-meta"],
 )
 def test_layers_are_divided(
     kind: type[Writer], parallel: dict[str, Any], num_ranks: int, alone: dict[type[Writer], dict[str, Any]]
@@ -220,8 +219,11 @@ def test_layers_are_divided(
 
 @pytest.mark.parametrize(
     ("parallel", "num_ranks"),
-    [({"strategy": "fsdp", "cp": 2}, 4), ({"strategy": "ddp", "cp": 2}, 4), ({"strategy": "ddp", "cp": 2, "tp": 2}, 4)],
-    ids=["fsdp-cp", "ddp-cp", "cp-tp"],
+    [
+        pytest.param({"strategy": "fsdp", "cp": 2}, 4, id="fsdp-cp"),
+        pytest.param({"strategy": "ddp", "cp": 2}, 4, id="ddp-cp", marks=pytest.mark.extended),
+        pytest.param({"strategy": "ddp", "cp": 2, "tp": 2}, 4, id="cp-tp", marks=pytest.mark.extended),
+    ],
 )
 def test_sequences_are_divided(
     parallel: dict[str, Any], num_ranks: int, alone: dict[type[Writer], dict[str, Any]]
@@ -229,6 +231,7 @@ def test_sequences_are_divided(
     _assert_equal(run_on_ranks(_fit, num_ranks, Pointwise, parallel), alone[Pointwise])
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_any_arrangement_resumes_under_any_other(tmp_path: Path) -> None:
     alone = _fit(World.single("cpu"), Writer, {}, max_epochs=4)
     curves: dict[str, dict[int, float]] = {name: {} for name in CURVES}

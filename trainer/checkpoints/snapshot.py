@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,13 +201,13 @@ def _own_shards(
 ) -> dict[str, Shard]:
     """Choose what this rank writes, as all ranks do without communication, so that each block is written once.
 
-    Replicas of shards are written by one replica each, in turn; whole tensors by the rank with the fewest bytes so far.
+    Replicas of shards are divided by their names; whole tensors are written by the rank with the fewest bytes so far.
     """
     shards: dict[str, Shard] = {}
     loads = [(0, rank) for rank in range(world.size)]
-    for nth, (name, tensor) in enumerate(tensors.items()):
+    for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            if (shard := _shard_of(tensor, nth, world)) is not None:
+            if (shard := _shard_of(name, tensor, world)) is not None:
                 shards[name] = shard
             continue
         rank = 0
@@ -219,9 +220,11 @@ def _own_shards(
     return shards
 
 
-def _shard_of(tensor: DTensor, nth: int, world: World) -> Shard | None:
+def _shard_of(name: str, tensor: DTensor, world: World) -> Shard | None:
     """Return the block of a sharded tensor that this rank writes; None if it has none, or another rank writes it."""
-    local = to_local(tensor)
+    local, shape = to_local(tensor), tuple(tensor.shape)
+    if not tensor.numel():
+        return Shard(0, tensor.dtype, shape, (0,) * len(shape), shape) if world.is_main else None
     # With tensor parallelism, several groups of ranks may have the whole tensor.
     if not local.numel() or int(tensor.device_mesh.mesh.min()):
         return None
@@ -230,10 +233,10 @@ def _shard_of(tensor: DTensor, nth: int, world: World) -> Shard | None:
     for place, size, kind in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if isinstance(kind, Replicate):
             replica, replicas = replica * size + place, replicas * size
-    if replica != nth % replicas:
+    if replica != zlib.crc32(name.encode()) % replicas:
         return None
     offset = tuple(each.start for each in own_part(tensor))
-    return Shard(world.rank, tensor.dtype, tuple(tensor.shape), offset, tuple(local.shape))
+    return Shard(world.rank, tensor.dtype, shape, offset, tuple(local.shape))
 
 
 def missing_elements(ranks: Sequence[Mapping[str, Shard]], num_elements: Mapping[str, int]) -> dict[str, int]:

@@ -217,13 +217,19 @@ def _sharded(shape: tuple[int, ...], *, zeros: bool = False) -> dict[str, Any]:
         name: distribute_tensor(_whole(name) * (not zeros), mesh, kinds[-len(shape) :])
         for name, kinds in PLACEMENTS.items()
     }
+    tensors["empty"] = distribute_tensor(torch.empty(0, 4), mesh, [Shard(0)] * len(shape))
     # A tensor of one row of the mesh, as with tensor parallelism: each row has the whole.
     tensors["each"] = distribute_tensor(_whole("each") * (not zeros), mesh["shards"], [Shard(0)])
     return tensors
 
 
 def _save_sharded(world: World, root: str) -> Checkpoint:
-    return _save(world, root, {**_sharded((2, 2)), "plain": torch.arange(5), "other": torch.ones(3)})
+    # State that only the main rank has, such as that of a callback, changes nothing about who writes the rest.
+    extra = {"main": [torch.ones(2)]} if world.is_main else {"main": []}
+    parts = {"part": Part({**extra, **_sharded((2, 2)), "plain": torch.arange(5), "other": torch.ones(3)})}
+    return CheckpointStore(root, world=world).save(
+        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, changes_only_on_step=lambda each: each.shape == (5,)
+    )
 
 
 def _load_sharded(world: World, checkpoint: Checkpoint, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -233,7 +239,8 @@ def _load_sharded(world: World, checkpoint: Checkpoint, shape: tuple[int, ...]) 
 
 def test_shards_are_written_once_and_read_by_any_number_of_ranks(tmp_path: Path) -> None:
     saved = run_on_ranks(_save_sharded, 4, str(tmp_path))[0]
-    wanted = {name: _whole(name) for name in (*PLACEMENTS, "each")} | {"plain": torch.arange(5), "other": torch.ones(3)}
+    wanted = {name: _whole(name) for name in (*PLACEMENTS, "each")}
+    wanted |= {"plain": torch.arange(5), "other": torch.ones(3), "empty": torch.empty(0, 4), "main/0": torch.ones(2)}
     elements = dict.fromkeys(wanted, 0)
     for rank in range(4):
         with safe_open(Path(saved.path, f"rank-{rank:05d}.safetensors"), framework="pt") as file:
@@ -246,6 +253,7 @@ def test_shards_are_written_once_and_read_by_any_number_of_ranks(tmp_path: Path)
     for shape in ((2,), (3,), (2, 2)):
         loaded += run_on_ranks(_load_sharded, math.prod(shape), saved, shape)
     for state in loaded:
+        (state["main/0"],) = state.pop("main")
         assert state.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(state[name], tensor), name

@@ -336,7 +336,7 @@ class CheckpointReader:
         for rank, wanted in sorted(copies.items()):
             with open_tensors(self._fetch(tensor_file(rank))) as file, torch.no_grad():
                 for into, name, shard, index in wanted:
-                    into.copy_(file.read(name, shard.dtype, shard.sizes, index))
+                    file.read_into(into, name, shard.dtype, shard.sizes, index)
         return {name: tensor_digest(to_local(target)) for name, target in self._targets.items()}
 
     def load_into(self, parts: Mapping[str, Stateful]) -> None:

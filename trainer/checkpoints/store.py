@@ -555,8 +555,11 @@ class CheckpointStore:
 
     def _verify(self, storage: Storage, name: str, files: Mapping[str, FileChecksum]) -> str | None:
         """Return the problem with a checkpoint, or None, equal on every rank; the ranks divide the reading."""
-        # As many ranks as have saved it will need just these, so that they fetch each byte of a bucket once.
-        mine = [file for file in sorted(files) if rank_of(file) % self.world.size == self.world.rank]
+        rank, size = self.world.rank, self.world.size
+        mine = sorted(files, key=lambda file: -files[file].size_bytes)[rank::size]
+        if len({rank_of(file) for file in files}) >= size:
+            # As many ranks as have saved it will load just these, so that they fetch each byte of a bucket once.
+            mine = [file for file in files if rank_of(file) % size == rank]
         into = self._fetched.folder
         problems = self._on_all_ranks(
             f"verify {storage.path_of(name)}",

@@ -6,6 +6,7 @@ and float4_e2m1fn_x2 as bytes. The JSON beside a file has the type of each tenso
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from .strict_json import dump_json, parse_json
 # Small enough to stay in the CPU cache from the checksum to the write.
 _PIECE_BYTES = 1 << 20
 _ALIGNMENT = 64
+_MOST_AT_ONCE = 1 << 30  # one system call reads at most 2 GB
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _NAMES = {
     torch.bool: "BOOL",
@@ -127,10 +129,17 @@ class TensorFile:
 
 
 class TensorReader:
-    """Tensors of an open file, as views of the file: copy what you keep."""
+    """Tensors of an open file, as views of the file: copy what you keep.
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
+    Args:
+        file: as safetensors has opened it.
+        name: name of the file, for messages.
+        descriptor: of the same file.
+        begins: position of the data of each tensor in the file.
+    """
+
+    def __init__(self, file: Any, name: str, descriptor: int, begins: Mapping[str, int]) -> None:
+        self._file, self._name, self._descriptor, self._begins = file, name, descriptor, begins
         self.names = frozenset(file.keys())
 
     def read(
@@ -147,6 +156,22 @@ class TensorReader:
         if shape is not None and tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(f"{self._name}: {name} has shape {list(tensor.shape)}, and not {list(shape)}")
         return tensor[index] if index else tensor
+
+    def read_into(
+        self, target: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int], index: tuple[slice, ...]
+    ) -> None:
+        """Copy a block of a tensor into one of the same shape; `read` has the arguments and errors."""
+        is_whole = all(each == slice(0, size) for each, size in zip(index, shape, strict=True))
+        source = self.read(name, dtype, shape, index)
+        if not (is_whole and target.is_cpu and target.dtype == dtype and target.is_contiguous()):
+            target.copy_(source)
+            return
+        # The kernel copies, without a page fault for each page of the file.
+        into, at = bytes_of(target), self._begins[name]
+        while into:
+            if not (count := os.preadv(self._descriptor, [into[:_MOST_AT_ONCE]], at)):
+                raise CheckpointError(f"{self._name} ends before the data of {name}")
+            into, at = into[count:], at + count
 
 
 def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -171,9 +196,12 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
         length = int.from_bytes(header.read(8), "little")
         if length > min(path.stat().st_size, _MOST_HEADER_BYTES):
             raise CheckpointError(f"{path.name} has a header of {length} bytes, and {path.stat().st_size} in all")
-        parse_json(header.read(length), path.name)
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield TensorReader(file, path.name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path.name} is not a safetensors file: {error}") from error
+        entries = parse_json(header.read(length), path.name)
+        try:
+            # It checks the header, too.
+            with safe_open(path, framework="pt") as file:
+                data = 8 + length
+                begins = {name: data + entries[name]["data_offsets"][0] for name in file.keys()}  # noqa: SIM118
+                yield TensorReader(file, path.name, header.fileno(), begins)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path.name} is not a safetensors file: {error}") from error

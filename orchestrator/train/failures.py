@@ -37,6 +37,7 @@ _PHASES = {
     "setup.weight_init": "setting up",
     "loop.run_state": "saving or restoring",
     "checkpoints.store": "saving or restoring",
+    "checkpoints.reader": "saving or restoring",
     "checkpoints.snapshot": "saving or restoring",
     "checkpoints.background": "saving or restoring",
     "setup.init_from": "saving or restoring",

@@ -1,4 +1,4 @@
-"""The state of all parts at one instant, written to files or kept in memory, and read back."""
+"""The state of all parts at one instant, and the files that hold it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..data.protocols import Mergeable, Stateful
+from ..data.protocols import Stateful
 from ..distributed.dtensor import own_part, to_local
 from ..distributed.world import World
-from ..errors import CheckpointError, ResumeError
-from .format.digests import digests_by_key, tensor_digest
+from ..errors import CheckpointError
 from .format.file_checksums import FileChecksum
-from .format.plain_values import decode_state, encode_state, iter_tensors, tensor_names
-from .format.strict_json import dump_json, parse_json
-from .format.tensor_files import DTYPES, TensorFile, TensorReader, open_tensors
-from .storage import Storage
+from .format.plain_values import encode_state
+from .format.strict_json import dump_json
+from .format.tensor_files import DTYPES, TensorFile
 
 STATE = "state.json"
 _MOST_DIMENSIONS = 64
@@ -43,20 +41,6 @@ def rank_of(file: str) -> int:
     """Return the rank that has written a file; 0 for those of the main rank."""
     found = re.match(r"rank-(\d{5})\.", file)
     return int(found[1]) if found else 0
-
-
-@runtime_checkable
-class SupportsLoadTarget(Protocol):
-    """A part that provides tensors for a checkpoint to be read into before `load_state_dict`."""
-
-    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the tensor to fill, which may be sharded or live; None to let the store allocate one.
-
-        Args:
-            path: keys of the tensor in the part's nested state.
-            size: size of the full tensor, over all ranks.
-            dtype: saved dtype of the tensor.
-        """
 
 
 class Shard(NamedTuple):
@@ -248,218 +232,6 @@ def missing_elements(ranks: Sequence[Mapping[str, Shard]], num_elements: Mapping
     return {name: count for name, count in left.items() if count}
 
 
-class CheckpointReader:
-    """Loads one checkpoint. Every rank must call all methods, in this order.
-
-    Args:
-        storage: storage of the checkpoint.
-        name: name of the checkpoint in the storage.
-        files: its files, from the manifest.
-        num_ranks: number of ranks that saved it.
-        world: the ranks that load it.
-        scratch: folder for copies of remote files; only files that this rank needs are fetched.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        name: str,
-        files: Mapping[str, FileChecksum],
-        num_ranks: int,
-        world: World,
-        scratch: Path,
-    ) -> None:
-        self._storage, self._name, self._files = storage, name, files
-        self._num_ranks, self._world, self._scratch = num_ranks, world, scratch
-        self._rank_files: dict[int, dict[str, Any]] = {}
-        self._own: dict[str, list[Shard]] = {}
-        self._shards: dict[str, list[Shard]] = {}
-        self._encoded: dict[str, Any] = {}
-        self._targets: dict[str, torch.Tensor] = {}
-
-    def read_rank_files(self) -> None:
-        """Read this rank's share of what the tensor files hold."""
-        for rank in self._ranks():
-            content = self._read_json(rank_json(rank), "rank", "tensors", "own_tensors", "parts")
-            if content["rank"] != rank:
-                raise CheckpointError(f"{rank_json(rank)} is that of rank {content['rank']}")
-            self._rank_files[rank] = content
-            shards = {name: Shard.from_json(rank, name, entry) for name, entry in content["tensors"].items()}
-            needed = sum(math.prod(each.sizes) * each.dtype.itemsize for each in shards.values())
-            there = self._file(tensor_file(rank)).size_bytes
-            if needed > there:
-                raise CheckpointError(f"{rank_json(rank)} names {needed} bytes of tensors, and the file has {there}")
-            for name, shard in shards.items():
-                self._own.setdefault(name, []).append(shard)
-
-    def share_shards(self) -> None:
-        """Exchange what all ranks have read."""
-        for shards in self._world.all_gather_object(self._own):
-            for name, each in shards.items():
-                self._shards.setdefault(name, []).extend(each)
-
-    def allocate(self, parts: Mapping[str, Stateful]) -> None:
-        """Read the plain values, and allocate the tensors.
-
-        Raises:
-            CheckpointError: the checkpoint lacks a part.
-        """
-        self._encoded = self._read_json(STATE, "parts")["parts"]
-        if missing := sorted(parts.keys() - self._encoded.keys()):
-            raise CheckpointError(f"it has no {', '.join(missing)}; it has {', '.join(sorted(self._encoded))}")
-        for part, owner in parts.items():
-            live: dict[str, torch.Tensor] = {}
-            if not isinstance(owner, SupportsLoadTarget):
-                live = {"/".join((part, *path)): tensor for path, tensor in iter_tensors(owner.state_dict())}
-            for name in tensor_names(self._encoded[part]):
-                if name not in self._targets:
-                    dtype, shape = self._layout(name)
-                    self._targets[name] = allocate_target(part, owner, live, name, torch.Size(shape), dtype)
-
-    def read_tensors(self) -> dict[str, str]:
-        """Read the tensors, of sharded ones this rank's shards, and return digests of what was read, by name."""
-        copies: dict[int, list[tuple[torch.Tensor, str, Shard, tuple[slice, ...]]]] = {}
-        for name, target in self._targets.items():
-            local = to_local(target).detach()
-            if not local.numel():
-                continue
-            offset = [each.start for each in own_part(target)] if isinstance(target, DTensor) else [0] * local.dim()
-            found = []
-            for shard in self._shards[name]:
-                if (index := shard.overlap(offset, local.shape)) is not None:
-                    there = tuple(slice(s.start - at, s.stop - at) for s, at in zip(index, shard.offset, strict=True))
-                    here = tuple(slice(s.start - at, s.stop - at) for s, at in zip(index, offset, strict=True))
-                    found.append(here)
-                    copies.setdefault(shard.rank, []).append((local[here], name, shard, there))
-            if not _cover(found, local.shape):
-                raise CheckpointError(f"{name}: the blocks of the ranks overlap, or leave out a part of it")
-        for rank, wanted in sorted(copies.items()):
-            with open_tensors(self._fetch(tensor_file(rank))) as file, torch.no_grad():
-                for into, name, shard, index in wanted:
-                    file.read_into(into, name, shard.dtype, shard.sizes, index)
-        return {name: tensor_digest(to_local(target)) for name, target in self._targets.items()}
-
-    def load_into(self, parts: Mapping[str, Stateful]) -> None:
-        """Load the shared parts.
-
-        Raises:
-            CheckpointError: a part's `load_state_dict` failed; that error is the cause.
-        """
-        for part, owner in parts.items():
-            _load_part(part, owner.load_state_dict, decode_state(self._encoded[part], self._targets.__getitem__))
-
-    def load_rank_parts(self, rank_parts: Mapping[str, Stateful]) -> tuple[list[str], dict[str, dict[str, str]]]:
-        """Load the parts that belong to this rank.
-
-        If fewer ranks load than saved, the states of those that are gone are divided among the others, for parts that
-        can merge states.
-
-        Returns:
-            The names of parts that were not saved, and digests of what was loaded, by part and key; without parts into
-            which other states were merged.
-        """
-        absent: list[str] = []
-        digests: dict[str, dict[str, str]] = {}
-        for nth, rank in enumerate(self._ranks()):
-            wanted = {name: each for name, each in rank_parts.items() if nth == 0 or isinstance(each, Mergeable)}
-            if not wanted:
-                continue
-            stored, dtypes = self._rank_files[rank]["parts"], self._rank_files[rank]["own_tensors"]
-            with open_tensors(self._fetch(tensor_file(rank))) as file:
-
-                def tensor(name: str, file: TensorReader = file, dtypes: Mapping[str, str] = dtypes) -> torch.Tensor:
-                    if dtypes.get(name) not in DTYPES:
-                        raise CheckpointError(f"a rank's own tensor {name!r} has the type {dtypes.get(name)!r}")
-                    return file.read(name, DTYPES[dtypes[name]]).clone()
-
-                for part, owner in wanted.items():
-                    if part in stored:
-                        take = owner.add_state_dict if nth and isinstance(owner, Mergeable) else owner.load_state_dict
-                        _load_part(part, take, decode_state(stored[part], tensor))
-                        if nth:
-                            digests.pop(part, None)
-                        else:
-                            digests[part] = digests_by_key(stored[part], tensor)
-            absent = absent or sorted(wanted.keys() - stored.keys())
-        return absent, digests
-
-    def _ranks(self) -> range:
-        """Return the ranks whose own state this rank gets."""
-        return range(self._world.rank, self._num_ranks, self._world.size)
-
-    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return type and shape of a tensor, once it is known that the files have all of it."""
-        shards = self._shards.get(name, [])
-        layouts = {(each.dtype, each.shape) for each in shards}
-        if len(layouts) != 1:
-            raise CheckpointError(f"{name} has {len(layouts)} shapes and types" if layouts else f"no file has {name}")
-        (layout,) = layouts
-        if (there := sum(math.prod(each.sizes) for each in shards)) != math.prod(layout[1]):
-            raise CheckpointError(f"{name} has {math.prod(layout[1])} elements, and the files have {there}")
-        return layout
-
-    def _file(self, file: str) -> FileChecksum:
-        if file not in self._files:
-            raise CheckpointError(f"the manifest names no {file}")
-        return self._files[file]
-
-    def _read_json(self, file: str, *keys: str) -> dict[str, Any]:
-        content = parse_json(self._fetch(file).read_bytes(), file)
-        if not isinstance(content, dict) or not content.keys() >= set(keys):
-            raise CheckpointError(f"{file} must be an object with {', '.join(keys)}")
-        if wrong := [key for key in keys if key != "rank" and not isinstance(content[key], dict)]:
-            raise CheckpointError(f"{file}: {wrong[0]} must be an object")
-        return content
-
-    def _fetch(self, file: str) -> Path:
-        self._file(file)
-        return self._storage.fetch(self._name, file, self._scratch)
-
-
-def allocate_target(
-    part: str, owner: object, live: Mapping[str, torch.Tensor], name: str, size: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the tensor into which the tensor `name` of a checkpoint is read.
-
-    Only a part itself may provide the live tensor: two parts may share one, such as an average that still equals its
-    model.
-    """
-    if isinstance(owner, SupportsLoadTarget):
-        placed = owner.load_target(tuple(name[len(part) + 1 :].split("/")), size, dtype)
-        if placed is not None:
-            return placed
-    like = live.get(name)
-    if isinstance(like, DTensor) and like.shape == size:
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty(size, dtype=dtype)
-
-
-def _load_part(part: str, take: Callable[[Any], object], state: Any) -> None:
-    try:
-        take(state)
-    except Exception as error:
-        raise CheckpointError(f"part {part!r} cannot load its state: {type(error).__name__}: {error}") from error
-
-
-def _cover(blocks: Sequence[tuple[slice, ...]], shape: Sequence[int]) -> bool:
-    """Whether blocks inside a region cover each element of it exactly once."""
-    if len(blocks) == 1:
-        return all(each == slice(0, size) for each, size in zip(blocks[0], shape, strict=True))
-    volumes = sum(math.prod(each.stop - each.start for each in block) for block in blocks)
-    if volumes != math.prod(shape):
-        return False
-    edges = sorted(tuple((each.start, each.stop) for each in block) for block in blocks)
-    divided = [dim for dim in range(len(shape)) if len({block[dim] for block in edges}) > 1]
-    if len(divided) == 1:
-        ends = [block[divided[0]] for block in edges]
-        return all(one[1] == other[0] for one, other in zip(ends, ends[1:], strict=False))
-    return not any(
-        all(one[dim][0] < other[dim][1] and other[dim][0] < one[dim][1] for dim in divided)
-        for nth, one in enumerate(edges)
-        for other in edges[nth + 1 :]
-    )
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -470,102 +242,3 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if len(values) > _MOST_DIMENSIONS:
         raise ValueError(f"a tensor has at most {_MOST_DIMENSIONS} dimensions, got {len(values)}")
     return tuple(values)
-
-
-# ---- In memory -------------------------------------------------------------------------------------------------------
-
-
-def capture_state(parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful], world: World) -> dict[str, Any]:
-    """Return a copy of the state on this rank, in host memory; of sharded tensors this rank's shards.
-
-    Raises:
-        CheckpointError: a state has something other than plain values and tensors.
-    """
-    of_parts = {part: encode_state(part, owner.state_dict()) for part, owner in parts.items()}
-    of_rank = {part: encode_state(part, owner.state_dict()) for part, owner in rank_parts.items()}
-    tensors = {name: tensor for _, named in of_parts.values() for name, tensor in named.items()}
-    return {
-        "world_size": world.size,
-        "rank": world.rank,
-        "parts": {part: encoded for part, (encoded, _) in of_parts.items()},
-        "layouts": {name: (tuple(tensor.shape), _sharding(tensor)) for name, tensor in tensors.items()},
-        "tensors": {name: to_local(tensor).to("cpu", copy=True) for name, tensor in tensors.items()},
-        "rank_parts": {
-            part: (encoded, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
-            for part, (encoded, named) in of_rank.items()
-        },
-    }
-
-
-def check_is_own_state(state: Mapping[str, Any], world: World) -> None:
-    """Check that a state was captured on this rank. Every rank must call this.
-
-    Raises:
-        ResumeError: on every rank, if it was not on one of them.
-    """
-    found = [(each.get("world_size"), each.get("rank")) for each in world.all_gather_object(_whose(state))]
-    if wrong := [(rank, *of) for rank, of in enumerate(found) if of != (world.size, rank)]:
-        rank, size, whose = wrong[0]
-        raise ResumeError(
-            f"rank {rank} of {world.size} was given a state of rank {whose} of {size}: each rank must load what "
-            "state_dict() returned on it; for another number of ranks, use save_checkpoint(path) and fit(resume=path)"
-        )
-
-
-def _whose(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: state.get(key) for key in ("world_size", "rank")}
-
-
-def restore_state(
-    state: Mapping[str, Any], parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful], world: World
-) -> None:
-    """Load the parts in their order, rank parts last. The state can be loaded again. Every rank must call this.
-
-    Raises:
-        CheckpointError: on every rank, if a part of one rank cannot load its state.
-    """
-    failure: Exception | None = None
-    part = ""
-    try:
-        if missing := sorted(parts.keys() - state["parts"].keys()):
-            raise CheckpointError(f"it has no {', '.join(missing)}")
-        for part, owner in parts.items():
-            owner.load_state_dict(_decode_captured(state, part, owner))
-        for part, owner in rank_parts.items():
-            encoded, tensors = state["rank_parts"][part]
-            # Copies, because a part may change what it loads.
-            copies = {name: tensor.clone() for name, tensor in tensors.items()}
-            owner.load_state_dict(decode_state(encoded, copies.__getitem__))
-    except Exception as error:
-        failure = error
-    own = None if failure is None else f"part {part!r} of rank {world.rank}: {type(failure).__name__}: {failure}"
-    if problems := [each for each in world.all_gather_object(own) if each]:
-        raise CheckpointError(f"cannot load the state: {'; '.join(problems)}") from failure
-
-
-def _decode_captured(state: Mapping[str, Any], part: str, owner: Stateful) -> Any:
-    live: dict[str, torch.Tensor] = {}
-    if not isinstance(owner, SupportsLoadTarget):
-        live = {"/".join((part, *path)): tensor for path, tensor in iter_tensors(owner.state_dict())}
-
-    def filled(name: str) -> torch.Tensor:
-        saved, (shape, sharding) = state["tensors"][name], state["layouts"][name]
-        target = allocate_target(part, owner, live, name, torch.Size(shape), saved.dtype)
-        if _sharding(target) != sharding:
-            raise ResumeError(
-                f"{name} was {sharding or 'not sharded'} and is now {_sharding(target) or 'not sharded'}: load a state "
-                "under the strategy and sizes of config.parallel under which it was captured, or use "
-                "save_checkpoint(path) and fit(resume=path)"
-            )
-        with torch.no_grad():
-            to_local(target).copy_(saved)
-        return target
-
-    return decode_state(state["parts"][part], filled)
-
-
-def _sharding(tensor: torch.Tensor) -> str:
-    """Describe how a tensor is divided among the ranks; empty if it is not."""
-    if not isinstance(tensor, DTensor):
-        return ""
-    return f"sharded as {list(tensor.placements)} over {tuple(tensor.device_mesh.shape)} ranks"

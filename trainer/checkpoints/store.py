@@ -13,13 +13,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import socket
-import tempfile
 import time
 import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,9 +31,10 @@ from ..loop.progress import Duration
 from .background import BackgroundSave, BackgroundSaver
 from .format.file_checksums import FileChecksum
 from .format.manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
+from .reader import CheckpointReader, FetchedFiles
 from .retention import Mode, Retention, is_kept
 from .scan import ScannedCheckpoint, read_checkpoint, scan, split_path, verify_file
-from .snapshot import CheckpointReader, Shard, Snapshot, missing_elements, rank_of, tensor_file
+from .snapshot import Shard, Snapshot, missing_elements, rank_of, tensor_file
 from .staging import Staging
 from .storage import Storage, open_storage
 
@@ -118,7 +116,7 @@ class CheckpointStore:
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
-        self._fetched = _FetchedFiles()
+        self._fetched = FetchedFiles()
 
     def save(
         self,
@@ -593,39 +591,6 @@ class CheckpointStore:
             kind = _ConcurrentWriterError if any(is_taken for _, is_taken in gathered) else CheckpointError
             raise kind(f"cannot {doing}: {'; '.join(lines)}") from failure
         return box[0]
-
-
-class _FetchedFiles:
-    """Copies of the remote files of one checkpoint, kept from their verification until they have been loaded.
-
-    A context manager that returns the folder, and deletes it.
-    """
-
-    def __init__(self) -> None:
-        self._of: str | None = None
-        self._delete: Callable[[], object] = _no_op
-        self._folder: Path | None = None
-
-    def begin(self, path: str) -> None:
-        """Delete copies of another checkpoint than that at `path`."""
-        if path != self._of:
-            self.__exit__()
-            self._of = path
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the copies."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="headway-load-"))
-            self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        return self._folder
-
-    def __enter__(self) -> Path:
-        return self.folder
-
-    def __exit__(self, *_: object) -> None:
-        self._delete()
-        self._folder = self._of = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ..checkpoints.optimizer_settings import OptimizerSettings
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import GeneratorsBefore, RngState, seed_everything
 from ..checkpoints.scan import split_path
-from ..checkpoints.snapshot import capture_state, check_is_own_state, restore_state
+from ..checkpoints.state_in_memory import capture_state, check_is_own_state, restore_state
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning
 from ..config import CheckpointConfig, as_plain
 from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted

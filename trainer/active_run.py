@@ -418,7 +418,7 @@ class ActiveRun:
     ) -> None:
         """Write the current weights to a folder, from the main rank. Every rank must call this.
 
-        A model with a `save_pretrained` of its own, such as Hugging Face's, is written by it, and `from_pretrained`
+        A model with its own `save_pretrained`, such as Hugging Face's, is written by it, and `from_pretrained`
         reads it however it was sharded. Any other model is written as `model.safetensors`, with the config in
         `config.json`. Inside `with ema.applied():`, the averages are written.
 

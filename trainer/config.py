@@ -64,7 +64,7 @@ class _NamesTheNearest:
         known = [each.name for each in fields(cls) if each.init]  # type: ignore[arg-type]
         if unknown := given.keys() - known:
             parameters = inspect.signature(cls.__init__).parameters.values()
-            # A subclass may have an __init__ of its own.
+            # A subclass may define __init__.
             if not any(each.kind is each.VAR_KEYWORD for each in parameters):
                 for name in sorted(unknown - {each.name for each in parameters}):
                     raise ConfigError(f"{cls.__name__} has no field {name!r}: {_instead_of(cls, name, known)}")
@@ -289,7 +289,7 @@ class TrainerConfig(_NamesTheNearest):
         halve_on_out_of_memory: when a rank runs out of memory, repeats the update with micro-batches of half the size,
             down to one sample, and keeps that size. Copies random states and buffers in each update, and on several
             ranks reduces gradients after the backward pass. Not for sharded models.
-        gradient_accumulation_steps: micro-batches per update and rank, for loaders with batches of their own.
+        gradient_accumulation_steps: micro-batches per update and rank, for loaders that make their own batches.
         precision: "bf16" and "fp16" run forward passes under autocast, "fp16" with a loss scaler; the weights stay
             float32. "bf16-true" keeps the weights themselves in bfloat16.
         float8: uses float8 matrix products in linear layers of suitable sizes, by torchao; an error on hardware without

@@ -232,7 +232,7 @@ class CallbackList:
         def __getattr__(self, hook: str) -> Callable[..., None]: ...
 
     def tensors_changed_by_step(self) -> list[torch.Tensor]:
-        """Return those of all callbacks."""
+        """Return the tensors of all callbacks that change only when an optimizer steps."""
         return [tensor for each in self._callbacks for tensor in each.tensors_changed_by_step()]
 
     def evaluation_context(self) -> AbstractContextManager[object]:

@@ -30,7 +30,7 @@ class SavePretrained(Callback):
     run is killed, its last checkpoint may lack the folder; `export_pretrained` writes it.
 
     Args:
-        others: objects with a `save_pretrained(folder)` of their own for the same folder, such as the tokenizer.
+        others: objects with their own `save_pretrained(folder)` for the same folder, such as the tokenizer.
         only_best: only for a checkpoint that is the best so far by `checkpoint.monitor`.
         model: the attribute that holds the model; optional with a single model.
         ema: writes the averages of the callback `Ema` in place of the weights, as in `load_weights`.

@@ -41,7 +41,7 @@ def is_convertible(storage: Storage, name: str) -> bool:
 def convert_checkpoint(storage: Storage, name: str, *, trust_pickle: bool) -> str:
     """Replace a checkpoint of format 3 by one of the present format with the same state, and return its name.
 
-    The new one is committed under a name of its own, and read back, before the old one is deleted.
+    The new one is committed under another name, and read back, before the old one is deleted.
 
     Args:
         storage: storage of the checkpoint.

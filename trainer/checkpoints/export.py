@@ -141,7 +141,7 @@ def add_pretrained(
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder inside of it, with which it is deleted.
 
-    The arguments are those of `export_pretrained`; `others` are objects with a `save_pretrained` of their own for the
+    The arguments are those of `export_pretrained`; `others` are objects with their own `save_pretrained` for the
     same folder. Does nothing if the checkpoint has been deleted in the meantime.
     """
     storage, name = split_path(checkpoint_path)

@@ -35,7 +35,7 @@ class OptimizerSettings:
         return {"made": copy.deepcopy(self._made)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Load those of the run that saved the checkpoint."""
+        """Load the settings of the run that saved the checkpoint."""
         self._saved = dict(state_dict["made"])
 
     def adopt(self, *, accept_changes: bool) -> list[str]:

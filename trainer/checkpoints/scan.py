@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -144,6 +145,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         return parse_manifest(there, storage.read(name, MANIFEST))[0]
     except OSError as error:
-        raise CheckpointError(
-            f"{there} is not a checkpoint: it needs a {MANIFEST} ({type(error).__name__}: {error})"
-        ) from error
+        what = f"{there} is not a checkpoint: it needs a {MANIFEST} ({type(error).__name__}: {error})"
+        with contextlib.suppress(OSError):
+            if aside := storage.replaced(name):
+                what = (
+                    f"there is no {there}: a save that was to replace it was interrupted. The earlier checkpoint is "
+                    f"{storage.path_of(aside[0])}: rename it to {name}"
+                )
+        raise CheckpointError(what) from error

@@ -38,7 +38,7 @@ def tensor_file(rank: int) -> str:
 
 
 def rank_of(file: str) -> int:
-    """Return the rank that has written a file; 0 for those of the main rank."""
+    """Return the rank that has written a file; 0 for a file of the main rank without a number."""
     found = re.match(r"rank-(\d{5})\.", file)
     return int(found[1]) if found else 0
 
@@ -170,9 +170,13 @@ class Snapshot:
         }
         if rank == 0:
             files[STATE] = {"parts": self.parts}
+        written = {}
         for file, content in files.items():
-            (folder / file).write_bytes(dump_json(content))
-        return {file: FileChecksum.of(folder / file) for file in files}
+            text = dump_json(content)
+            (folder / file).write_bytes(text)
+            # Of the bytes in memory, to detect corruption on the way to the disk as well.
+            written[file] = FileChecksum.of_bytes(text)
+        return written
 
 
 def _check_names(part: str, named: Iterable[str], taken: Iterable[str]) -> None:

@@ -95,6 +95,9 @@ class Storage(Protocol):
     def remove(self, name: str) -> None:
         """Delete a checkpoint; the remains of an interrupted deletion do not count as a checkpoint."""
 
+    def replaced(self, name: str) -> list[str]:
+        """Return the leftovers that were checkpoints of this name, set aside by a save that was killed."""
+
     def leftovers(self) -> list[str]:
         """Return the names of leftovers of killed saves and deletions."""
 
@@ -190,7 +193,8 @@ class _Local:
         try:
             staged.rename(self.root / name)
         except OSError:
-            self.remove_leftover(aside.name)
+            if aside.exists():
+                aside.rename(self.root / name)
             raise
         _sync(self.root)
         shutil.rmtree(aside, ignore_errors=True)
@@ -207,6 +211,9 @@ class _Local:
         doomed = self.root / f"{_DELETED}{name}-{uuid.uuid4().hex[:8]}"
         (self.root / name).rename(doomed)
         shutil.rmtree(doomed)
+
+    def replaced(self, name: str) -> list[str]:
+        return [each for each in self.leftovers() if each[:-_NUM_RANDOM] == f"{_REPLACED}{name}"]
 
     def leftovers(self) -> list[str]:
         if not self.root.exists():
@@ -318,6 +325,9 @@ class _Remote:
     def remove(self, name: str) -> None:
         self.fs.rm(f"{self.root}/{name}/{MANIFEST}")
         self.fs.rm(f"{self.root}/{name}", recursive=True)
+
+    def replaced(self, name: str) -> list[str]:
+        return []  # nothing is replaced in a bucket
 
     def leftovers(self) -> list[str]:
         return [name for name in self.names() if name.startswith("step-") and not self.committed(name)]

@@ -450,6 +450,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: something else has this name.
         """
+        for leftover in self._storage.replaced(name):
+            self._storage.remove_leftover(leftover)
         if name not in self._storage.names():
             return False
         if not self._storage.has(name, MANIFEST):

@@ -98,7 +98,7 @@ class CompileCache:
                 return
             self._write(content)
         except Exception as error:
-            # Training goes on as well without.
+            # Training continues without the cache.
             self._report(f"could not save the compiled code to {self._path}: {type(error).__name__}: {error}")
 
     def _write(self, content: bytes) -> None:

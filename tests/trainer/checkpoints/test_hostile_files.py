@@ -33,25 +33,13 @@ from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore, read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
 from tests.distributed import run_on_ranks
+from tests.trainer.checkpoints.kept_state import KeptState
 
 ALONE = World.single("cpu")
 COUNT = int(os.environ.get("HEADWAY_HOSTILE_FILES", "1000"))
 PIECES = 20
 MOST_S = 10.0
 MOST_BYTES = 64 << 20
-
-
-class Part:
-    """Keeps what is loaded."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 class Canary:
@@ -70,8 +58,8 @@ def _save(world: World, root: str) -> None:
     model = {"rows": rows, "scale": torch.tensor(2.0), "empty": torch.empty(0, 4), "pairs": pairs}
     plain = {"list": [1, 2.5, None, "text"], "tuple": (1, {2, 3}), "inf": float("inf"), 7: b"x", "in": {"a": [{}]}}
     CheckpointStore(root, world=world).save(
-        {"models": Part({"model": model}), "plain": Part(plain)}, rank_parts={"rng": RngState()}, step=1, epoch=0,
-        metrics={"loss": 1.0}, meta={"config": {"a": 1}},
+        {"models": KeptState({"model": model}), "plain": KeptState(plain)}, rank_parts={"rng": RngState()}, step=1,
+        epoch=0, metrics={"loss": 1.0}, meta={"config": {"a": 1}},
     )  # fmt: skip
 
 
@@ -277,7 +265,7 @@ def _read_all(folder: Path, scratch: Path) -> list[str]:
 
     def load(checkpoint: Checkpoint) -> None:
         live = {"model": {"rows": torch.zeros(5, 3), "scale": torch.tensor(0.0)}}
-        parts = {"models": Part(live), "plain": Part()}
+        parts = {"models": KeptState(live), "plain": KeptState()}
         store.load(parts, rank_parts={"rng": RngState()}, checkpoint=checkpoint)
 
     attempt(lambda: load(read_checkpoint(folder)))

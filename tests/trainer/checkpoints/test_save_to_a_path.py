@@ -92,6 +92,22 @@ def test_it_replaces_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter").read_text() == "one"
 
 
+def test_a_killed_replacement_is_named_and_the_next_save_succeeds(tmp_path: Path) -> None:
+    """The state of the folder after a kill between the two renames of a commit."""
+    trainer = TinyTrainer(_config(), world=ALONE)
+    path = Path(trainer.save_checkpoint(tmp_path / "mine").path)
+    aside = path.rename(tmp_path / ".replaced-mine01234567")
+    other = path.with_name("other")
+    trainer.save_checkpoint(other)
+    other.rename(tmp_path / ".replaced-mineother01234567")
+    with pytest.raises(CheckpointError, match=f"interrupted. The earlier checkpoint is {aside}: rename it to mine"):
+        load_weights(path)
+    trainer.train_epoch()
+    assert trainer.save_checkpoint(path).step == 4
+    assert sorted(os.listdir(tmp_path)) == [".replaced-mineother01234567", "mine"]
+    assert _same({f"model.{name}": each for name, each in load_weights(path).items()}, weights(trainer))
+
+
 def test_the_runs_own_folder_is_refused_and_no_other_is_needed(tmp_path: Path) -> None:
     TinyTrainer(_config(), run_dir=tmp_path / "run", world=ALONE).fit()
     there = TinyTrainer(_config(), run_dir=tmp_path / "run", world=ALONE)

@@ -28,30 +28,18 @@ from headway.trainer.checkpoints.snapshot import missing_elements
 from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore
 from headway.trainer.errors import CheckpointError
 from tests.distributed import run_on_ranks
+from tests.trainer.checkpoints.kept_state import KeptState
 
 ALONE = World.single("cpu")
 
 
-class Part:
-    """Keeps what is loaded."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def _save(world: World, root: str, state: Any) -> Checkpoint:
     store = CheckpointStore(root, world=world)
-    return store.save({"part": Part(state)}, rank_parts={}, step=1, epoch=0, metrics={}, meta={})
+    return store.save({"part": KeptState(state)}, rank_parts={}, step=1, epoch=0, metrics={}, meta={})
 
 
 def _load(world: World, checkpoint: Checkpoint, live: Any = None) -> Any:
-    part = Part(live or {})
+    part = KeptState(live or {})
     CheckpointStore(str(Path(checkpoint.path).parent), world=world).load(
         {"part": part}, rank_parts={}, checkpoint=checkpoint
     )
@@ -151,6 +139,10 @@ class Holder:
     """No plain value."""
 
 
+class Marked(torch.Tensor):
+    """A tensor with another class, which a checkpoint would lose."""
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -163,6 +155,12 @@ class Holder:
         (date(2026, 1, 1), r"datetime.date.*return its isoformat\(\)"),
         (np.array(["a", None], dtype=object), "ndarray.*return what it holds as plain values"),
         (torch.ones(2, 2).to_sparse(), r"Tensor.*return its dense or unquantised parts"),
+        (
+            torch.ones(2, device="meta"),
+            "Tensor.*return a tensor with values, which one on the meta device has not, from",
+        ),
+        (nn.utils.rnn.pack_sequence([torch.ones(2)]), "PackedSequence.*return what it holds as plain values"),
+        (torch.ones(2).as_subclass(Marked), r"Marked.*return tensor.as_subclass\(torch.Tensor\) of it"),
         (type("Local", (dict,), {})(), r"Local.*return dict\(\) of it"),
     ],
 )
@@ -175,6 +173,21 @@ def test_a_quantised_tensor_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is about to remove them
         tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(CheckpointError, match="return its dense or unquantised parts"):
+        encode_state("part", {"weight": tensor})
+
+
+def test_parameters_and_buffers_are_saved_as_tensors() -> None:
+    state = {"parameter": nn.Parameter(torch.ones(2)), "buffer": nn.Buffer(torch.zeros(2))}
+    encoded, tensors = encode_state("part", state)
+    assert encoded == {"parameter": {"$tensor": "part/parameter"}, "buffer": {"$tensor": "part/buffer"}}
+    assert [each.tolist() for each in tensors.values()] == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_nested_tensor_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its layout is a prototype
+        tensor = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     with pytest.raises(CheckpointError, match="return its dense or unquantised parts"):
         encode_state("part", {"weight": tensor})
 
@@ -226,7 +239,7 @@ def _sharded(shape: tuple[int, ...], *, zeros: bool = False) -> dict[str, Any]:
 def _save_sharded(world: World, root: str) -> Checkpoint:
     # State that only the main rank has, such as that of a callback, changes nothing about who writes the rest.
     extra = {"main": [torch.ones(2)]} if world.is_main else {"main": []}
-    parts = {"part": Part({**extra, **_sharded((2, 2)), "plain": torch.arange(5), "other": torch.ones(3)})}
+    parts = {"part": KeptState({**extra, **_sharded((2, 2)), "plain": torch.arange(5), "other": torch.ones(3)})}
     return CheckpointStore(root, world=world).save(
         parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, changes_only_on_step=lambda each: each.shape == (5,)
     )

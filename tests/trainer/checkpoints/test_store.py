@@ -351,6 +351,24 @@ def test_a_checkpoint_that_was_to_be_replaced_is_put_back(tmp_path: Path) -> Non
     assert load(store, newest)[0].tolist() == [1.0] * 64
 
 
+def test_a_failed_commit_says_why_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, rename = CheckpointStore(str(tmp_path), world=ALONE, keep_last="all"), Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.startswith(".partial-"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return rename(self, target)
+
+    save(store, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fails)
+        for step in (1, 2):
+            with pytest.raises(CheckpointError, match="Disk quota exceeded"):
+                save(store, step)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+    assert load(store, store.list()[0])[0].tolist() == [1.0] * 64
+
+
 def test_the_newest_is_the_one_saved_last_even_when_a_run_went_back(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE, keep_last="all")
     for step in (10, 20, 12):

@@ -49,6 +49,11 @@ class FileChecksum:
                 size += count
         return cls(size, checksum_of(hasher))
 
+    @classmethod
+    def of_bytes(cls, content: bytes) -> FileChecksum:
+        """Return size and checksum of a file with this content."""
+        return cls(len(content), checksum_of(xxhash.xxh3_128(content)))
+
 
 def checksum_of(hasher: xxhash.xxh3_128) -> str:
     """Return the checksum of all bytes that a hasher has got."""

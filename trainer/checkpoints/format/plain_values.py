@@ -127,8 +127,10 @@ class _TensorNames:
         kind = type(tensor)
         if kind is not torch.Tensor and kind is not torch.nn.Parameter:
             _check_tensor_class(tensor, wanted)
-        if tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise _refusal(wanted, tensor, "its dense or unquantised parts, such as values() or int_repr()")
+        if tensor.is_meta:
+            raise _refusal(wanted, tensor, "a tensor with values, which one on the meta device has not,")
         name, count = wanted, 1
         while name in self.by_name:
             name, count = f"{wanted}#{count}", count + 1
@@ -143,10 +145,12 @@ def _check_tensor_class(tensor: torch.Tensor, path: str) -> None:
         local = tensor.to_local()
         if type(local) is not torch.Tensor:
             raise _refusal(path, local, "the plain tensors in it")
-    elif (
-        hasattr(tensor, "__tensor_flatten__") or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    ):
-        raise _refusal(path, tensor, "the plain tensors in it, such as those that its __tensor_flatten__ names")
+    elif hasattr(tensor, "__tensor_flatten__"):
+        raise _refusal(path, tensor, "the plain tensors in it, such as __tensor_flatten__ names")
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise _refusal(path, tensor, "the plain tensors in it")
+    elif not isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer)):
+        raise _refusal(path, tensor, "tensor.as_subclass(torch.Tensor) of it")
 
 
 def _encode(value: Any, path: str, tensors: _TensorNames) -> Any:
@@ -176,7 +180,7 @@ def _encode(value: Any, path: str, tensors: _TensorNames) -> Any:
 
 def _encode_rare(value: Any, kind: type, path: str, tensors: _TensorNames) -> Any:
     if isinstance(value, Enum):
-        # A combination of flags has no member of its own.
+        # A combination of flags is no member of the enum.
         if value.name is None or value.name not in kind.__members__:  # type: ignore[attr-defined]
             raise _refusal(path, value, "its value")
         return {"$enum": [_class_name(kind, path, value), value.name]}
@@ -195,7 +199,7 @@ def _encode_rare(value: Any, kind: type, path: str, tensors: _TensorNames) -> An
         return {"$deque": [_items(value, path, tensors), value.maxlen]}
     if kind is torch.Size:
         return {"$size": list(value)}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+    if isinstance(value, tuple) and "_fields" in vars(kind):
         return {"$namedtuple": [_class_name(kind, path, value), _items(value, path, tensors)]}
     if kind is complex:
         return {"$complex": [_encode(each, path, tensors) for each in (value.real, value.imag)]}

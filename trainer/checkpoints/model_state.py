@@ -213,8 +213,9 @@ def tensors_changed_by_step(
         if isinstance(value, torch.Tensor)
     ]
     values += others
-    memory = {(to_local(each) if isinstance(each, DTensor) else each).data_ptr() for each in values}
-    return lambda tensor: (to_local(tensor) if isinstance(tensor, DTensor) else tensor).data_ptr() in memory
+    plain = torch.Tensor, nn.Parameter  # `isinstance` takes longer
+    memory = {(each if type(each) in plain else to_local(each)).data_ptr() for each in values}
+    return lambda tensor: (tensor if type(tensor) in plain else to_local(tensor)).data_ptr() in memory
 
 
 def _unwrapped_name(key: str) -> str:

@@ -154,7 +154,7 @@ class Snapshot:
             rank_tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         shards = _own_shards(tensors, world, is_replicated)
         num_elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        local = {name: to_local(each) if isinstance(each := tensors[name], DTensor) else each for name in shards}
+        local = {name: each if type(each := tensors[name]) is torch.Tensor else to_local(each) for name in shards}
         return cls(encoded, of_rank, num_elements, shards, local, rank_tensors)
 
     def write_tensors(self, folder: Path, rank: int) -> FileChecksum:
@@ -194,7 +194,7 @@ def _own_shards(
     shards: dict[str, Shard] = {}
     loads = [(0, rank) for rank in range(world.size)]
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
             if (shard := _shard_of(name, tensor, world)) is not None:
                 shards[name] = shard
             continue

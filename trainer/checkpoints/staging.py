@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,12 +20,12 @@ _ALIGNMENT = 64
 
 
 class _Deferred(NamedTuple):
-    """A tensor that is copied while training continues."""
+    """The tensors that are copied while training continues, in columns: an object for each would take longer."""
 
-    name: str
-    tensor: torch.Tensor
-    version: int
-    copy: torch.Tensor
+    names: list[str]
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    copies: list[torch.Tensor]
 
 
 class Staging:
@@ -51,19 +51,21 @@ class Staging:
         if not self._fits(tensors):
             self._buffers = _allocate(tensors)
             self._is_cuda = {name: tensor.is_cuda for name, tensor in tensors.items()}
-        deferred = []
+        names, deferred = [], []
         for name, tensor in tensors.items():
-            buffer = self._buffers[name]
             if changes_only_on_step(tensor):
-                deferred.append((name, tensor, tensor._version, buffer))
+                names.append(name)
+                deferred.append(tensor)
             elif tensor.is_cuda:
                 # Copied on the device first: a copy to the host would wait for all work that is enqueued.
-                clone = tensor.detach().clone()
-                deferred.append((name, clone, clone._version, buffer))
+                names.append(name)
+                deferred.append(tensor.detach().clone())
             else:
-                buffer.copy_(tensor)
-        copy = Copy(dict(self._buffers), [_Deferred(*each) for each in deferred])
-        device = next((each[1].device for each in deferred if each[1].is_cuda), None)
+                self._buffers[name].copy_(tensor)
+        versions = [tensor._version for tensor in deferred]
+        copies = [self._buffers[name] for name in names]
+        copy = Copy(dict(self._buffers), _Deferred(names, deferred, versions, copies))
+        device = next((tensor.device for tensor in deferred if tensor.is_cuda), None)
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
@@ -108,7 +110,7 @@ class Copy:
         tensors: the copies by name, on the host; complete once `finish` has returned.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], deferred: Sequence[_Deferred]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], deferred: _Deferred) -> None:
         self.tensors = tensors
         self._deferred = deferred
         self._changed: str | None = None
@@ -118,7 +120,7 @@ class Copy:
         self._done = threading.Event()
         self._copied_event: torch.cuda.Event | None = None
         self._device: torch.device | None = None
-        if not deferred:
+        if not deferred.tensors:
             self._done.set()
 
     def enqueue(self, stream: torch.cuda.Stream) -> None:
@@ -143,7 +145,7 @@ class Copy:
             self._error = error
         finally:
             self._done.set()
-            self._deferred = ()
+            self._deferred = _Deferred([], [], [], [])
 
     def check(self) -> None:
         """Check that all tensors were copied at one instant.
@@ -171,13 +173,13 @@ class Copy:
         """Record whether a tensor has changed too early. Later calls do nothing."""
         with self._lock:
             if not self._may_change:
-                changed = (each.name for each in self._deferred if each.tensor._version != each.version)
-                self._changed = next(changed, None)
+                names, tensors, versions, _ = self._deferred
+                columns = zip(names, tensors, versions, strict=True)
+                self._changed = next((name for name, each, version in columns if each._version != version), None)
                 self._may_change = True
 
     @torch.no_grad()
     def _copy(self) -> None:
         # One call, so that the thread acquires the GIL once, not for every tensor.
-        if self._deferred:
-            copies, tensors = [each.copy for each in self._deferred], [each.tensor for each in self._deferred]
-            torch._foreach_copy_(copies, tensors, non_blocking=True)
+        if self._deferred.tensors:
+            torch._foreach_copy_(self._deferred.copies, self._deferred.tensors, non_blocking=True)

@@ -157,7 +157,7 @@ class Marked(torch.Tensor):
         (torch.ones(2, 2).to_sparse(), r"Tensor.*return its dense or unquantised parts"),
         (
             torch.ones(2, device="meta"),
-            "Tensor.*return a tensor with values, which one on the meta device has not, from",
+            "Tensor.*return a tensor with values, which one on the meta device",
         ),
         (nn.utils.rnn.pack_sequence([torch.ones(2)]), "PackedSequence.*return what it holds as plain values"),
         (torch.ones(2).as_subclass(Marked), r"Marked.*return tensor.as_subclass\(torch.Tensor\) of it"),

@@ -110,11 +110,13 @@ class CheckpointReader:
                     copies.setdefault(shard.rank, []).append((local[here], name, shard, there))
             if not _cover(found, local.shape):
                 raise CheckpointError(f"{name}: the blocks of the ranks overlap, or leave out a part of it")
+        known: dict[str, str | None] = {}
         for rank, wanted in sorted(copies.items()):
             with open_tensors(self._fetch(tensor_file(rank))) as file, torch.no_grad():
                 for into, name, shard, index in wanted:
-                    file.read_into(into, name, shard.dtype, shard.sizes, index)
-        return {name: tensor_digest(to_local(target)) for name, target in self._targets.items()}
+                    digest = file.read_into(into, name, shard.dtype, shard.sizes, index)
+                    known[name] = digest if into.numel() == to_local(self._targets[name]).numel() else None
+        return {name: tensor_digest(to_local(target), known.get(name)) for name, target in self._targets.items()}
 
     def load_into(self, parts: Mapping[str, Stateful]) -> None:
         """Load the shared parts.

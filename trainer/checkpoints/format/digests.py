@@ -24,9 +24,9 @@ def digest_of(value: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the type of a local tensor and a digest of its bytes, such as "float32 0f3a..."."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {xxhash.xxh3_64_hexdigest(bytes_of(tensor))}"
+def tensor_digest(tensor: torch.Tensor, xxh3_64: str | None = None) -> str:
+    """Return the type of a local tensor and a digest of its bytes, such as "float32 0f3a..."; given it, if known."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {xxh3_64 or xxhash.xxh3_64_hexdigest(bytes_of(tensor))}"
 
 
 def digests_by_key(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, str]:

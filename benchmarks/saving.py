@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -74,10 +76,10 @@ class Many(Trainer[TrainerConfig]):
         return F.mse_loss(self.model(x), x)
 
 
-def make_trainer(kind: type[Any], folder: str, *, saves: bool = False) -> Any:
+def make_trainer(kind: type[Any], folder: str, *, saves: bool = False, world: World | None = None) -> Any:
     checkpoint = CheckpointConfig(every="10 steps" if saves else None, at_end=False, keep_last=1)  # type: ignore[arg-type]
     config = TrainerConfig(max_steps=10**9, log_every="1000 steps", checkpoint=checkpoint)  # type: ignore[arg-type]
-    trainer = kind(config, run_dir=folder, world=World.single("cpu"), show_progress=False)
+    trainer = kind(config, run_dir=folder, world=world or World.single("cpu"), show_progress=False)
     trainer.train_epoch()
     # No save should be due at the end of an epoch, where `train_epoch` waits for it and `fit` does not.
     for _ in range(5):
@@ -139,7 +141,8 @@ def cost_of(trainer: Wide, begin: Callable[[], Callable[[], bool]], period_s: fl
     began_s, began_cpu_s, updates, complete_s = time.perf_counter(), time.process_time(), [], None
     is_done = begin()
     at_s = began_s
-    while complete_s is None or at_s - began_s < period_s:
+    # All ranks make as many updates.
+    while trainer.world.broadcast(complete_s is None or at_s - began_s < period_s):
         trainer.train_step(batch)
         now_s = time.perf_counter()
         updates.append(now_s - at_s)
@@ -155,6 +158,9 @@ def ways_to_save(trainer: Wide, folder: str) -> dict[str, Callable[[], Callable[
     state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
     # It keeps its buffers; its other ways to copy need a GPU.
     stager = DefaultStager(StagingOptions(False, False, False, False))
+    # Its thread communicates at the same time as the training.
+    group = dist.new_group(backend="gloo") if trainer.world.size > 1 else None
+    plugin = AsyncCheckpointIO(TorchCheckpointIO())
     saver = trainer._engine.loop.saver
     numbers = iter(range(10**6))
 
@@ -164,21 +170,31 @@ def ways_to_save(trainer: Wide, folder: str) -> dict[str, Callable[[], Callable[
 
     def torch_save() -> Callable[[], bool]:
         # The last two are kept, as by the others.
-        torch.save(state, f"{folder}/{next(numbers) % 2}.pt")
+        if trainer.world.is_main:
+            torch.save(state, f"{folder}/{next(numbers) % 2}.pt")
         return lambda: True
 
     def dcp_save() -> Callable[[], bool]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            future: Any = dcp.async_save(state, checkpoint_id=f"{folder}/dcp-{next(numbers) % 2}", async_stager=stager)
+            path = f"{folder}/dcp-{next(numbers) % 2}"
+            future: Any = dcp.async_save(state, checkpoint_id=path, async_stager=stager, process_group=group)
         return lambda: bool(future.done())
 
-    return {"ours": ours, "torch.save": torch_save, "DCP async_save": dcp_save}
+    def lightning_save() -> Callable[[], bool]:
+        if not trainer.world.is_main:
+            return lambda: True
+        plugin.save_checkpoint(state, f"{folder}/lightning-{next(numbers) % 2}.ckpt")
+        # It runs one save at a time, so a task that is submitted now ends after this save.
+        after: Any = plugin._executor.submit(int)
+        return lambda: bool(after.done())
+
+    return {"ours": ours, "torch.save": torch_save, "DCP async_save": dcp_save, "Lightning": lightning_save}
 
 
-def costs(folder: str, where: str, period_s: float) -> list[Row]:
+def costs(folder: str, where: str, period_s: float, world: World | None = None) -> list[Row]:
     """Compare what saves cost, the second and later ones; in turn, so that a busy moment affects all alike."""
-    trainer = make_trainer(Wide, f"{folder}/costs")
+    trainer = make_trainer(Wide, f"{folder}/costs", world=world)
     ways = ways_to_save(trainer, folder)
     measured: dict[str, list[Cost]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
@@ -188,8 +204,8 @@ def costs(folder: str, where: str, period_s: float) -> list[Row]:
                 measured[name].append(cost)
         trainer._engine.loop.saver.finish()
     rows = []
-    for other in ("torch.save", "DCP async_save"):
-        # The stall of torch.save is all of its time. DCP's is that of copying the state.
+    for other in list(ways)[1:]:
+        # The stall of torch.save is all of its time. The others copy the state first.
         targets = ("1/20", "0.1 s", "1.4", "1.2") if other == "torch.save" else ("reported",) * 4
         limits = (1 / 20, None, 1.4, 1.2)
         for index, what in enumerate(Cost._fields):
@@ -204,6 +220,28 @@ def costs(folder: str, where: str, period_s: float) -> list[Row]:
                 )
             )  # fmt: skip
     return rows
+
+
+def costs_on_two_ranks(folder: str, period_s: float) -> list[Row]:
+    """Compare what saves cost under DDP on two processes, each of which saves half of the state."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_rank, args=(rank, folder, period_s, sender)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    measured: list[Row] = receiver.recv()
+    for rank in ranks:
+        rank.join()
+    return measured
+
+
+def _rank(rank: int, folder: str, period_s: float, sender: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    measured = costs(folder, "memory, two ranks", period_s, World.attach("cpu"))
+    if rank == 0:
+        sender.send(measured)
+    dist.destroy_process_group()
 
 
 def first_stall(folder: str) -> Row:
@@ -340,6 +378,8 @@ def rows() -> list[Row]:
             for period_s in (2.4, 10.0):
                 with tempfile.TemporaryDirectory(dir=folder) as own:
                     measured += costs(own, name, period_s)
+        with tempfile.TemporaryDirectory(dir=fast) as own:
+            measured += costs_on_two_ranks(own, 2.4)
         for measure in (first_stall, begin_of_many, resume):
             with tempfile.TemporaryDirectory(dir=fast) as own:
                 measured.append(measure(own))

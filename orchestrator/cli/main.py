@@ -14,6 +14,7 @@ import typer
 
 from .checkpoints import checkpoints_app
 from .data import data_app
+from .init import init
 from .jobs import cluster_app, jobs_app, submit
 from .options import (
     AcceptChanges,
@@ -168,6 +169,7 @@ app.add_typer(data_app, name="data")
 app.command()(submit)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(cluster_app, name="cluster")
+app.command()(init)
 
 
 def main(arguments: list[str] | None = None) -> None:

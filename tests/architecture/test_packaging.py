@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("trainer", "datasets", "orchestrator")
 MODULES = sorted(file.relative_to(ROOT).as_posix() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+TEMPLATES = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "orchestrator/cluster/templates").iterdir())
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
@@ -50,11 +51,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_every_module_and_template_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         (entry_points,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith("/entry_points.txt"))
-    assert sorted(names) == [f"headway/{module}" for module in MODULES]
+    assert sorted(names) == sorted(f"headway/{file}" for file in MODULES + TEMPLATES)
     assert "headway = headway.orchestrator.cli.main:main" in entry_points
 
 

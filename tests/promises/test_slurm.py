@@ -1,0 +1,145 @@
+"""The batch script for Slurm as shipped, in a real Slurm: checkpoint before the time limit, requeue, and resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import Slurm, slurm, why_not
+
+pytestmark = [
+    pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900),
+    pytest.mark.skipif(why_not() is not None, reason=f"no Slurm: {why_not()}"),
+]  # fmt: skip
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "orchestrator/cluster/templates/slurm.sbatch"
+# SLOW makes updates so slow that the first start cannot complete within the limit; a requeued one is fast.
+PROGRAM = """
+import os, time
+from dataclasses import dataclass
+import torch
+from torch import nn
+from headway.trainer import Trainer, TrainerConfig
+
+PAUSE_S = 0.25 if "SLOW" in os.environ and "SLURM_RESTART_COUNT" not in os.environ else 0
+
+class Line(Trainer[TrainerConfig]):
+    def configure_models(self):
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+    def configure_dataloaders(self):
+        x = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
+        rows = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        return torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    def training_step(self, batch, batch_idx):
+        time.sleep(PAUSE_S)
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+if __name__ == "__main__":
+    config = TrainerConfig(max_steps=int(os.environ.get("STEPS", 3000)), global_batch_size=8, log_every=10)
+    result = Line(config, run_dir="runs/digits").fit()
+    print("ended:", result.status, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Slurm]:
+    with slurm() as started:
+        yield started
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "train.sbatch").write_text(TEMPLATE.read_text())
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    binaries = Path(sys.executable).parent
+    there = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RAY_"))}
+    return {
+        **there,
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "build/types"), str(ROOT))),
+    }
+
+
+def submit(cluster: Slurm, project: Path, *options: str, **variables: str) -> str:
+    """Submit the script; options of sbatch take precedence over the script's lines, as if those had been edited."""
+    return cluster.run(
+        "sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", *options, "train.sbatch",
+        cwd=project, **{**environment(), **variables},
+    ).strip()  # fmt: skip
+
+
+def wait_for(cluster: Slurm, number: str, condition: Callable[[dict[str, str]], bool], project: Path) -> dict[str, str]:
+    deadline = time.monotonic() + 600
+    while not condition(job := cluster.job(number)):
+        output = "".join(each.read_text() for each in project.glob("*.out"))
+        assert time.monotonic() < deadline, f"{job}\n{output}\n{cluster.logs()}"
+        time.sleep(0.5)
+    return job
+
+
+def has_ended(job: dict[str, str]) -> bool:
+    return job["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+
+
+def digest(project: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "headway.orchestrator", "checkpoints", "digest", "digits", "--storage", "runs", "--json"],
+        cwd=project, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ((name, value),) = json.loads(done.stdout)["digests"].items()
+    assert name == "step-00003000"
+    return str(value)
+
+
+def steps(project: Path) -> list[int]:
+    log = project / "runs/digits/metrics.jsonl"
+    return [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_a_job_saves_before_its_limit_and_resumes_after_the_requeue(
+    cluster: Slurm, project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    number = submit(cluster, project, "--time=00:02:00", "--signal=B:USR1@60", SLOW="1")
+    job = wait_for(cluster, number, has_ended, project)
+    output = (project / f"digits-{number}.out").read_text()
+    print(output)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), output
+    assert f"job {number} saves a checkpoint, and goes back to the queue" in output
+    assert output.count("ended: interrupted") == 2
+    assert output.count("ended: completed") == 2
+
+    undisturbed = tmp_path_factory.mktemp("undisturbed")
+    (undisturbed / "train.py").write_text(PROGRAM)
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        cwd=undisturbed, env={**environment(), "OMP_NUM_THREADS": "1"}, timeout=300, check=True,
+    )  # fmt: skip
+    assert digest(project) == digest(undisturbed)
+    assert steps(project) == list(range(10, 3001, 10)), "no update is lost or repeated"
+
+
+def test_an_error_and_scancel_end_the_job_for_good(cluster: Slurm, project: Path) -> None:
+    failing = submit(cluster, project, "--job-name=failing", STEPS="no number")
+    job = wait_for(cluster, failing, has_ended, project)
+    assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
+
+    cancelled = submit(cluster, project, SLOW="1")
+    wait_for(cluster, cancelled, lambda job: bool(steps(project)), project)
+    cluster.run("scancel", cancelled)
+    job = wait_for(cluster, cancelled, has_ended, project)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")

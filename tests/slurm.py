@@ -18,7 +18,7 @@ from tests.heads import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 
-# Everything listens on the loopback address, and nothing needs cgroups, systemd or a database: this works in a container.
+# All daemons listen on the loopback address. Without cgroups, systemd and a database, so this works in a container.
 _CONFIGURATION = """
 ClusterName=headway
 SlurmctldHost={host}(127.0.0.1)
@@ -148,7 +148,9 @@ def _output(started: Slurm, *command: str) -> str:
     return done.stdout
 
 
-def _wait(condition: Callable[[], bool], daemon: subprocess.Popen[bytes], folder: Path, *, within_s: float = 60) -> None:
+def _wait(
+    condition: Callable[[], bool], daemon: subprocess.Popen[bytes], folder: Path, *, within_s: float = 60
+) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         logs = Slurm(folder, {}).logs

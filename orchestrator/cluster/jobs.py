@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shlex
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,10 +27,10 @@ from headway.trainer.errors import ConfigError, HeadwayError
 from headway.trainer.metrics.units import human_duration
 
 from ..cli.tables import format_table, local_time
-from ..config.coerce import quote
 from ..errors import StorageError
 from ..runs.run import Run
 from ..runs.stop import stop_run
+from .job_command import JobRequest, dashboard_url, entrypoint
 from .ray_env import temporary_env
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from ..config.experiment import Experiment
 
 _RUN, _STORAGE = "headway_run", "headway_storage"
-# By default `ray job stop` kills the driver after 3 s, too soon to save a checkpoint.
-_SAVES_WITHIN_S = 600
 _RECONNECTS_FOR_S = 60.0
 _INTERRUPTED = 143
 
@@ -50,42 +47,44 @@ class Jobs:
     """The jobs of one cluster.
 
     Args:
-        address: of the cluster's dashboard, e.g. http://127.0.0.1:8265.
+        address: of the cluster's dashboard, e.g. http://127.0.0.1:8265 or 127.0.0.1:8265.
 
     Raises:
         ConfigError: no cluster answers at the address.
     """
 
     def __init__(self, address: str) -> None:
-        self.address = address
+        self.address = dashboard_url(address)
         # The client prefers this variable to its argument.
-        with temporary_env({"RAY_API_SERVER_ADDRESS": address}), self._as_config_errors():
+        with temporary_env({"RAY_API_SERVER_ADDRESS": self.address}), self._as_config_errors():
             from ray.job_submission import JobSubmissionClient
 
-            self._client = JobSubmissionClient(address)
+            self._client = JobSubmissionClient(self.address)
 
-    def submit(self, experiment: Experiment, arguments: Sequence[str], env: Mapping[str, str]) -> str:
+    def submit(self, experiment: Experiment, arguments: Sequence[str], request: JobRequest) -> str:
         """Submit an experiment with a copy of the current directory, and return the job's name.
 
         Args:
             experiment: the experiment that the arguments resolve to.
-            arguments: arguments of `headway`; see `fit_arguments`.
-            env: environment variables of the driver and the workers.
+            arguments: arguments of `headway`; see `job_arguments`.
+            request: environment and resources of the job.
 
         Raises:
             ConfigError: the cluster rejects the job.
         """
         job = f"{experiment.name}-{secrets.token_hex(4)}"
-        own = {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVES_WITHIN_S)}
         with _copy_of_headway() as headway_folder, self._as_config_errors():
+            modules = [headway_folder, *(request.runtime_env.get("py_modules") or ())]
             self._client.submit_job(
-                entrypoint=shlex.join(["python", "-m", "headway.orchestrator", *arguments]),
+                entrypoint=entrypoint(arguments),
                 submission_id=job,
-                runtime_env={
-                    "working_dir": os.getcwd(), "py_modules": [headway_folder], "env_vars": {**own, **env}
-                },
+                runtime_env={**request.runtime_env, "working_dir": os.getcwd(), "py_modules": modules},
                 metadata={_RUN: experiment.name, _STORAGE: experiment.storage},
-            )  # fmt: skip
+                entrypoint_num_cpus=request.num_cpus,
+                entrypoint_num_gpus=request.num_gpus,
+                entrypoint_memory=request.memory_bytes,
+                entrypoint_resources=request.resources,
+            )
         return job
 
     def all(self) -> list[JobDetails]:
@@ -271,6 +270,53 @@ def job_summary(job: JobDetails) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def job_document(job: JobDetails) -> dict[str, Any]:
+    """Return the document of `jobs show --json`. Values of environment variables are left out: they may be secrets."""
+    environment = dict(job.runtime_env or {})
+    return {
+        **job_summary(job),
+        "storage": (job.metadata or {}).get(_STORAGE),
+        "message": job.message,
+        "command": _command_of(job),
+        "env_vars": sorted(environment.pop("env_vars", None) or {}),
+        "runtime_env": environment,
+        "driver_ip": getattr(job.driver_info, "node_ip_address", None),
+    }
+
+
+def job_page(job: JobDetails) -> str:
+    """Return the page of `jobs show`."""
+    document = job_document(job)
+    began_s = (job.start_time or 0) / 1000
+    ended_s = job.end_time / 1000 if job.end_time else time.time()
+    run, storage = document["run"], document["storage"]
+    facts = {
+        "status": _outcome(job),
+        "message": document["message"] if job.status.value != "RUNNING" else None,
+        "run": f"{run}, its files: {storage.rstrip('/')}/{run}" if run and storage else run,
+        "started": local_time(began_s) if began_s else None,
+        "took": human_duration(ended_s - began_s) if began_s else None,
+        "driver": document["driver_ip"],
+        "command": document["command"],
+        "variables": ", ".join(document["env_vars"]),
+        "packages": ", ".join(_packages_of(document["runtime_env"])),
+    }
+    lines = [f"  {name:<11}{' '.join(str(value).split())}" for name, value in facts.items() if value]
+    return "\n".join([str(job.submission_id), *lines])
+
+
+def _command_of(job: JobDetails) -> str:
+    """Return the command of a job, without the part that looks for the interpreter."""
+    _, found, command = str(job.entrypoint).partition('; exec "$p" ')
+    return f"python {command}" if found else str(job.entrypoint)
+
+
+def _packages_of(runtime_env: dict[str, Any]) -> list[str]:
+    given = runtime_env.get("pip") or runtime_env.get("uv") or []
+    packages = given.get("packages", []) if isinstance(given, dict) else given
+    return packages if isinstance(packages, list) else [str(packages)]
+
+
 def jobs_table(jobs: Sequence[JobDetails]) -> str:
     """Return a table of jobs."""
     rows = [("JOB", "RUN", "STATUS", "EXIT CODE", "STARTED", "TOOK")]
@@ -284,66 +330,6 @@ def jobs_table(jobs: Sequence[JobDetails]) -> str:
             human_duration(ended_s - began_s) if began_s else "",
         ))  # fmt: skip
     return format_table(rows)
-
-
-def fit_arguments(
-    target: str, experiment: Experiment, *, overrides: Sequence[str], options: Sequence[str] = ()
-) -> list[str]:
-    """Return the arguments of `headway` that train an experiment in a copy of the current directory.
-
-    Args:
-        target: the experiment's target, as given here.
-        experiment: the experiment that it resolves to here.
-        overrides: overrides that it was resolved with.
-        options: options of `headway fit`.
-
-    Raises:
-        ConfigError: the driver would not find the target, or its storage would be deleted with the copy.
-    """
-    _check_storage(experiment, overrides)
-    others = [each for each in overrides if not each.startswith("storage=")]
-    return ["fit", *options, _from_here(target), *others, f"storage={quote(experiment.storage)}"]
-
-
-def env_from_options(named: Sequence[str]) -> dict[str, str]:
-    """Return environment variables from "NAME=VALUE", or "NAME" for the value of this process.
-
-    Raises:
-        ConfigError: a variable is not set here.
-    """
-    chosen = {}
-    for each in named:
-        name, equals, value = each.partition("=")
-        if not equals and name not in os.environ:
-            raise ConfigError(f"--env {name}: the variable is not set here; give it a value: --env {name}=...")
-        chosen[name] = value if equals else os.environ[name]
-    return chosen
-
-
-def _from_here(target: str) -> str:
-    """Return a target relative to the current directory, of which the driver gets a copy."""
-    place, colon, name = target.rpartition(":") if ".py:" in target else (target, "", "")
-    if not place.endswith(".py"):
-        return target
-    here, file = Path.cwd().resolve(), Path(place).resolve()
-    if not file.is_relative_to(here):
-        raise ConfigError(
-            f"{place} is not in {here}, and the cluster gets a copy of the current directory only: change to the "
-            "folder that contains the file"
-        )
-    return f"{file.relative_to(here)}{colon}{name}"
-
-
-def _check_storage(experiment: Experiment, overrides: Sequence[str]) -> None:
-    """Check that the storage is not in the copy of the current directory, which is deleted later."""
-    storage = experiment.storage
-    given = next((each.partition("=")[2] for each in reversed(overrides) if each.startswith("storage=")), "")
-    if "://" in storage or os.path.isabs(given) or not Path(storage).is_relative_to(Path.cwd()):
-        return
-    raise ConfigError(
-        f"storage {storage} is in the current directory, of which the cluster gets a temporary copy: give a URI, or "
-        "the absolute path of a folder that all nodes share, e.g. storage=s3://bucket/runs"
-    )
 
 
 @contextmanager

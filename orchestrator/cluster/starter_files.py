@@ -1,4 +1,4 @@
-"""Writes the files that `headway init` offers: clusters, batch scripts and an image, with the lines to edit marked EDIT."""
+"""Writes the files of `headway init`: clusters, batch scripts and an image, with the lines to edit marked EDIT."""
 
 from __future__ import annotations
 

@@ -199,6 +199,14 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[name]
+        if "attempted relative import" not in str(error):
+            raise
+        raise ConfigError(
+            f"{path} imports relatively, so it is part of a package and cannot be run as a file: name its module, as "
+            f"in {path.parent.name}.{path.stem}:name, in the folder that contains {path.parent.name}"
+        ) from error
     except BaseException:
         del sys.modules[name]
         raise

@@ -72,6 +72,8 @@ class Search:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        if not isinstance(self.metric, str):
+            raise ConfigError(f"metric must be one name, got {self.metric!r}: a search has one objective")
         if not self.metric.startswith(("validation/", "train/")):
             raise ConfigError(f"metric must start with 'validation/' or 'train/', got {self.metric!r}")
         if self.scheduler is not None and not isinstance(self.scheduler, get_args(Scheduler)):
@@ -194,7 +196,7 @@ class Search:
                     wrong = wrong or error
                 else:
                     return
-        raise ConfigError(f"space: {wrong}") from wrong
+        raise ConfigError(f"space: {wrong}{_hint(value)}") from wrong
 
     def _conditions(self, path: str) -> list[Params]:
         """Return the values of other fields for which an axis applies, as alternatives."""
@@ -241,7 +243,7 @@ class Search:
         if not any(isinstance(axis, (*_AXES, When)) for axis in self.space.values()) and self.num_trials > 1:
             raise ConfigError(
                 f"nothing in the space varies, so all {self.num_trials} trials would be equal: add an axis such as "
-                "LogUniform or Choice, or set trials=1"
+                f"LogUniform or Choice, or set trials=1{''.join({_hint(value): None for value in self.space.values()})}"
             )
         if isinstance(self.scheduler, PBT):
             axes = {path: axis for path, axis in self.space.items() if isinstance(axis, (*_AXES, When))}
@@ -270,6 +272,15 @@ class Search:
                 f"{path} applies when {axis.path} is {' or '.join(map(repr, never))}, which never happens: its values "
                 f"are {', '.join(map(repr, there))}"
             )
+
+
+def _hint(value: Any) -> str:
+    """Return how to write an axis, for a fixed value that was probably meant as one."""
+    if isinstance(value, (list, tuple)):
+        return f"; a list is one fixed value, write Choice({list(value)!r}) to choose from it"
+    if type(value).__module__.startswith(("ray.tune", "optuna", "hyperopt")):
+        return "; write Uniform, LogUniform, RandInt or Choice of headway.orchestrator for an axis"
+    return ""
 
 
 def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search") -> tuple[Experiment, Search]:

@@ -197,3 +197,32 @@ def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: st
     assert (run.status, run.reason) == ("interrupted", "SIGTERM")
     assert run.record.steps > steps
     assert str(run.record.last_checkpoint).endswith(f"step-{run.record.steps:08d}")
+
+
+@pytest.mark.extended
+def test_a_sweep_is_a_job_and_needs_no_python_on_the_path_of_the_head(warm_workers: None, project: Path) -> None:
+    (project / "line.py").write_text(
+        f"{TARGET}\nfrom headway.orchestrator import Choice, Search\n"
+        'search = Search(metric="train/loss", algorithm="grid", space={"config.pause_s": Choice([0.0, 0.001])})\n'
+    )
+    (project / "secrets.env").write_text("COLOR=green\n")
+    # A python without Ray, as that of the system.
+    binaries = project.parent / "bin"
+    binaries.mkdir()
+    (binaries / "python").symlink_to("/usr/bin/false")
+    storage = project.parent / "runs"
+    with heads.head(PATH=f"{binaries}:/usr/bin:/bin") as head:
+        address = head.removeprefix("http://")
+        done(
+            headway(
+                project, "submit", "--sweep", "line.py", "config.global_batch_size=8", "config.max_steps=9",
+                f"storage={storage}", "--env-file", "secrets.env", "--entrypoint-num-cpus", "0.5", "--address", address,
+            )
+        )  # fmt: skip
+        shown = done(headway(project, "jobs", "show", "line", "--address", address))
+    assert "succeeded, exit code 0" in shown
+    assert "headway.orchestrator sweep line.py" in shown
+    assert "COLOR" in shown
+    assert "green" not in shown
+    trials = [Run(str(storage / "line" / f"trial-{index:03d}")) for index in range(2)]
+    assert [(trial.status, trial.record.steps) for trial in trials] == [("completed", 9)] * 2

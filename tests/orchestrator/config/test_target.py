@@ -98,6 +98,13 @@ def test_an_error_in_the_file_is_the_users_own(tmp_path: Path) -> None:
         load_target(write(tmp_path, "1 / 0", name="other.py"))
 
 
+def test_a_file_of_a_package_is_named_by_its_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    file = write(tmp_path / "package", "from .neighbour import SIZE")
+    with pytest.raises(ConfigError, match=rf"name its module, as in package\.{Path(file).stem}:name"):
+        load_target(file)
+
+
 def test_a_file_may_be_called_like_a_module(tmp_path: Path) -> None:
     import random
 

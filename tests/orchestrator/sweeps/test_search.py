@@ -106,6 +106,8 @@ def test_a_grid_has_every_combination_and_a_list_is_a_value_unless_it_is_a_choic
         ({"mode": "low"}, "mode must be one of min, max"),
         ({"trials": 0}, "trials must be an integer >= 1"),
         ({"metric": "loss"}, "metric must start with 'validation/' or 'train/'"),
+        ({"metric": ["validation/loss", "validation/accuracy"]}, "a search has one objective"),
+        ({"space": {"config.width": [4, 8]}}, r"write Choice\(\[4, 8\]\) to choose from it"),
         ({"space": {"config.a": When("config.b", 1, Choice([1]))}}, "must come before it"),
         ({"scheduler": PBT(vary=("config.width",))}, "for which the space has no axis"),
         ({"scheduler": "asha"}, "scheduler must be one of ASHA"),
@@ -156,6 +158,17 @@ def test_what_no_trial_could_be_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         Search(space={path: axis}).check(experiment(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_axes_of_others_are_named_as_ours(tmp_path: Path) -> None:
+    tune = pytest.importorskip("ray.tune")
+    for value, message in (
+        (tune.uniform(0, 1), "write Uniform, LogUniform, RandInt or Choice"),
+        ([1, 2], "write Choice"),
+    ):
+        space = {"config.learning_rate": value, "config.width": Choice([4, 8])}
+        with pytest.raises(ConfigError, match=message):
+            Search(space=space).check(experiment(tmp_path))
 
 
 def test_a_value_may_want_another_field_to_be_something_else(tmp_path: Path) -> None:

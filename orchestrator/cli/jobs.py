@@ -79,10 +79,10 @@ def submit(
     storage: Storage = None,
     verbose: Verbose = False,
 ) -> None:
-    """Submit a run or a sweep as a Ray job; upload the current directory.
+    """Submit a run or sweep as a Ray job; upload this folder.
 
-    Options of the run are the same as for `headway fit`. `--env NAME` passes the
-    value that the variable has on this machine.
+    Options of the run are the same as for `headway fit`, with --sweep as for
+    `headway sweep`. `--env NAME` passes the value that the variable has here.
     """
     from ..cluster.ray_env import quiet_environment
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headway.orchestrator import Experiment, Scaling, resolve
+from headway.orchestrator import Experiment, Scaling
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.cluster.launcher_file import load_cluster, misfits_of
 from headway.trainer import Duration
@@ -228,21 +228,3 @@ def test_faults_are_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "check", str(tmp_path / "none.yaml")])
     assert ended.value.code == 2
-
-
-def test_the_job_for_kubernetes_is_one() -> None:
-    """Checked without an operator: it is YAML, its groups are consistent, and its command resolves."""
-    page = (ROOT / "docs/clusters.md").read_text()
-    (text,) = re.findall(r'(?s)```yaml title="rayjob.yaml"\n(.*?)```', page)
-    job = yaml.safe_load(text)
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert set(yaml.safe_load(job["spec"]["runtimeEnvYAML"])) == {"env_vars"}
-    program, overrides = job["spec"]["entrypoint"].split(" fit ")
-    assert program == "python -m headway.orchestrator"
-    experiment = resolve(TinyTrainer, ["config.max_steps=1", *overrides.split()[1:]])
-    cluster = job["spec"]["rayClusterSpec"]
-    (workers,) = cluster["workerGroupSpecs"]
-    (container,) = workers["template"]["spec"]["containers"]
-    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) >= experiment.scaling.gpus_per_worker
-    assert workers["maxReplicas"] >= experiment.scaling.min_workers
-    assert experiment.scaling.wait is not None

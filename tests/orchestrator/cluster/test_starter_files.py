@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from headway.orchestrator import resolve
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.cluster.launcher_file import load_cluster
 from headway.orchestrator.cluster.starter_files import KINDS, render, write_starter_files
 from headway.trainer.errors import ConfigError
+from tests.tiny import TinyTrainer
 
 ROOT = Path(__file__).parents[3]
 CLOUDS = ["aws", "gcp", "azure"]
@@ -88,7 +90,16 @@ def test_the_manifests_prefer_spot_nodes_and_drain_pods(tmp_path: Path) -> None:
     job, cluster = (yaml.safe_load(file.path.read_text()) for file in write_starter_files("kubernetes", str(tmp_path)))
     assert (job["kind"], cluster["kind"]) == ("RayJob", "RayCluster")
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+    assert set(yaml.safe_load(job["spec"]["runtimeEnvYAML"])) == {"env_vars"}
+    program, overrides = job["spec"]["entrypoint"].split(" fit ")
+    assert program == "headway"
+    experiment = resolve(TinyTrainer, ["config.max_steps=1", *overrides.split()[1:]])
+    assert experiment.scaling.wait is not None
     spec = cluster["spec"]
+    for group in spec["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert int(container["resources"]["limits"]["nvidia.com/gpu"]) >= experiment.scaling.gpus_per_worker
+        assert group["maxReplicas"] >= experiment.scaling.min_workers
     # Version 1 ignores the priority.
     assert (spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]["version"]) == (True, "v2")
     spot, on_demand = spec["workerGroupSpecs"]

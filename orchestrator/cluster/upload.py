@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from ..config.experiment import Experiment
@@ -63,11 +64,12 @@ def _survey(folder: Path, root: Path, rules: Sequence[_Rule]) -> Upload:
 def missed_files(experiment: Experiment, folder: Path) -> list[str]:
     """Return a sentence for each relative path in the config or the code that exists here, but not in the job's copy.
 
-    The code is the imported modules below the folder. Only whole string constants are found, no joined paths.
+    The code is that of the trainer, the config and the modules that they import from the folder. Only whole string
+    constants are found, no joined paths.
     """
     folder = folder.resolve()
     found: dict[str, str] = {}
-    for text, where in [*_config_paths(experiment), *_code_paths(folder)]:
+    for text, where in [*_config_paths(experiment), *_code_paths(experiment, folder)]:
         reason = _why_missed(text, folder) if text not in found else None
         if reason:
             found[text] = (
@@ -112,13 +114,9 @@ def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _strings(each, f"{path}[{index}]")
 
 
-def _code_paths(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the string constants that look like paths, in the modules below a folder."""
-    modules = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    files = {Path(file) for name, file in modules.items() if file and not name.startswith("headway.")}
-    for file in sorted(each for each in files if each.is_relative_to(folder) and each.suffix == ".py"):
-        if any(part in _NEVER_UPLOADED or part == "site-packages" for part in file.relative_to(folder).parts):
-            continue
+def _code_paths(experiment: Experiment, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the string constants that look like paths, in the modules of an experiment below a folder."""
+    for file in _module_files(experiment, folder):
         try:
             tree = ast.parse(file.read_text())
         except (OSError, SyntaxError, ValueError):
@@ -133,6 +131,24 @@ def _code_paths(folder: Path) -> Iterator[tuple[str, str]]:
                 # A bare word is more likely a key than a folder.
                 if len(text) < 300 and "\n" not in text and ("/" in text or "." in text):
                     yield text, f"{file.relative_to(folder)}:{node.lineno}"
+
+
+def _module_files(experiment: Experiment, folder: Path) -> list[Path]:
+    """Return the files below a folder of the modules that define the trainer and the config, or are imported there."""
+    names = [each.__module__ for each in (*experiment.trainer.__mro__, *type(experiment.config).__mro__)]
+    seen: set[str] = set()
+    files = []
+    while names:
+        module = sys.modules.get(name := names.pop())
+        file = Path(getattr(module, "__file__", None) or "/")
+        if name in seen or not file.is_relative_to(folder) or "site-packages" in file.relative_to(folder).parts:
+            continue
+        seen.add(name)
+        files.append(file)
+        for value in vars(module).values():
+            found = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            names += [found] if isinstance(found, str) else []
+    return sorted(files)
 
 
 def _is_excluded(path: Path, rules: Sequence[_Rule]) -> bool:

@@ -16,6 +16,7 @@ from .checkpoints import checkpoints_app
 from .data import data_app
 from .init import init
 from .jobs import cluster_app, jobs_app, submit
+from .node import node_app
 from .options import (
     AcceptChanges,
     Overrides,
@@ -169,6 +170,7 @@ app.add_typer(data_app, name="data")
 app.command()(submit)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(node_app, name="node")
 app.command()(init)
 
 

@@ -1,19 +1,21 @@
 """A machine is preempted with notice: all ranks save once, train until it is gone, and resume from there.
 
-Runs in a separate process, on a cluster of two local nodes: one node is drained, as by a cloud's notice, then removed,
-and another one joins.
+Runs in a separate process, on a cluster of two local nodes. `headway node watch` finds the notice in a stand-in for the
+metadata service of EC2 and drains one node, which is then removed; another one joins.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ from headway.orchestrator.storage.events import Event, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.trackers.jsonl import read_records
+from tests.metadata import MetadataStandIn
 from tests.on_ray import OnRay, OnRayConfig
 
 T = TypeVar("T")
@@ -66,11 +69,17 @@ def patiently(start: Callable[[], T]) -> T:
     return start()
 
 
+def watched(log: Path) -> list[str]:
+    """Return the lines of `headway node watch`, once it watches for notices."""
+    return [line for line in log.read_text().splitlines() if "watching for notices of aws" in line]
+
+
 def main(storage: str) -> None:
     """Run the scenario, and print the results."""
     import ray
     from ray.cluster_utils import Cluster
-    from ray.core.generated import autoscaler_pb2
+
+    from headway.orchestrator.cluster.node_watch import _node_id
 
     experiment = Experiment(
         name="noticed",
@@ -102,6 +111,12 @@ def main(storage: str) -> None:
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     told: dict[str, Any] = {}
 
+    metadata, watch_log = MetadataStandIn("aws"), Path(storage, "watch.log")
+    told["own_node"] = _node_id(cluster.address) in [node["NodeID"] for node in ray.nodes()]
+    command = [sys.executable, "-m", "headway.orchestrator", "node", "watch", "--metadata-url", metadata.url]
+    command += ["--node-id", second.node_id, "--address", cluster.gcs_address]
+    with watch_log.open("w") as log:
+        watch = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     results: list[RunResult] = []
     before = signal.getsignal(signal.SIGTERM)
     # Nodes are added in the main thread; a run in another thread does not touch signal handlers.
@@ -110,14 +125,10 @@ def main(storage: str) -> None:
     try:
         wait_for(lambda: os.path.exists(f"{experiment.run_dir}/metrics.jsonl") and step() >= 20)
         assert signal.getsignal(signal.SIGTERM) is before
+        told["watching"] = wait_for(lambda: watched(watch_log))
         noticed_s = time.time()
-        accepted, why = ray._raylet.GcsClient(address=cluster.gcs_address).drain_node(
-            second.node_id,
-            autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
-            "rehearsal",
-            int((noticed_s + DEADLINE_S) * 1000),
-        )
-        assert accepted, why
+        at = datetime.fromtimestamp(noticed_s + DEADLINE_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        metadata.pages["/latest/meta-data/spot/instance-action"] = json.dumps({"action": "terminate", "time": at})
         saved = wait_for(lambda: events("checkpoint_saved"))
         told["saved_after_s"] = saved[0]["time"] - noticed_s
         wait_for(lambda: step() >= saved[0]["step"] + 20)
@@ -128,6 +139,9 @@ def main(storage: str) -> None:
     finally:
         Path(experiment.run_dir, "enough").touch()
         trainer.join()
+        watch.send_signal(signal.SIGINT)
+        told["watch"] = [watch.wait(), watch_log.read_text()]
+        metadata.close()
     (result,) = results
     told |= {
         "status": result.status,
@@ -163,6 +177,11 @@ def test_a_notice_is_heeded_by_all_ranks_and_counts_as_no_failure(tmp_path: Path
     notice = [event for event in events if event["event"] == "preemption_notice"]
     assert [(event["attempt"], event["saves"], len(event["ranks"])) for event in notice] == [(1, True, 1)]
     assert 0 < notice[0]["deadline_s"] <= DEADLINE_S
+    assert told["own_node"]
+    code, log = told["watch"]
+    assert code == 0, log
+    assert re.search(r"EC2 spot interruption \(terminate\), \d+ s left: draining node", log)
+    assert "drained the node" in log
     assert told["saved_until_it_went"] == 1, "every rank saves the same step exactly once"
     saved = next(event for event in events if event["event"] == "checkpoint_saved")
     assert told["saved_after_s"] < DEADLINE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -56,14 +57,37 @@ def write_starter_files(kind: str, folder: str = ".") -> list[StarterFile]:
 
 def render(template: str) -> str:
     """Return the text of a template with the versions of this machine."""
+    headway = _headway()
     versions = {
-        "headway": _version("headway", "0.1.0"),
+        "headway": headway,
+        "copy": f"{'' if headway.startswith('./') else '# '}COPY *.whl ./",
         "python": f"py{sys.version_info.major}{sys.version_info.minor}",
         "ray": _version("ray", "2.60.0"),
         # A local version such as +cpu is on no public index.
         "torch": _version("torch", "2.13.0").partition("+")[0],
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: versions[match[1]], (_TEMPLATES / template).read_text())
+
+
+def _headway() -> str:
+    """Return Headway for pip, as it was installed here; a wheel if it is a checkout or a local file."""
+    wheel = f"./headway-{_version('headway', '0.1.0')}-py3-none-any.whl"
+    try:
+        distribution = metadata.distribution("headway")
+    except metadata.PackageNotFoundError:
+        return wheel
+    # Absent if it came from a package index: https://peps.python.org/pep-0610/
+    text = distribution.read_text("direct_url.json")
+    origin = json.loads(text) if text else {}
+    url = str(origin.get("url", ""))
+    if not url:
+        return f"headway=={distribution.version}"
+    if url.startswith("file:"):
+        return wheel
+    version_control = origin.get("vcs_info")
+    if version_control:
+        return f"headway @ {version_control['vcs']}+{url}@{version_control['commit_id']}"
+    return f"headway @ {url}"
 
 
 def _version(package: str, otherwise: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,33 @@ def test_the_aws_file_of_this_repository_differs_only_in_how_headway_is_installe
         for part in ("file_mounts", "rsync_exclude", "setup_commands"):
             config.pop(part, None)
     assert ours == shipped
+
+
+@pytest.mark.parametrize(
+    ("origin", "requirement"),
+    [
+        (None, "headway==7.0"),
+        ({"url": "file:///home/me/headway", "dir_info": {"editable": True}}, "./headway-7.0-py3-none-any.whl"),
+        (
+            {"url": "https://example.com/headway.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "headway @ git+https://example.com/headway.git@abc",
+        ),
+        ({"url": "https://example.com/headway.whl", "archive_info": {}}, "headway @ https://example.com/headway.whl"),
+    ],
+)
+def test_the_image_gets_headway_as_it_is_installed_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, requirement: str
+) -> None:
+    installed = tmp_path / "headway-7.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: headway\nVersion: 7.0\n")
+    if origin is not None:
+        (installed / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(tmp_path)
+    text = render("Dockerfile")
+    assert f'ARG HEADWAY="{requirement}"' in text
+    # Only a wheel beside the file is copied.
+    assert ("\nCOPY *.whl ./" in text) == requirement.startswith("./")
 
 
 def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -52,6 +53,18 @@ GresTypes=gpu
 NodeName={host} NodeAddr=127.0.0.1 CPUs=64 Gres=gpu:8 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+
+# Jobs see only each other, so that `ray stop` in one ends no other Ray of the machine; and all end with slurmd.
+_ISOLATED = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+@functools.cache
+def can_isolate() -> bool:
+    """Return whether jobs get a process namespace of their own."""
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*_ISOLATED, "true"], capture_output=True, check=False).returncode == 0
 
 
 def why_not() -> str | None:
@@ -122,6 +135,9 @@ def slurm() -> Iterator[Slurm]:
         for command in (munge, ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", host]):
             with open(folder / f"{command[0]}.out.log", "wb") as log:
                 program = [str(_find(command[0])), *command[1:]]
+                if command[0] == "slurmd" and can_isolate():
+                    # The shell reaps processes whose parents have ended.
+                    program = [*_ISOLATED, "sh", "-c", '"$@" & wait', "sh", *program]
                 daemons.append(subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT, env=environment))
             if command is munge:
                 _wait(lambda: (folder / "munge.socket").exists(), daemons[-1], folder)

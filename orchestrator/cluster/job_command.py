@@ -105,7 +105,9 @@ def runtime_env_from_options(
     variables |= env_from_options(env)
     # Shown at once, and enough time to save when the job is stopped; both may be overridden.
     defaults = {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVES_WITHIN_S)}
-    return {**found, "env_vars": {**defaults, **variables}}
+    found["env_vars"] = {**defaults, **variables}
+    _check(found)
+    return found
 
 
 def env_from_options(named: Sequence[str]) -> dict[str, str]:
@@ -143,6 +145,15 @@ def resources_from_option(text: str | None) -> dict[str, float] | None:
 def dashboard_url(address: str) -> str:
     """Return the URL of a dashboard. Without http:// Ray would take the address for that of its control service."""
     return address if "://" in address or not address else f"http://{address}"
+
+
+def _check(runtime_env: dict[str, Any]) -> None:
+    from ray.runtime_env import RuntimeEnv
+
+    try:
+        RuntimeEnv(**runtime_env)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the runtime environment is invalid: {error}") from error
 
 
 def _base(given: str) -> dict[str, Any]:

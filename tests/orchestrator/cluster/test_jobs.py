@@ -111,6 +111,7 @@ def test_the_environment_of_a_job_comes_from_files_and_options(tmp_path: Path, m
         ({"base": "{pip: [x]}", "pip": ["y"]}, "cannot be combined with pip of --runtime-env"),
         ({"base": "requirements.txt"}, "is not valid YAML"),
         ({"base": "env"}, "must be a mapping"),
+        ({"base": "{pip: 7}"}, "the runtime environment is invalid"),
         ({"requirements": "bad.txt"}, "'-r other.txt' refers to a file that the nodes do not have"),
         ({"env_file": "bad.env"}, "--env-file bad.env, line 2: write NAME=VALUE"),
     ):

@@ -143,12 +143,16 @@ def slurm() -> Iterator[Slurm]:
                 _wait(lambda: (folder / "munge.socket").exists(), daemons[-1], folder)
         started = Slurm(folder, environment)
         _wait(lambda: "State=IDLE" in _output(started, "scontrol", "show", "node", host), daemons[-1], folder)
-        yield started
+        try:
+            yield started
+        finally:
+            # Jobs outlive slurmd.
+            subprocess.run(
+                ["scancel", "--quiet", "--user", str(os.geteuid())], env=environment, timeout=60, check=False
+            )
+            _wait(lambda: not _output(started, "squeue", "--noheader"), daemons[-1], folder)
     finally:
         for daemon in reversed(daemons):
-            daemon.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(20)
             daemon.kill()
             daemon.wait()
         shutil.rmtree(folder, ignore_errors=True)

@@ -121,7 +121,6 @@ def test_a_job_saves_before_its_limit_and_resumes_after_the_requeue(
     print(output)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), output
     assert f"job {number} saves a checkpoint, and goes back to the queue" in output
-    assert output.count("ended: interrupted") == 2
     assert output.count("ended: completed") == 2
 
     undisturbed = tmp_path_factory.mktemp("undisturbed")
@@ -132,7 +131,7 @@ def test_a_job_saves_before_its_limit_and_resumes_after_the_requeue(
     )  # fmt: skip
     assert digest(project) == digest(undisturbed)
     logged = steps(project)
-    assert logged == sorted(set(logged)), "no update is repeated"
+    assert logged == sorted(set(logged)), "no update is repeated: the first start has saved when it was stopped"
     assert logged[-1] == 3000
 
 

@@ -12,11 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.trainer.errors import ConfigError, HeadwayError
-
-
-class RunConflictError(ConfigError):
-    """A run of this name has another config, or is being trained by another process."""
+from headway.trainer.errors import HeadwayError, RunConflictError as RunConflictError
 
 
 class StorageError(HeadwayError, OSError):

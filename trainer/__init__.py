@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         LossSpikeError as LossSpikeError,
         NonFiniteError as NonFiniteError,
         ResumeError as ResumeError,
+        RunConflictError as RunConflictError,
         StepError as StepError,
     )
     from .loop.progress import Duration as Duration, Progress as Progress
@@ -62,6 +63,7 @@ _PUBLIC = {
         "LossSpikeError",
         "NonFiniteError",
         "ResumeError",
+        "RunConflictError",
         "StepError",
     ),
     "loop.progress": ("Duration", "Progress"),

@@ -2,6 +2,7 @@
 
 HeadwayError
 ├── ConfigError          a setting is invalid, or does not fit the machine
+│   └── RunConflictError a run in this folder has another config, or is being trained by another process
 ├── DataError            the data is missing, empty, or has changed
 ├── StepError            a step returned no loss, or one without a gradient, or fails in a dry run
 ├── NonFiniteError       a loss or a gradient is NaN or infinite
@@ -17,6 +18,10 @@ class HeadwayError(Exception):
 
 class ConfigError(HeadwayError, ValueError):
     """A setting is invalid, or does not fit the machine."""
+
+
+class RunConflictError(ConfigError):
+    """A run in this folder, or of this name, has another config, or is being trained by another process."""
 
 
 class DataError(HeadwayError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from headway.trainer import (
     DataError,
     HeadwayError,
     NonFiniteError,
+    RunConflictError,
     StepError,
     Trainer,
     TrainerConfig,
     World,
 )
+from headway.trainer.ownership import run_dir
+from headway.trainer.ownership.claim import acquire
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, TinyConfig, TinyTrainer
 
@@ -158,23 +162,56 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_the_first_step
     closed.chmod(stat.S_IRWXU)
 
 
-def _one_rank_cannot_write(world: World, folder: str) -> tuple[str, int]:
-    steps = Steps()
-    # One relative path for both, as ranks must agree on it, and on the machine of rank 1 a file is in its place.
+class Setups(Steps):
+    """Also counts how often the setup of models and data began."""
+
+    def on_setup_start(self, trainer: Any) -> None:
+        self.begun += 1
+
+
+def _ranks_with_folders_of_their_own(world: World, folder: str) -> tuple[str, int]:
+    setups = Setups()
+    # Instead of waiting for a network file system.
+    run_dir._VISIBLE_WITHIN_S = 0.1
+    # One relative path for both, as ranks must agree on it, in two places.
     os.chdir(f"{folder}/{world.rank}")
-    with pytest.raises(CheckpointError) as raised:
-        TinyTrainer(TinyConfig(max_epochs=1), run_dir="runs", world=world, trackers=[], callbacks=[steps]).fit()
-    return str(raised.value), steps.begun
+    with pytest.raises(ConfigError) as raised:
+        TinyTrainer(TinyConfig(max_epochs=1), run_dir="runs", world=world, callbacks=[setups]).fit()
+    assert type(raised.value) is ConfigError
+    return str(raised.value), setups.begun
 
 
-def test_a_rank_that_cannot_write_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_rank_1", ["nothing", "a file", "a folder"])
+def test_ranks_that_do_not_share_their_folder_are_refused_at_the_start(tmp_path: Path, of_rank_1: str) -> None:
+    """Not at the first commit, when an epoch has been trained for nothing."""
     (tmp_path / "0").mkdir()
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "runs").touch()
-    for message, begun in run_on_ranks(_one_rank_cannot_write, 2, str(tmp_path)):
-        assert "cannot write" in message
-        assert "rank 1: NotADirectoryError" in message
+    if of_rank_1 == "a file":
+        (tmp_path / "1" / "runs").touch()
+    elif of_rank_1 == "a folder":
+        acquire(str(tmp_path / "1" / "runs")).release()
+    problem = "the folder is another one" if of_rank_1 == "a folder" else "there is no such folder, or it is empty"
+    host = socket.gethostname()
+    for message, begun in run_on_ranks(_ranks_with_folders_of_their_own, 2, str(tmp_path)):
+        assert f"do not see in runs what rank 0 on {host} has written there:\n  rank 1 on {host}: {problem}" in message
+        assert "run_dir='s3://...'" in message
         assert begun == 0
+    assert acquire(str(tmp_path / "0" / "runs")).problem() is None, "the claim of the refused run is released"
+
+
+def _refused_by_another(world: World, folder: str) -> tuple[str, int]:
+    setups = Setups()
+    with pytest.raises(RunConflictError) as raised:
+        TinyTrainer(TinyConfig(max_epochs=1), run_dir=folder, world=world, callbacks=[setups]).fit()
+    return str(raised.value), setups.begun
+
+
+def test_all_ranks_are_refused_at_the_folder_of_a_live_run(tmp_path: Path) -> None:
+    with acquire(str(tmp_path)) as owner:
+        for message, begun in run_on_ranks(_refused_by_another, 2, str(tmp_path)):
+            assert f"process {os.getpid()} on {socket.gethostname()} is training in {tmp_path}" in message
+            assert begun == 0
+        assert owner.problem() is None
 
 
 def test_all_errors_are_of_one_family_and_of_a_kind_that_python_knows() -> None:

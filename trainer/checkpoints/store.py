@@ -76,6 +76,7 @@ class CheckpointStore:
     Attributes:
         skipped: damaged checkpoints skipped by the last `newest_good`, each with its problem.
         began_after: sequence number of the last checkpoint of an earlier run in this directory; 0 if there is none.
+        ownership_problem: called on the main rank in each save, which fails with the message that it returns, if any.
 
     Raises:
         ConfigError: one of the `keep_*` values is invalid.
@@ -109,6 +110,7 @@ class CheckpointStore:
         self._saver = BackgroundSaver()
         self._complete_shards: dict[str, Shard] | None = None
         self.began_after: int = 0
+        self.ownership_problem: Callable[[], str | None] = _no_op
         self._sequence = 0
         # Names and digests of the last checkpoint, and of the one before it.
         self._chain: list[tuple[str, str]] = []
@@ -480,6 +482,8 @@ class CheckpointStore:
             CheckpointError: another process has saved a checkpoint here.
         """
         assert self._known is not None
+        if (problem := self.ownership_problem()) is not None:
+            raise _ConcurrentWriterError(f"{problem}. Only one run may write here")
         there = set(self._storage.names())
         self._known &= there
         for name in sorted(there - self._known):

@@ -24,12 +24,15 @@ from ..distributed.world import World
 from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics, numerics_of
 from ..metrics.history import History
+from ..ownership.claim import Ownership, is_claimed_by_driver
+from ..ownership.run_dir import claim_run_dir
 from ..result import Status
 from ..setup import build
 from ..setup.compile_cache import CompileCache
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
 from ..setup.rank_consistency import check_agreement
+from ..setup.versions import check_same_versions
 from ..step.lr_stepping import LrStepping
 from ..step.oom import add_memory_advice, is_out_of_memory
 from ..trackers.base import Tracker
@@ -103,6 +106,7 @@ class Engine:
         self._context: RunContext | None = None
         self._length: RunLength | None = None
         self._running: ExitStack | None = None
+        self._ownership: Ownership | None = None
 
     @property
     def world(self) -> World:
@@ -151,8 +155,12 @@ class Engine:
         if self.world.is_main:
             messages.log(text, self._printer or self._display, on_console=self._printer is None)
 
-    def begin(self) -> None:
-        """Start the run: install signal handlers and set everything up; `end` undoes it. Every rank must call this."""
+    def begin(self, *, as_owner: bool) -> None:
+        """Start the run: install signal handlers and set everything up; `end` undoes it. Every rank must call this.
+
+        Args:
+            as_owner: claim the run's folder, so that no other process trains there.
+        """
         began_s = time.perf_counter()
         self.activity.enter("setting up")
         self._running = ExitStack()
@@ -160,8 +168,11 @@ class Engine:
             self._running.enter_context(self.numerics.deterministic(self.world.device))
             self._running.enter_context(stop_on_signals(lambda name: self.requests.stop(name, "interrupted")))
             self.check_config()
+            if as_owner:
+                self._claim_run_dir()
             self.setup()
             self.loop.began_s = began_s
+            self.loop.guard_saves(self._ownership_problem)
             self._print_guarantee()
         except BaseException as error:
             self.end(error, "failed")
@@ -186,6 +197,7 @@ class Engine:
             with ExitStack() as last_first:
                 if self._given_world is None and self._world is not None:
                     last_first.callback(self._world.close, after_error=error is not None)
+                last_first.callback(self._release_run_dir)
                 for stream in self.streams:
                     last_first.callback(stream.close)
                 if self.is_set_up:
@@ -207,6 +219,7 @@ class Engine:
         if self.is_set_up:
             return
         program, config, numerics = self.program, self.config, self.numerics
+        check_same_versions(self.world)
         # Before the first collective that would hang if they differ.
         check_agreement(self.world, {"config": {"parallel": as_plain(config.parallel)}})
         mesh = Mesh.of(self.world, config.parallel)
@@ -250,6 +263,25 @@ class Engine:
         self._loop.announce_step()
         self.is_set_up = True
         self.callbacks.on_setup_end()
+
+    def _claim_run_dir(self) -> None:
+        if self.run_dir is None or is_claimed_by_driver(self.run_dir):
+            return
+        self._ownership = claim_run_dir(
+            self.world,
+            self.run_dir,
+            # The save at the stop fails with the same message.
+            on_lost=lambda problem: self.requests.stop(problem, "interrupted"),
+            say=self.print,
+        )
+
+    def _release_run_dir(self) -> None:
+        ownership, self._ownership = self._ownership, None
+        if ownership is not None:
+            ownership.release()
+
+    def _ownership_problem(self) -> str | None:
+        return None if self._ownership is None else self._ownership.problem()
 
     def check(self, *, elsewhere: bool = False) -> None:
         """Check the config and the data, without building a model or reading a row. Any process may call this.

@@ -212,6 +212,10 @@ class Loop:
         if self.compile_cache is not None:
             self.compile_cache.clean_up()
 
+    def guard_saves(self, ownership_problem: Callable[[], str | None]) -> None:
+        """Make saves fail with the message that this returns, if any, on the main rank."""
+        self._state.guard_saves(ownership_problem)
+
     def rejoin_process_group(self, rebuild: Callable[[], None]) -> None:
         """Continue in another process group; `rebuild` wraps the models for it."""
         rebuild()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -138,6 +138,11 @@ class RunState:
             )
         store = CheckpointStore(folder.path_of(""), world=self._ctx.world)
         return store.save(**self._contents(), name=name)
+
+    def guard_saves(self, ownership_problem: Callable[[], str | None]) -> None:
+        """Make saves fail with the message that this returns, if any, on the main rank."""
+        if self._store is not None:
+            self._store.ownership_problem = ownership_problem
 
     def rejoin(self) -> None:
         """Create another process group for the saving threads. Every rank must call this."""

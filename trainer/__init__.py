@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         LossSpikeError as LossSpikeError,
         NonFiniteError as NonFiniteError,
         ResumeError as ResumeError,
-        RunConflictError as RunConflictError,
         StepError as StepError,
     )
     from .loop.progress import Duration as Duration, Progress as Progress
@@ -63,7 +62,6 @@ _PUBLIC = {
         "LossSpikeError",
         "NonFiniteError",
         "ResumeError",
-        "RunConflictError",
         "StepError",
     ),
     "loop.progress": ("Duration", "Progress"),

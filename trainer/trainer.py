@@ -362,6 +362,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         Raises:
             ConfigError, DataError: a setting or the data is invalid; raised before the first step.
             ResumeError: the run is not the one that saved the checkpoint; raised before the first step.
+            RunConflictError: another process is training in `run_dir`; the message has its host and number.
             StepError, NonFiniteError: a step returned no loss, or gave a gradient that is not finite.
             CheckpointError: no checkpoint is good, or none can be written.
         """

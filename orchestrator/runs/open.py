@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from headway.trainer.config import MAY_CHANGE
+from headway.trainer.ownership.claim import OwnedByAnotherError
 
 from ..config.coerce import parse_yaml
 from ..config.experiment import Experiment
@@ -19,7 +21,7 @@ from ..errors import RunConflictError
 from ..storage.folder import Folder
 from ..sweeps.record import Sweep, SweepRecord
 from ..sweeps.search import Search
-from .ownership import RUN_RECORD
+from .ownership import RUN_RECORD, check_not_owned, own_folder
 from .provenance import code, git_state, hardware, versions
 from .requests import clear_stop_request
 from .run import SWEEP_RECORD, Driver, Record, Run, now
@@ -55,28 +57,54 @@ def open_run(
     accept_changes: bool = False,
     take_over: bool = False,
     provenance: dict[str, Any] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> OpenedRun:
     """Take the lease on a run, unless it is finished. Checks that its folder can be written.
+
+    The caller ends it by `Run.release`.
 
     Args:
         experiment: the experiment.
         accept_changes: resume although the config has changed.
         take_over: also take the lease from a live process, such as a trial of a sweep whose driver is gone.
         provenance: the output of `provenance_of`, if already known.
+        say: is given a line before a wait for the heartbeats of a driver on another machine.
 
     Raises:
         RunConflictError: the run has another config, or is being trained by another process.
         StorageError: the storage cannot be written.
     """
     folder = Folder(experiment.run_dir)
-    found = preview_run(experiment, accept_changes=accept_changes, take_over=take_over)
-    if found is not None and found.state == "finished":
-        return found
+    with _named_conflict(experiment):
+        if not take_over:
+            check_not_owned(folder, watch=False)
+        found = _inspect(experiment, accept_changes=accept_changes)
+        if found is not None and found.state == "finished":
+            return found
+        folder.prepare()
+        ownership = own_folder(folder, say=say, take_over=take_over)
+    try:
+        # Again, because another process may have ended the run in the meantime.
+        found = _inspect(experiment, accept_changes=accept_changes)
+        if found is not None and found.state == "finished":
+            ownership.release()
+            return found
+        opened = _begin(experiment, folder, found, claim=ownership.id, provenance=provenance)
+    except BaseException:
+        ownership.release()
+        raise
+    opened.run.ownership = ownership
+    return opened
+
+
+def _begin(
+    experiment: Experiment, folder: Folder, found: OpenedRun | None, *, claim: str, provenance: dict[str, Any] | None
+) -> OpenedRun:
+    """Write the record of a new start."""
     text, scaling = to_yaml(experiment), experiment.scaling
-    folder.prepare()
     folder.write("config.yaml", text)
     start: dict[str, Any] = {
-        "status": "running", "started": now(), "driver": Driver.this(), "workers": scaling.min_workers,
+        "status": "running", "started": now(), "driver": Driver.this(), "claim": claim, "workers": scaling.min_workers,
         "min_workers": scaling.min_workers, "max_workers": scaling.max_workers,
         "defaults": non_default_fields(experiment), **(provenance or provenance_of(experiment)),
     }  # fmt: skip
@@ -92,17 +120,27 @@ def open_run(
     return found
 
 
-def preview_run(experiment: Experiment, *, accept_changes: bool = False, take_over: bool = False) -> OpenedRun | None:
+def preview_run(experiment: Experiment, *, accept_changes: bool = False) -> OpenedRun | None:
     """Return what `open_run` would find, without writing; None if the run would be new.
 
     Args:
         experiment: the experiment.
         accept_changes: as for `open_run`.
-        take_over: as for `open_run`.
 
     Raises:
         RunConflictError: as `open_run` does.
         StorageError: the storage cannot be read.
+    """
+    with _named_conflict(experiment):
+        check_not_owned(Folder(experiment.run_dir), watch=True)
+    return _inspect(experiment, accept_changes=accept_changes)
+
+
+def _inspect(experiment: Experiment, *, accept_changes: bool) -> OpenedRun | None:
+    """Return the run if it exists.
+
+    Raises:
+        RunConflictError: it has another config, or there is a sweep.
     """
     folder = Folder(experiment.run_dir)
     if folder.exists(SWEEP_RECORD):
@@ -110,12 +148,6 @@ def preview_run(experiment: Experiment, *, accept_changes: bool = False, take_ov
     if folder.read(RUN_RECORD) is None:
         return None
     run = Run(experiment.run_dir)
-    if run.status == "running" and not run.record.driver.is_this and not take_over:
-        driver = run.record.driver
-        raise RunConflictError(
-            f"{experiment.name} is being trained by process {driver.pid} on {driver.host}{driver.retry_hint}; "
-            f"wait for it, stop it with `headway runs stop {experiment.name}`, or use another name"
-        )
     changes = tuple(differences(_comparable(run.folder.read("config.yaml") or ""), _comparable(to_yaml(experiment))))
     refused = [change for change in changes if not may_change(change.path)]
     if refused and not accept_changes:
@@ -125,8 +157,25 @@ def preview_run(experiment: Experiment, *, accept_changes: bool = False, take_ov
     return OpenedRun(run, "resuming", changes)
 
 
-def open_sweep(experiment: Experiment, search: Search) -> Sweep:
-    """Take the lease on a sweep. Checks that its folder can be written.
+@contextlib.contextmanager
+def _named_conflict(experiment: Experiment) -> Iterator[None]:
+    """Add to the error for an owned folder what to do about a run or a sweep."""
+    try:
+        yield
+    except OwnedByAnotherError as error:
+        raise RunConflictError(
+            f"{experiment.name} is being trained by {error.owner}: wait for it, stop it with `headway runs stop "
+            f"{experiment.name}`, or use another name (name=...)"
+        ) from error
+
+
+def open_sweep(experiment: Experiment, search: Search, *, say: Callable[[str], None] = lambda _: None) -> Sweep:
+    """Take the lease on a sweep. Checks that its folder can be written. The caller ends it by `Sweep.release`.
+
+    Args:
+        experiment: the experiment.
+        search: the search.
+        say: as for `open_run`.
 
     Raises:
         RunConflictError: the name belongs to a run, the sweep has other settings, or another process drives it.
@@ -140,32 +189,41 @@ def open_sweep(experiment: Experiment, search: Search) -> Sweep:
         "experiment": to_plain(experiment),
         "trials": search.num_trials,
     }
-    if folder.read(SWEEP_RECORD) is None:
+    with _named_conflict(experiment):
+        check_not_owned(folder, watch=False)
+        if folder.read(SWEEP_RECORD) is not None:
+            _check_sweep_settings(Sweep(folder.place), settings, experiment)
         folder.prepare()
+        ownership = own_folder(folder, say=say)
+    try:
+        sweep = _begin_sweep(experiment, folder, settings, claim=ownership.id)
+    except BaseException:
+        ownership.release()
+        raise
+    sweep.ownership = ownership
+    return sweep
+
+
+def _begin_sweep(experiment: Experiment, folder: Folder, settings: dict[str, Any], *, claim: str) -> Sweep:
+    """Write the record of a new start of a sweep."""
+    if folder.read(SWEEP_RECORD) is None:
         record = SweepRecord(
             id=uuid.uuid4().hex[:12],
             name=experiment.name,
             created=now(),
             started=now(),
             driver=Driver.this(),
+            claim=claim,
             **settings,
         )
         folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n")
         return Sweep(folder.place)
     sweep = Sweep(folder.place)
-    driver = sweep.record.driver
-    if sweep.status == "running" and not driver.is_this:
-        raise RunConflictError(
-            f"the sweep {experiment.name} is being run by process {driver.pid} on {driver.host}"
-            f"{driver.retry_hint}; "
-            "wait for it, or use another name"
-        )
     _check_sweep_settings(sweep, settings, experiment)
-    folder.prepare()
     clear_stop_request(folder)
     # `record_changed_settings` updates the experiment before a trial is trained.
     del settings["experiment"]
-    sweep.update(**settings, status="running", reason="", started=now(), ended=None, driver=Driver.this())
+    sweep.update(**settings, status="running", reason="", started=now(), ended=None, driver=Driver.this(), claim=claim)
     return sweep
 
 

@@ -1,21 +1,66 @@
-"""Leases: which driver owns a run or a sweep, according to its record."""
+"""Leases: which driver owns a run or a sweep, according to its record.
+
+A lease is the id of the driver's claim on the folder (trainer/ownership). Claims have numbers, so that no clocks are
+compared.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import StorageError
+from headway.trainer.ownership.claim import Ownership, acquire, check_unowned
+from headway.trainer.ownership.claim_files import number_of
+
+from ..errors import RunConflictError, StorageError
 from ..storage.folder import Folder
 
 RUN_RECORD = "run.json"
 
 
+def own_folder(folder: Folder, *, say: Callable[[str], None] = lambda _: None, take_over: bool = False) -> Ownership:
+    """Claim the folder of a run or a sweep for this process.
+
+    Args:
+        folder: the folder.
+        say: is given a line before a wait for the heartbeats of an owner on another machine.
+        take_over: also take it from a live process.
+
+    Raises:
+        RunConflictError: a live process owns it.
+        StorageError: the folder cannot be read or written.
+    """
+    try:
+        return acquire(folder.place, say=say, as_driver=True, take_over=take_over)
+    except RunConflictError:
+        raise
+    except Exception as error:  # each file system has its own exceptions
+        raise StorageError(f"{folder.place} cannot be claimed: {type(error).__name__}: {error}") from error
+
+
+def check_not_owned(folder: Folder, *, watch: bool) -> None:
+    """Check without writing that no live process owns a folder.
+
+    Args:
+        folder: the folder.
+        watch: wait for the heartbeats of an owner on another machine; otherwise that owner counts as gone.
+
+    Raises:
+        RunConflictError: a live process owns it.
+        StorageError: the folder cannot be read.
+    """
+    try:
+        check_unowned(folder.place, watch=watch, from_itself=True)
+    except RunConflictError:
+        raise
+    except Exception as error:
+        raise StorageError(f"{folder.place} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def lease_of(record: Mapping[str, Any]) -> str:
     """Return the lease of the driver in a record, which is unique for each driver and start."""
-    driver = record["driver"]
-    return f"{driver['host']} {driver['pid']} {record['started']}"
+    return str(record.get("claim", ""))
 
 
 def takeover_message(folder: Folder, what: str) -> str:
@@ -45,7 +90,7 @@ def lease_taken(folder: Folder, lease: str, record: str) -> bool:
         StorageError: the record cannot be read.
     """
     try:
-        found = json.loads(folder.read(record) or "")
-        return bool(found["started"] >= lease.rpartition(" ")[2] and lease_of(found) != lease)
-    except (ValueError, TypeError, KeyError):
+        found = lease_of(json.loads(folder.read(record) or ""))
+        return number_of(found) >= number_of(lease) and found != lease
+    except (ValueError, TypeError, AttributeError):
         return False

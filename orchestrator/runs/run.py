@@ -11,17 +11,15 @@ The files in `<storage>/<name>/`:
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
 import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.trainer.errors import ConfigError
+from headway.trainer.ownership.claim import Ownership
+from headway.trainer.ownership.process import ProcessId
 from headway.trainer.result import Status
 
 from ..errors import DamagedRecordError, RunConflictError, StorageError
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
 
 RunStatus = Literal["running"] | Status
 
-# A driver writes its record this often, and counts as dead after _SILENT_S without a heartbeat.
+# A driver writes its record this often, and on another machine is shown as dead after SILENT_S without a heartbeat.
 HEARTBEAT_S = 20.0
-_SILENT_S = 90.0
+SILENT_S = 90.0
 # The record in the folder of a sweep, which also contains the folders of its trials.
 SWEEP_RECORD = "sweep.json"
 
@@ -48,51 +46,35 @@ class Driver:
     """The process that drives a run.
 
     Attributes:
-        host, pid: identify the process.
-        heartbeat: when it last wrote the record, in seconds since 1970.
+        host, pid, pids, process_started: identify the process, as in `ProcessId`.
+        heartbeat: when it last wrote the record, in seconds since 1970 by its own clock.
     """
 
     host: str
     pid: int
     heartbeat: float
+    pids: str = ""
+    process_started: str = ""
 
     @classmethod
     def this(cls) -> Driver:
         """Return this process."""
-        return cls(host=socket.gethostname(), pid=os.getpid(), heartbeat=time.time())
+        me = ProcessId.this()
+        return cls(host=me.host, pid=me.pid, pids=me.pids, process_started=me.started, heartbeat=time.time())
 
     @property
-    def is_this(self) -> bool:
-        """Whether it is this process. The pid alone does not identify it: in a container it is often 1."""
-        return (self.host, self.pid) == (socket.gethostname(), os.getpid())
+    def process(self) -> ProcessId:
+        """Its identity."""
+        return ProcessId(host=self.host, pid=self.pid, pids=self.pids, started=self.process_started)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may be alive, by its heartbeat and, on this host, by its process."""
-        if self.host == socket.gethostname() and not _has_process(self.pid):
-            return False
-        return time.time() - self.heartbeat < _SILENT_S
+        """Whether it seems to be alive, for display: for another machine by its clock, which may be wrong.
 
-    @property
-    def retry_hint(self) -> str:
-        """Hint for messages when to retry if its machine is gone; empty for this host."""
-        if self.host == socket.gethostname():
-            return ""
-        left_s = max(1.0, self.heartbeat + _SILENT_S - time.time())
-        return f" (if that machine is gone, retry in {left_s:.0f} s)"
-
-
-def _has_process(pid: int) -> bool:
-    """Return whether a process of this host runs. A zombie does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
+        Who owns a run is decided by the claims on its folder (ownership.py).
+        """
+        known = self.process.is_alive()
+        return time.time() - self.heartbeat < SILENT_S if known is None else known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +98,7 @@ class Record:
         data_guarantee: how exactly a resumed run finds its position in the training data.
         error: the failure as one line.
         driver: the process that drives it or drove it last.
+        claim: id of that process's claim on the folder.
         versions: of Python and packages.
         git: commit of the current directory, and whether it had changes.
         hardware: the machine on which it was started.
@@ -155,6 +138,7 @@ class Record:
     data_guarantee: Guarantee = "none"
     error: str | None = None
     driver: Driver
+    claim: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     git: dict[str, Any] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
@@ -187,6 +171,9 @@ class Run:
     Args:
         run_dir: an absolute path, a URI, or the folder itself.
 
+    Attributes:
+        ownership: this process's claim on the folder; None if it only reads.
+
     Raises:
         ConfigError: there is no run.
         StorageError: its record cannot be read; a `DamagedRecordError` if it cannot be parsed.
@@ -194,6 +181,7 @@ class Run:
 
     def __init__(self, run_dir: str | Folder) -> None:
         self.folder = Folder(run_dir) if isinstance(run_dir, str) else run_dir
+        self.ownership: Ownership | None = None
         text = self.folder.read(RUN_RECORD)
         if text is None:
             raise ConfigError(f"there is no run in {self.folder.place}")
@@ -281,6 +269,11 @@ class Run:
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
         self.record = replace(self.record, driver=driver, **changes)
         self.folder.write(RUN_RECORD, self.record.to_json())
+
+    def release(self) -> None:
+        """Give the folder up, at the end of a start, so that another process may start the run."""
+        if self.ownership is not None:
+            self.ownership.release()
 
     def beat(self) -> None:
         """Write the record with a new heartbeat, if one is due."""

@@ -11,7 +11,7 @@ from ..storage.events import read_events
 from ..storage.folder import Folder, absolute, join
 from ..sweeps.record import Sweep
 from .requests import StopRequest, request_stop
-from .run import SWEEP_RECORD, Run, find_run
+from .run import SILENT_S, SWEEP_RECORD, Run, find_run
 
 _REASON = "headway runs stop"
 
@@ -40,14 +40,18 @@ def stop_run(name: str, storage: str, *, now: bool = False, within_s: float | No
     if not wait:
         saves = "save a checkpoint of each trial and stop" if isinstance(found, Sweep) else "save a checkpoint and stop"
         return f"{name} was asked to {'stop immediately' if now else saves}"
-    while _is_running(found):
+    heartbeat, changed_s = found.record.driver.heartbeat, time.monotonic()
+    while _is_running(found) and time.monotonic() - changed_s < SILENT_S:
         time.sleep(0.2 if found.folder.is_local else 2.0)
         found = _reload(found)
+        if found.record.driver.heartbeat != heartbeat:
+            heartbeat, changed_s = found.record.driver.heartbeat, time.monotonic()
     return f"{name} has ended: {_summary(found)}"
 
 
 def _is_running(found: Run | Sweep) -> bool:
-    return found.status == "running"
+    """Return whether a driver may still run; for one on another machine its record decides, not its clock."""
+    return found.record.status == "running" and found.record.driver.process.is_alive() is not False
 
 
 def _reload(found: Run | Sweep) -> Run | Sweep:

@@ -11,7 +11,7 @@ from .folder import Folder
 
 Event = dict[str, Any]
 # Details that are meant for programs, or too long for a line.
-_NOT_DESCRIBED = ("time", "event", "workers", "retrying", "seconds", "spent", "since", "data")
+_NOT_DESCRIBED = ("time", "event", "start", "workers", "retrying", "seconds", "spent", "since", "data")
 
 
 class EventWriter:
@@ -23,16 +23,18 @@ class EventWriter:
     Args:
         folder: the run's folder.
         writer: name of this writer, unique among concurrent writers.
+        start: the driver's lease, written into each event, so that those of its start are known without clocks.
     """
 
-    def __init__(self, folder: Folder, writer: str) -> None:
+    def __init__(self, folder: Folder, writer: str, *, start: str = "") -> None:
         self._folder, self._writer = folder, writer
+        self._start = {"start": start} if start else {}
         self._own: str | None = None
         self._lock = threading.Lock()
 
     def add(self, kind: str, **details: Any) -> None:
         """Write one event, with its time in seconds since 1970."""
-        line = json.dumps({"time": time.time(), "event": kind, **details}, default=str)
+        line = json.dumps({"time": time.time(), "event": kind, **self._start, **details}, default=str)
         if self._folder.is_local:
             self._folder.append("events.jsonl", line)
             return

@@ -66,9 +66,7 @@ def sweep(
         StorageError: the storage cannot be written.
     """
     quiet_environment(verbose=verbose)
-    from ..cluster.connect import check_resources, ray_connection, usable_cpus, will_start_own_ray
-    from ..train.signals import StopSignals
-    from .concurrency import ConcurrencyLimit
+    from ..cluster.connect import check_resources, usable_cpus, will_start_own_ray
 
     search.check(experiment)
     display = display or SweepConsole(search.metric, search.mode)
@@ -78,7 +76,28 @@ def sweep(
     first = _first_valid_trial(experiment, search)
     if cpus is not None:
         check_training(first)
-    opened = open_sweep(experiment, search)
+    opened = open_sweep(experiment, search, say=display.line)
+    try:
+        return _run_sweep(experiment, search, opened, display, retry_failed=retry_failed, cpus=cpus, verbose=verbose)
+    finally:
+        opened.release()
+
+
+def _run_sweep(
+    experiment: Experiment,
+    search: Search,
+    opened: Sweep,
+    display: SweepConsole,
+    *,
+    retry_failed: bool,
+    cpus: float | None,
+    verbose: bool,
+) -> SweepResult:
+    """Run a sweep that this process owns."""
+    from ..cluster.connect import ray_connection
+    from ..train.signals import StopSignals
+    from .concurrency import ConcurrencyLimit
+
     if retry_failed:
         opened.retry_failed()
     if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
@@ -299,7 +318,14 @@ class SweepDriver:
             except ConfigError as error:
                 self._record_invalid(trial, error)
                 continue
-            open_run(experiment, accept_changes=bool(self._search.varied), take_over=True, provenance=self._provenance)
+            opened = open_run(
+                experiment,
+                accept_changes=bool(self._search.varied),
+                take_over=True,
+                provenance=self._provenance,
+            )
+            # The process that trains the trial claims it.
+            opened.run.release()
             del self._waiting[0]
             with self._lock:
                 self._training.add(trial.name)
@@ -397,7 +423,8 @@ class SweepDriver:
             tried = donor.values
         checkpoint, pinned = self._donors.keep(name, checkpoint)
         trial = replace(self._trials[name], values=tried, resume=checkpoint)
-        self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned)
+        before = retry_storage(lambda: Run(trial.run_dir).lease)
+        self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned, after=before)
         self._trials[name] = trial
         run = Run(trial.run_dir)
         experiment = self._trial_experiment(trial)

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.trainer.errors import ConfigError
+from headway.trainer.ownership.claim import Ownership
+from headway.trainer.ownership.claim_files import number_of
 from headway.trainer.result import Status
 
 from ..errors import DamagedRecordError, RunConflictError, StorageError
@@ -47,6 +49,7 @@ class SweepRecord:
         trials: how many trials there will be.
         created, started, ended: the first start, the last start, and its end.
         driver: the process that drives it, or drove it last.
+        claim: id of that process's claim on the folder.
     """
 
     id: str
@@ -60,6 +63,7 @@ class SweepRecord:
     started: str
     ended: str | None = None
     driver: Driver
+    claim: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> SweepRecord:
@@ -129,12 +133,16 @@ class Sweep:
     Args:
         sweep_dir: its folder, also as an absolute path or a URI.
 
+    Attributes:
+        ownership: this process's claim on the folder; None if it only reads.
+
     Raises:
         ConfigError: there is no sweep in the folder.
     """
 
     def __init__(self, sweep_dir: str | Folder) -> None:
         self.folder = Folder(sweep_dir) if isinstance(sweep_dir, str) else sweep_dir
+        self.ownership: Ownership | None = None
         text = self.folder.read(SWEEP_RECORD)
         if text is None:
             raise ConfigError(f"there is no sweep in {self.folder.place}")
@@ -185,6 +193,11 @@ class Sweep:
         self.folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n")
         self.record = record
 
+    def release(self) -> None:
+        """Give the folder up, at the end of a start, so that another process may start the sweep."""
+        if self.ownership is not None:
+            self.ownership.release()
+
     def beat(self) -> None:
         """Update the heartbeat in the record, if it is due."""
         if Driver.this().heartbeat - self.record.driver.heartbeat > HEARTBEAT_S:
@@ -234,8 +247,8 @@ class Sweep:
     def has_saved_since_change(self, name: str) -> bool:
         """Return whether a trial has saved a checkpoint itself since PBT last made it resume from another's."""
         changes = (each for each in read_events(self.folder) if each["event"] == "trial_changed")
-        times = [change["time"] for change in changes if change["trial"] == name]
-        return not times or _has_saved_since(self.folder.path(name), times[-1])
+        changed = [change for change in changes if change["trial"] == name]
+        return not changed or _has_saved_since(self.folder.path(name), changed[-1])
 
     def refreshed(self, trial: Trial) -> Trial:
         """Return the current state of a trial, from the files of its run."""
@@ -243,7 +256,7 @@ class Sweep:
 
     def _refreshed(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
         if change is not None:
-            saved = _has_saved_since(trial.run_dir, change["time"])
+            saved = _has_saved_since(trial.run_dir, change)
             trial = replace(trial, values=change["values"], resume="auto" if saved else change["checkpoint"])
         try:
             run = Run(trial.run_dir)
@@ -286,10 +299,13 @@ def _sweep_in(folder: Folder) -> Sweep | None:
         return None
 
 
-def _has_saved_since(run_dir: str, time_s: float) -> bool:
-    # The attempt before the change also saves, when it is paused.
-    since = [event["event"] for event in read_events(Folder(run_dir)) if event["time"] > time_s]
-    return "attempt_started" in since and "checkpoint_saved" in since[since.index("attempt_started") :]
+def _has_saved_since(run_dir: str, change: Event) -> bool:
+    # Only a later start: that before the change also saves, when it is paused.
+    before = number_of(change.get("after", ""))
+    return any(
+        event["event"] == "checkpoint_saved" and number_of(event.get("start", "")) > before
+        for event in read_events(Folder(run_dir))
+    )
 
 
 def _without_checkpoints(trial: Trial) -> Trial:

@@ -29,6 +29,7 @@ from ..cli.console import RunConsole
 from ..config.experiment import Experiment, Scaling
 from ..errors import RunConflictError
 from ..runs.metric_history import metric_by_step
+from ..runs.ownership import own_folder
 from ..runs.requests import read_stop_request
 from ..runs.resume import ResumeOptions
 from ..runs.run import Driver, Run, now
@@ -87,7 +88,17 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     name = tune.get_context().get_trial_name()
     run = Run(Folder(task.sweep_dir).path(name))
     experiment = replace(_with_values(_experiment_of(task.experiment), config), name=name, storage=task.sweep_dir)
-    run.update(status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this())
+    # From the sweep's driver, or from an earlier process of this trial that may be on a lost machine.
+    with own_folder(run.folder, take_over=True) as ownership:
+        run.update(
+            status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(),
+            claim=ownership.id,
+        )  # fmt: skip
+        _train_trial(run, experiment, config, task)
+
+
+def _train_trial(run: Run, experiment: Experiment, config: dict[str, Any], task: SweepTask) -> None:
+    """Train a trial that this process owns."""
     resume = _resume_from(run, config["resume"])
     reporter = TuneReportCallback(task, run)
     adopted = (KeepOwnHyperparameters(),) if resume != "auto" else ()
@@ -134,16 +145,15 @@ def _train_here(
     run: Run,
     *,
     callbacks: Sequence[Callback],
-    since: float,
     resume_options: ResumeOptions,
     verbose: bool,
     **_: Any,
 ) -> dict[str, Any]:
     """Train in this process, with the retries of the experiment. If the process dies, Ray Tune restarts it."""
-    task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
+    task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
     # Notices come from Ray Train, which does not run here.
     task = replace(task, polls_preemption=False)
-    watch = retry_policy(experiment, run, since=since)
+    watch = retry_policy(experiment, run)
     while True:
         try:
             return run_attempt(task, lambda: (experiment.trainer, experiment.config), callbacks)

@@ -75,8 +75,7 @@ class RunDriver:
         self._wait_timeout_s = experiment.scaling.wait_timeout_s if enforce_wait else _FOREVER_S
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
         self._resume_options, self._verbose, self._spares = resume_options, verbose, spares
-        self._since = time.time()
-        self._began = self._since if began is None else began
+        self._began = time.time() if began is None else began
         self._returned: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._is_up = False
@@ -85,7 +84,7 @@ class RunDriver:
         self._signals_seen = 0
         self._stop: StopRequest | None = None
         self._stop_since_s = 0.0
-        self._events = EventWriter(run.folder, "driver")
+        self._events = EventWriter(run.folder, "driver", start=run.lease)
         self._scale_up = ScaleUpPolicy(experiment.scaling)
         # Attempt and workers of the running group.
         self._group = (0, 0)
@@ -98,7 +97,7 @@ class RunDriver:
         self._hang_monitor = HangMonitor(experiment, run.folder, self._events)
         self._evaluator: CheckpointEvaluator | None = None
         if experiment.scaling.evaluation_worker is not None:
-            task = make_task(experiment, run, since=self._since, resume_options=resume_options, verbose=verbose)
+            task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
             self._evaluator = CheckpointEvaluator(experiment, task, pickle_trainer(experiment), self._events)
         self._event_lines = JsonlTail(run.folder, "events", from_now=True)
         self._metric_lines = JsonlTail(run.folder, "metrics.jsonl", from_now=True)
@@ -185,7 +184,6 @@ class RunDriver:
             self._returned = self._train_workers(
                 self._experiment,
                 self._run,
-                since=self._since,
                 resume_options=self._resume_options,
                 wait_timeout_s=self._wait_timeout_s,
                 verbose=self._verbose,
@@ -202,7 +200,7 @@ class RunDriver:
         while self._unhandled:
             self._handle(self._unhandled[0])
             del self._unhandled[0]
-        if self._has_workers and time.time() > self._preempted_at:
+        if self._has_workers and time.monotonic() > self._preempted_at:
             # Ray Train ends the group at the deadline without an event.
             self._wait_for_workers()
         for record in self._metric_lines.read():
@@ -226,7 +224,7 @@ class RunDriver:
                     self._evaluator.start()
             case "preemption_notice" if event["attempt"] == self._group[0]:
                 left_s = _DEFAULT_DEADLINE_S if event["deadline_s"] is None else event["deadline_s"]
-                self._preempted_at = min(self._preempted_at, event["time"] + left_s + _GRACE_S)
+                self._preempted_at = min(self._preempted_at, time.monotonic() + left_s + _GRACE_S)
             case "attempt_ended":
                 self._preempted_at = math.inf
                 self._scale_up.end()
@@ -314,7 +312,7 @@ class RunDriver:
 
     def _result(self) -> RunResult:
         if self._error is not None:
-            raise training_error(self._error, self._run, self._since)
+            raise training_error(self._error, self._run)
         returned = self._returned or {}
         signal = self._signals.number if returned.get("status") == "interrupted" else None
         if returned.keys() == {"status", "reason"}:  # stopped before training began

@@ -230,16 +230,16 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
 
     Args:
         run_dir: path or URI of the run's folder.
-        since: when this start of the run began, in seconds since 1970.
+        start: the lease of the driver, which is in all events of its start.
         max_failures: retries after crashes.
         max_errors: retries after user errors.
         max_preemptions: retries after preemptions; None: any number.
     """
 
     def __init__(
-        self, run_dir: str, *, since: float, max_failures: int, max_errors: int, max_preemptions: int | None = None
+        self, run_dir: str, *, start: str, max_failures: int, max_errors: int, max_preemptions: int | None = None
     ) -> None:
-        self._run_dir, self._since = run_dir, since
+        self._run_dir, self._start = run_dir, start
         self._max_failures, self._max_errors, self._max_preemptions = max_failures, max_errors, max_preemptions
         self._failures: list[Failure] = []
         self._decided: set[int] = set()
@@ -289,7 +289,7 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
                 failure, self._failures, max_failures=self._max_failures, max_errors=self._max_errors
             )
             self._failures.append(failure)
-        log = EventWriter(folder, "controller")
+        log = EventWriter(folder, "controller", start=self._start)
         retry_storage(
             lambda: log.add(
                 "group_failed",
@@ -309,7 +309,7 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
     def _events(self) -> list[Event]:
         """Return the events of this start."""
         events = retry_storage(lambda: read_events(Folder(self._run_dir)))
-        return [event for event in events if event["time"] >= self._since]
+        return [event for event in events if event.get("start") == self._start]
 
 
 def startup_failure(attempt: int, errors: Mapping[int, BaseException]) -> Failure:

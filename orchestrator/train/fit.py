@@ -60,18 +60,36 @@ def fit(
     """
     began = time.time()
     quiet_environment(verbose=verbose)
-    from ..cluster.connect import check_resources, clamp_to_machine, ray_connection, will_start_own_ray
-    from .driver import RunDriver
-    from .signals import StopSignals
+    from ..cluster.connect import check_resources, will_start_own_ray
 
     display = display or RunConsole()
     resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
     check_training(experiment, elsewhere=not will_start_own_ray())
-    opened = open_run(experiment, accept_changes=accept_changes)
+    opened = open_run(experiment, accept_changes=accept_changes, say=display.line)
     if opened.state == "finished":
         return _finished(opened.run, display)
-    run = opened.run
+    try:
+        return _train(opened, experiment, resume_options, display, began=began, verbose=verbose)
+    finally:
+        opened.run.release()
+
+
+def _train(
+    opened: OpenedRun,
+    experiment: Experiment,
+    resume_options: ResumeOptions,
+    display: RunConsole,
+    *,
+    began: float,
+    verbose: bool,
+) -> RunResult:
+    """Train a run that this process owns."""
+    from ..cluster.connect import clamp_to_machine, ray_connection
+    from .driver import RunDriver
+    from .signals import StopSignals
+
+    run, is_never = opened.run, resume_options.resume == "never"
     _greet(opened, experiment, display)
     resume_options = _resumption(resume_options, run, display)
     experiment = replace(experiment, scaling=clamp_to_machine(experiment.scaling))
@@ -99,7 +117,7 @@ def fit(
             run.update(status="failed", reason="", error=summarize_error(error), ended=now())
             write_driver_ended(run, "failed")
             raise
-    close(run, result, display, without=" without --resume never" if resume == "never" else "")
+    close(run, result, display, without=" without --resume never" if is_never else "")
     return result
 
 
@@ -191,7 +209,7 @@ def close(run: Run, result: RunResult, display: RunConsole, *, without: str = ""
 
 def write_driver_ended(run: Run, status: str) -> None:
     """Write the last event of a start, with the main rank's time by phase."""
-    events = EventWriter(run.folder, "driver")
+    events = EventWriter(run.folder, "driver", start=run.lease)
     if (heartbeat := last_heartbeat_event(run.folder)) is not None:
         events.add("last_heard", spent=heartbeat["spent"])
     events.add("driver_ended", status=status)

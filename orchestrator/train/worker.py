@@ -19,6 +19,7 @@ import torch
 
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.distributed.world import World
+from headway.trainer.ownership.claim import claimed_by_driver
 from headway.trainer.trainer import Trainer
 
 from ..errors import RunConflictError, StorageError
@@ -34,6 +35,7 @@ from .evaluated_elsewhere import EvaluatedElsewhere
 from .failures import is_fatal_error, is_secondary, name_process, phase_of
 from .run_callback import RunCallback
 from .standby import Spares
+from .worker_check import check_worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +44,14 @@ class Task:
 
     Attributes:
         run_dir: the run's folder, an absolute path or a URI.
-        since: when this driver started, in seconds since 1970.
         resume_options: the user's choice of what to resume from.
         imports: folders that the driver imports from, besides its installed packages.
         current_dir: the driver's current directory, for relative paths in a config.
         threads: torch threads on a CPU.
         on_cpu: whether the workers have no GPU.
         lease: the driver's lease on the run.
+        driver_host: host of the driver.
+        versions: of Python and packages in the driver.
         polls_preemption: whether Ray gives preemption notices.
         monitors_hangs: whether the driver reads the heartbeats.
         capture_output: whether the main rank's output goes to the driver through the run's events.
@@ -58,13 +61,14 @@ class Task:
     """
 
     run_dir: str
-    since: float
     resume_options: ResumeOptions
     imports: tuple[str, ...]
     current_dir: str
     threads: int
     on_cpu: bool
     lease: str
+    driver_host: str
+    versions: dict[str, str]
     polls_preemption: bool
     monitors_hangs: bool
     capture_output: bool
@@ -103,13 +107,16 @@ def run_attempt(
     if task.on_cpu:
         torch.set_num_threads(task.threads)
     world = World.attach("cpu" if task.on_cpu else None, timeout_s=task.timeout_s)
+    differences = check_worker(
+        world, task.run_dir, lease=task.lease, driver_host=task.driver_host, versions=task.versions
+    )
     folder = Folder(task.run_dir)
     if lease_lost(folder, task.lease):
         raise RunConflictError(takeover_message(folder, "run"))
     if (stop := read_stop_request(folder)) is not None:
         return {"status": stop.status, "reason": stop.reason}
-    events = EventWriter(folder, f"rank-{world.rank}")
-    past = world.broadcast(_past(folder, task.resume_options, task.since) if world.is_main else None)
+    events = EventWriter(folder, f"rank-{world.rank}", start=task.lease)
+    past = world.broadcast(_past(folder, task.resume_options, task.lease) if world.is_main else None)
     assert past is not None
     attempt, resume, previous_workers = past
     run_callback = RunCallback(
@@ -132,6 +139,8 @@ def run_attempt(
             if task.monitors_hangs or world.is_main:
                 stack.enter_context(watchdog)
             _announce(events, world, attempt, entered)
+            for text in differences if world.is_main else ():
+                events.add("warning", category="UserWarning", text=text)
             trainer_class, config = load()
             if task.capture_output and world.is_main:
                 stack.enter_context(_captured(events))
@@ -147,7 +156,8 @@ def run_attempt(
                 printer=lambda text: events.add("message", text=text),
             )
             watchdog.attach(trainer)
-            result = trainer.fit(resume=resume.resume, restore=resume.restore, accept_changes=resume.accept_changes)
+            with claimed_by_driver(task.run_dir):
+                result = trainer.fit(resume=resume.resume, restore=resume.restore, accept_changes=resume.accept_changes)
     except BaseException as error:
         step = trainer.global_step if trainer is not None and run_callback.began_at is not None else None
         # A failed write must not hide the error.
@@ -184,13 +194,13 @@ def run_attempt(
     return asdict(result)
 
 
-def _past(folder: Folder, asked: ResumeOptions, since: float) -> tuple[int, ResumeOptions, int | None]:
+def _past(folder: Folder, asked: ResumeOptions, lease: str) -> tuple[int, ResumeOptions, int | None]:
     """Return the number of this attempt, what it resumes from, and the workers of the previous attempt, if any.
 
     The user's choice applies until this driver has saved a checkpoint.
     """
     events = read_events(folder)
-    saved = any(event["event"] == "checkpoint_saved" and event["time"] >= since for event in events)
+    saved = any(event["event"] == "checkpoint_saved" and event.get("start") == lease for event in events)
     sizes = [event["world_size"] for event in events if event["event"] == "attempt_started"]
     resume = asked.after_save() if saved else asked
     return 1 + len(sizes), resume, sizes[-1] if sizes else None

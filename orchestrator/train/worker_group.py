@@ -28,6 +28,7 @@ from .elastic import RAY_LEARNS_S
 from .failures import RetriesExhausted, RetryPolicy, last_failure
 from .standby import environment
 from .worker import Task, train
+from .worker_check import driver_versions
 
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 # Ray Train also counts restarts to resize and lost peers of a preempted machine; `RetryPolicy` keeps the budgets.
@@ -38,7 +39,6 @@ def run_worker_group(
     experiment: Experiment,
     run: Run,
     *,
-    since: float,
     resume_options: ResumeOptions,
     wait_timeout_s: float,
     verbose: bool,
@@ -53,7 +53,7 @@ def run_worker_group(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     scaling, retries = experiment.scaling, experiment.retries
-    task = make_task(experiment, run, since=since, resume_options=resume_options, verbose=verbose)
+    task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
     ray_dir = tempfile.mkdtemp(prefix="headway-ray-")
     # If machines go while an elastic group starts, it is soon sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
@@ -85,7 +85,7 @@ def run_worker_group(
                     # Failed starts of a group: each waits for machines for the start timeout.
                     controller_failure_limit=retries.max_failures + math.ceil(wait_timeout_s / start_timeout_s),
                 ),
-                callbacks=[retry_policy(experiment, run, since=since)],
+                callbacks=[retry_policy(experiment, run)],
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
             ),
         )
@@ -96,27 +96,28 @@ def run_worker_group(
         shutil.rmtree(ray_dir, ignore_errors=True)
 
 
-def retry_policy(experiment: Experiment, run: Run, *, since: float) -> RetryPolicy:
+def retry_policy(experiment: Experiment, run: Run) -> RetryPolicy:
     """Return the retry policy of one start of a run."""
     retries = experiment.retries
     return RetryPolicy(
-        run.run_dir, since=since, max_failures=retries.max_failures, max_errors=retries.max_errors,
+        run.run_dir, start=run.lease, max_failures=retries.max_failures, max_errors=retries.max_errors,
         max_preemptions=retries.max_preemptions,
     )  # fmt: skip
 
 
-def make_task(experiment: Experiment, run: Run, *, since: float, resume_options: ResumeOptions, verbose: bool) -> Task:
+def make_task(experiment: Experiment, run: Run, *, resume_options: ResumeOptions, verbose: bool) -> Task:
     """Return the settings for each worker of a run."""
     scaling = experiment.scaling
     return Task(
         run_dir=run.run_dir,
-        since=since,
         resume_options=resume_options,
         imports=import_folders(),
         current_dir=os.getcwd(),
         threads=max(1, int(scaling.cpus_per_worker)),
         on_cpu=not scaling.gpus_per_worker,
         lease=run.lease,
+        driver_host=run.record.driver.host,
+        versions=driver_versions(),
         polls_preemption=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
         monitors_hangs=experiment.retries.hang_timeout is not None,
         capture_output=not verbose,
@@ -163,10 +164,10 @@ def import_folders() -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def training_error(error: BaseException, run: Run, since: float) -> BaseException:
+def training_error(error: BaseException, run: Run) -> BaseException:
     """Return the error to raise for one of Ray's: the exception of the worker that failed first, or that it died."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
-    events = [event for event in read_events(run.folder) if event["time"] >= since]
+    events = [event for event in read_events(run.folder) if event.get("start") == run.lease]
     failure = last_failure(events, {rank: "" for rank in failures})
     if failure is None:
         unknown = TrainingFailedError(f"training failed: {type(error).__name__}: {error}")

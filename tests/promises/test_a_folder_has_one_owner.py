@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from headway.trainer import Callback, RunConflictError, Trainer, World
-from headway.trainer.errors import CheckpointError
+from headway.trainer import Callback, Trainer, World
+from headway.trainer.errors import CheckpointError, RunConflictError
 from headway.trainer.ownership import claim as claims
 from headway.trainer.ownership.claim import acquire, claimed_by_driver
 from tests.distributed import forking

@@ -20,12 +20,12 @@ from headway.trainer import (
     DataError,
     HeadwayError,
     NonFiniteError,
-    RunConflictError,
     StepError,
     Trainer,
     TrainerConfig,
     World,
 )
+from headway.trainer.errors import RunConflictError
 from headway.trainer.ownership import run_dir
 from headway.trainer.ownership.claim import acquire
 from tests.distributed import run_on_ranks

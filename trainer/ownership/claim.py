@@ -24,6 +24,23 @@ _LOOK_EVERY_S = 1.0
 _LOOK_REMOTE_EVERY_S = 3.0
 
 _claimed_by_driver: ContextVar[str | None] = ContextVar("claimed_by_driver", default=None)
+# Folders that a driver in this process owns.
+_driven: set[str] = set()
+
+
+class OwnedByAnotherError(RunConflictError):
+    """A live process owns a folder.
+
+    Attributes:
+        owner: the process, for messages.
+    """
+
+    def __init__(self, place: str, owner: str) -> None:
+        super().__init__(place, owner)
+        self.owner = owner
+
+    def __str__(self) -> str:
+        return f"{self.owner} is training in {self.args[0]}: wait until it has ended, stop it, or use another folder"
 
 
 class Ownership:
@@ -67,6 +84,7 @@ class Ownership:
         if self._ended.is_set():
             return
         self._ended.set()
+        _driven.discard(self._files.place)
         # If this fails, the next owner finds that this process has ended.
         with self._lock, contextlib.suppress(Exception):
             if self.problem() is None:
@@ -97,7 +115,7 @@ def acquire(
     *,
     on_lost: Callable[[str], None] | None = None,
     say: Callable[[str], None] = lambda _: None,
-    from_itself: bool = False,
+    as_driver: bool = False,
     take_over: bool = False,
 ) -> Ownership:
     """Claim a folder for this process; it is created if it does not exist.
@@ -106,19 +124,21 @@ def acquire(
         place: path or fsspec URI of the run's folder.
         on_lost: see `Ownership`.
         say: is given a line before a wait for the heartbeats of an owner on another machine.
-        from_itself: also take the folder from this process.
+        as_driver: also take the folder from this process, whose trainers do not claim it as long as it is owned.
         take_over: also take it from a live process.
 
     Raises:
-        RunConflictError: a live process owns the folder.
+        OwnedByAnotherError: a live process owns the folder.
         OSError: the folder cannot be read or written; some file systems have their own errors.
     """
     files = ClaimFiles(place)
     while True:
-        newest = files.newest() if take_over else _newest_if_free(files, say, from_itself=from_itself)
+        newest = files.newest() if take_over else _newest_if_free(files, say, from_itself=as_driver)
         claim = Claim.next_after(newest)
         if files.create(claim):
             files.remove_before(claim)
+            if as_driver:
+                _driven.add(files.place)
             return Ownership(files, claim, on_lost)
 
 
@@ -131,10 +151,10 @@ def check_unowned(
         place: path or fsspec URI of the run's folder.
         say: as for `acquire`.
         watch: wait for heartbeats if the owner is on another machine; otherwise that owner counts as gone.
-        from_itself: as for `acquire`.
+        from_itself: a claim of this process does not count.
 
     Raises:
-        RunConflictError: a live process owns the folder.
+        OwnedByAnotherError: a live process owns the folder.
         OSError: the folder cannot be read.
     """
     _newest_if_free(ClaimFiles(place), say, from_itself=from_itself, watch=watch)
@@ -151,8 +171,8 @@ def claimed_by_driver(place: str) -> Iterator[None]:
 
 
 def is_claimed_by_driver(place: str) -> bool:
-    """Return whether this is the folder of `claimed_by_driver`."""
-    return _claimed_by_driver.get() == normalized(place)
+    """Return whether the driver of the run owns this folder, so that a trainer here does not claim it."""
+    return normalized(place) in (_claimed_by_driver.get(), *_driven)
 
 
 def _newest_if_free(
@@ -161,7 +181,7 @@ def _newest_if_free(
     """Return the newest claim, which is released or abandoned; None if there is none.
 
     Raises:
-        RunConflictError: a live process has made it.
+        OwnedByAnotherError: a live process has made it.
     """
     seen: Claim | None = None
     since_s = 0.0
@@ -177,10 +197,7 @@ def _newest_if_free(
             return newest
         is_same = seen is not None and seen.id == newest.id
         if alive or (is_same and seen != newest):
-            raise RunConflictError(
-                f"{process or 'another process'} is training in {files.place}: wait until it has ended, stop it, or "
-                "use another folder"
-            )
+            raise OwnedByAnotherError(files.place, str(process or "another process"))
         if not watch:
             return newest
         if not is_same:

@@ -45,6 +45,8 @@ def claim_run_dir(
     claim_id, refused = world.broadcast((ownership.id if ownership is not None else "", failure))
     if (raised := failure or refused) is not None:
         raise raised
+    if world.size == 1:
+        return ownership
     try:
         check_same_storage(world, run_dir, claim_id)
     except BaseException:
@@ -66,8 +68,6 @@ def check_same_storage(world: World, run_dir: str, claim_id: str, *, written_by:
     Raises:
         ConfigError: some ranks see another folder under this path; raised on every rank, with their machines.
     """
-    if world.size == 1 and written_by == "rank 0":
-        return
     own = (socket.gethostname(), _problem_with(run_dir, claim_id))
     ranks = world.all_gather_object(own)
     unseen = {rank: found for rank, found in enumerate(ranks) if found[1] is not None}

@@ -30,11 +30,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
 
     def begin(until: int, **options: Any) -> tuple[RunResult, str]:
-        def train(experiment: Any, run: Any, *, since: float, resume_options: Any, verbose: bool, **_: Any) -> Any:
+        def train(experiment: Any, run: Any, *, resume_options: Any, verbose: bool, **_: Any) -> Any:
             callbacks = (StopAt(until),)
-            return _train_here(
-                experiment, run, callbacks=callbacks, since=since, resume_options=resume_options, verbose=verbose
-            )
+            return _train_here(experiment, run, callbacks=callbacks, resume_options=resume_options, verbose=verbose)
 
         monkeypatch.setattr(driver, "RunDriver", functools.partial(RunDriver, train=train))
         text = io.StringIO()

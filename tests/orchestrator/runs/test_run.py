@@ -26,13 +26,19 @@ from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.errors import TrainingFailedError
-from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.runs.open import open_run, preview_run
+from headway.orchestrator.runs.ownership import lease_lost
 from headway.orchestrator.runs.run import Driver, Run
 from headway.orchestrator.storage.events import EventWriter, JsonlTail, read_events
 from headway.orchestrator.storage.folder import Folder, absolute
 from headway.orchestrator.train import driver
 from headway.orchestrator.train.driver import RunDriver
+from headway.trainer import World
 from headway.trainer.errors import ConfigError
+from headway.trainer.ownership import claim as claims
+from headway.trainer.ownership.claim import Ownership
+from headway.trainer.ownership.claim_files import Claim, ClaimFiles
+from headway.trainer.ownership.process import ProcessId
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -135,57 +141,82 @@ def test_a_run_whose_driver_died_is_interrupted_and_goes_on(tmp_path: Path) -> N
     assert open_run(experiment(tmp_path)).state == "resuming"
 
 
+def claim_as(run: Run, process: ProcessId) -> None:
+    """Claim the folder of a run, and write its record, as another driver would."""
+    run.release()
+    files = ClaimFiles(run.run_dir)
+    claim = replace(Claim.next_after(files.newest()), process=process)
+    assert files.create(claim)
+    driver = Driver(
+        host=process.host, pid=process.pid, pids=process.pids, process_started=process.started, heartbeat=time.time()
+    )
+    run.update(driver=driver, claim=claim.id)
+
+
+def of_pid(pid: int) -> ProcessId:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return replace(ProcessId.this(), pid=pid, started=fields[19])
+
+
 def test_a_run_is_not_trained_twice_at_a_time(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
-    record = json.loads(run.folder.read("run.json") or "")
-    record["driver"]["pid"] = os.getppid()
-    run.folder.write("run.json", json.dumps(record))
-    with pytest.raises(RunConflictError, match=f"is being trained by process {os.getppid()}"):
-        open_run(experiment(tmp_path))
+    claim_as(run, of_pid(os.getppid()))
+    for start in (open_run, preview_run):
+        with pytest.raises(RunConflictError, match=rf"tiny is being trained by process {os.getppid()} on .*runs stop"):
+            start(experiment(tmp_path))
+    with pytest.raises(RunConflictError, match=f"process {os.getppid()} on .* is training in"):
+        TinyTrainer(TinyConfig(max_steps=1), run_dir=run.run_dir, world=World.single("cpu")).fit()
 
 
 def test_a_driver_that_was_killed_is_dead_before_its_parent_asks(tmp_path: Path) -> None:
     """In a container without an init process it may stay a zombie forever."""
     run = open_run(experiment(tmp_path)).run
-    record = json.loads(run.folder.read("run.json") or "")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as driver:
-        record["driver"]["pid"] = driver.pid
-        run.folder.write("run.json", json.dumps(record))
+        claim_as(run, of_pid(driver.pid))
         assert find_run("tiny", str(tmp_path)).status == "running"
         driver.kill()
         os.waitid(os.P_PID, driver.pid, os.WEXITED | os.WNOWAIT)
         assert find_run("tiny", str(tmp_path)).status == "interrupted"
+    assert open_run(experiment(tmp_path)).state == "resuming"
 
 
-def test_a_process_of_the_same_number_elsewhere_is_another_one(tmp_path: Path) -> None:
-    """In a container a driver often is process 1."""
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+def test_a_driver_elsewhere_is_known_by_its_heartbeats_whatever_its_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float
+) -> None:
+    """Two hosts whose clocks differ by an hour; in containers both drivers often are process 1."""
+    monkeypatch.setattr(claims, "BEAT_EVERY_S", 0.05)
+    monkeypatch.setattr(claims, "ABANDONED_AFTER_S", 0.6)
+    monkeypatch.setattr(claims, "_LOOK_EVERY_S", 0.02)
     run = open_run(experiment(tmp_path)).run
-    record = json.loads(run.folder.read("run.json") or "")
-    assert record["driver"]["pid"] == os.getpid()
-    record["driver"]["host"] = "another"
+    mine = run.lease
+    theirs = replace(ProcessId.this(), host="another", pids="another boot")
+    claim_as(run, theirs)
+    heartbeat = run.record.driver.heartbeat + skew_s
+    record = {**json.loads(run.folder.read("run.json") or ""), "started": "2001-01-01T00:00:00+00:00"}
+    record["driver"]["heartbeat"] = heartbeat
     run.folder.write("run.json", json.dumps(record))
+    assert lease_lost(run.folder, mine), "a claim by a host whose clock is behind is seen"
+    files = ClaimFiles(run.run_dir)
+    owner = Ownership(files, files.newest())  # type: ignore[arg-type]
     with pytest.raises(RunConflictError, match=f"by process {os.getpid()} on another"):
         open_run(experiment(tmp_path))
-
-
-def test_a_driver_elsewhere_is_known_by_its_heartbeat(tmp_path: Path) -> None:
-    run = open_run(experiment(tmp_path)).run
-    record = json.loads(run.folder.read("run.json") or "")
-    record["driver"]["host"], record["driver"]["pid"] = "another", os.getpid() + 1
-    run.folder.write("run.json", json.dumps(record))
-    assert Run(run.run_dir).status == "running"
-    with pytest.raises(RunConflictError, match=r"on another \(if that machine is gone, retry in [89]\d s\)"):
-        open_run(experiment(tmp_path))
-    record["driver"]["heartbeat"] -= 1000
-    run.folder.write("run.json", json.dumps(record))
-    assert Run(run.run_dir).status == "interrupted"
+    # It dies.
+    owner._ended.set()
+    owner._thread.join()
+    lines: list[str] = []
+    opened = open_run(experiment(tmp_path), say=lines.append)
+    assert opened.state == "resuming"
+    assert "for a sign of life" in lines[0]
+    assert lease_lost(run.folder, run.lease)
+    assert not lease_lost(run.folder, opened.run.lease)
 
 
 def claimed_by_another(folder: Folder, record: str = "run.json") -> str:
     """Write the record of a driver on another host that has taken over the run."""
     found = json.loads(folder.read(record) or "")
     found["driver"] = {"host": "another", "pid": 1, "heartbeat": found["driver"]["heartbeat"]}
-    folder.write(record, text := json.dumps({**found, "started": "2901-01-01T00:00:00+00:00"}))
+    folder.write(record, text := json.dumps({**found, "claim": "99-theirs"}))
     return text
 
 
@@ -202,7 +233,7 @@ def test_a_driver_that_was_taken_for_dead_leaves_the_record_to_the_next_one(tmp_
     assert run.folder.read("run.json") == theirs
     # Its own claim is no conflict, whoever had the run before.
     mine = Run(run.run_dir)
-    mine.update(driver=Driver.this(), started="2902-01-01T00:00:00+00:00")
+    mine.update(driver=Driver.this(), claim="100-mine")
     mine.update(steps=4)
     assert Run(run.run_dir).record.steps == 4
 
@@ -215,7 +246,7 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
     def wake_up(self: RunDriver) -> Any:
         left.append((claimed_by_another(self._run.folder), self._run.folder.read("events.jsonl")))
         self._run.record = replace(self._run.record, driver=replace(self._run.record.driver, heartbeat=0.0))
-        self._look()
+        self._poll()
 
     monkeypatch.setattr(RunDriver, "run", wake_up)
     monkeypatch.setattr(driver, "placed_groups", set)

@@ -81,7 +81,8 @@ def begun(tmp_path: Path) -> Path:
 
 def saves(storage: Path) -> None:
     """Write the events of the second trial: it started from the donor's checkpoint, and saved its own."""
-    events = EventWriter(Folder(str(storage / "pbt/trial-001")), "rank-0")
+    run_dir = storage / "pbt/trial-001"
+    events = EventWriter(Folder(str(run_dir)), "rank-0", start="99-later")
     events.add("attempt_started", attempt=1, world_size=1, workers=[])
     events.add("checkpoint_saved", step=5, path="step-00000005")
 
@@ -96,7 +97,9 @@ def test_the_checkpoint_of_a_donor_stays_until_the_trial_has_saved_one_of_its_ow
     train_donor(begun, 6)
     load_weights(given)
     # The last save before the change does not count as a save after it.
-    EventWriter(Folder(str(begun / "pbt/trial-001")), "rank-0").add("checkpoint_saved", step=1, path="step-00000001")
+    run_dir = str(begun / "pbt/trial-001")
+    before = EventWriter(Folder(run_dir), "rank-0", start=Run(run_dir).lease)
+    before.add("checkpoint_saved", step=1, path="step-00000001")
     driver._reported("trial-001", {})
     assert pinned(given)
     saves(begun)

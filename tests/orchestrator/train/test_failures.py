@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +235,9 @@ class Controller:
 
     def __init__(self, folder: Path, **budgets: Any) -> None:
         self.folder = Folder(str(folder))
-        self.log = EventWriter(self.folder, "rank-0")
+        self.log = EventWriter(self.folder, "rank-0", start="1-a")
         budgets = {"max_failures": 3, "max_errors": 3, **budgets}
-        self.watch = RetryPolicy(str(folder), since=time.time() - 1, **budgets)
+        self.watch = RetryPolicy(str(folder), start="1-a", **budgets)
 
     def announces(self, attempt: int) -> None:
         self.log.add("attempt_started", attempt=attempt)

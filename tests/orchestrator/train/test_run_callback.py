@@ -27,6 +27,7 @@ from headway.orchestrator.train.failures import Failure, was_preempted
 from headway.orchestrator.train.preemption import count_endings, has_time_to_save
 from headway.orchestrator.train.run_callback import RunCallback
 from headway.trainer import CheckpointConfig, World
+from headway.trainer.ownership.claim import claimed_by_driver
 from tests.orchestrator.runs.test_run import experiment
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -40,11 +41,9 @@ def train(run_dir: str) -> None:
     """Train until a stop is requested, in a separate process."""
     config = TinyConfig(max_steps=10**9, checkpoint=CheckpointConfig(every=None))
     callbacks = [bridge(Folder(run_dir)), lambda *_: time.sleep(0.01)]
-    print(
-        TinyTrainer(config, run_dir=run_dir, world=World.single("cpu"), callbacks=callbacks, show_progress=False)
-        .fit()
-        .status
-    )
+    world = World.single("cpu")
+    with claimed_by_driver(run_dir):
+        print(TinyTrainer(config, run_dir=run_dir, world=world, callbacks=callbacks, show_progress=False).fit().status)
 
 
 @contextmanager
@@ -120,7 +119,7 @@ def test_who_has_lost_the_run_to_another_driver_ends_at_once(tmp_path: Path) -> 
         time.sleep(1)
         assert program.poll() is None, "its own driver goes on writing the record"
         record = json.loads(run.folder.read("run.json") or "")
-        record["driver"]["pid"] += 1
+        record["claim"] = "99-theirs"
         run.folder.write("run.json", json.dumps(record))
         assert program.wait(60) == 1
     assert checkpoints(run) == []

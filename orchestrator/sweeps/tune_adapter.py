@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +34,7 @@ from ..cluster.ray_env import temporary_env
 from ..errors import StorageError
 from ..runs.requests import StopRequest, request_stop
 from ..storage.folder import Folder, retry_storage
+from ..storage.scratch import scratch_folder
 from .record import PRUNED, Sweep, Trial
 from .replay import reports_of_ended_trials
 from .schedulers import ASHA, PBT, HyperBand, MedianStopping
@@ -135,7 +135,7 @@ def _tune_storage(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, Fi
         are_shared: whether other machines read the files, because trials are paused or exploit others.
     """
     if not are_shared:
-        with tempfile.TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True) as place:
+        with scratch_folder() as place:
             yield place, None
         return
     try:

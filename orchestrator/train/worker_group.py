@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +22,7 @@ from ..errors import TrainingFailedError
 from ..runs.resume import ResumeOptions
 from ..runs.run import Run
 from ..storage.events import read_events
+from ..storage.scratch import scratch_folder
 from .elastic import RAY_LEARNS_S
 from .failures import RetriesExhausted, RetryPolicy, last_failure
 from .standby import environment
@@ -54,10 +53,9 @@ def run_worker_group(
 
     scaling, retries = experiment.scaling, experiment.retries
     task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
-    ray_dir = tempfile.mkdtemp(prefix="headway-ray-")
     # If machines go while an elastic group starts, it is soon sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
-    try:
+    with scratch_folder() as ray_dir:
         trainer = TorchTrainer(
             train,
             train_loop_config={"task": task, "training": pickle_trainer(experiment)},
@@ -92,8 +90,6 @@ def run_worker_group(
         with temporary_env({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
             returned: dict[str, Any] = trainer.fit().return_value
         return returned
-    finally:
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 def retry_policy(experiment: Experiment, run: Run) -> RetryPolicy:

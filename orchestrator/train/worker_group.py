@@ -165,12 +165,16 @@ def training_error(error: BaseException, run: Run) -> BaseException:
     failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
     events = [event for event in read_events(run.folder) if event.get("start") == run.lease]
     failure = last_failure(events, {rank: "" for rank in failures})
+    gave_up = error if isinstance(error, RetriesExhausted) else getattr(error, "controller_failure", None)
     if failure is None:
+        # A worker that failed its first check has written no event.
+        refused = gave_up.raised if isinstance(gave_up, RetriesExhausted) else None
+        if isinstance(refused, ConfigError):
+            return refused
         unknown = TrainingFailedError(f"training failed: {type(error).__name__}: {error}")
         unknown.__cause__ = error
         return unknown
     before = [event["text"] for event in events if event["event"] == "group_failed"]
-    gave_up = error if isinstance(error, RetriesExhausted) else getattr(error, "controller_failure", None)
     text = str(gave_up.args[0] if isinstance(gave_up, RetriesExhausted) else failure)
     first = f"; the first of {len(before)} failures: {before[0]}" if before and before[0] != text else ""
     failed = TrainingFailedError(

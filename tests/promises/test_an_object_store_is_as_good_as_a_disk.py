@@ -22,6 +22,9 @@ from headway.trainer import CheckpointConfig, CheckpointError, CheckpointStore, 
 from headway.trainer.checkpoints.format.manifest import CheckpointWarning
 from headway.trainer.checkpoints.retention import mark_kept
 from headway.trainer.checkpoints.storage import open_storage
+from headway.trainer.errors import RunConflictError
+from headway.trainer.ownership.claim import acquire
+from headway.trainer.ownership.claim_files import Claim, ClaimFiles
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 
@@ -108,6 +111,20 @@ def test_a_run_is_saved_there_and_goes_on_from_there_bit_by_bit(bucket: str) -> 
     assert 5 in kept
     names = {each.split("/")[2] for each in _objects(bucket) if each.startswith("line/checkpoints/")}
     assert names == {each.path.rsplit("/", 1)[1] for each in store.list()}
+
+
+def test_a_folder_has_one_owner_there_by_a_conditional_write(bucket: str) -> None:
+    files = ClaimFiles(f"{bucket}/line")
+    # Both have found no claim.
+    first, second = Claim.next_after(files.newest()), Claim.next_after(files.newest())
+    assert files.create(first)
+    assert not files.create(second)
+    with pytest.raises(RunConflictError, match=f"process {os.getpid()} on .* is training in {bucket}/line"):
+        TinyTrainer(_config(), world=ALONE, run_dir=f"{bucket}/line").fit()
+    with acquire(f"{bucket}/line", take_over=True) as owner:
+        assert owner.id.startswith("2-")
+    assert TinyTrainer(_config(), world=ALONE, run_dir=f"{bucket}/line").fit().steps == 12
+    assert {each for each in _objects(bucket) if "/owner/" in each} == {"line/owner/000003.json"}
 
 
 def _save(store: CheckpointStore, step: int) -> None:

@@ -166,8 +166,10 @@ def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None)
 
 def has_left_to_resize(events: Sequence[Event]) -> bool:
     """Return whether the last attempt saved and exited so that the next one can have more workers."""
-    last = [event for event in events if event["event"] in ("attempt_started", "attempt_ended")][-1:]
-    return bool(last) and last[0].get("status") == RESIZING
+    # By its number: the main ranks of two attempts may be on hosts whose clocks differ.
+    attempt = last_attempt(events)
+    ended = [event for event in events if event["event"] == "attempt_ended" and event["attempt"] == attempt]
+    return bool(ended) and ended[-1].get("status") == RESIZING
 
 
 def would_recur(failure: Failure, before: Sequence[Failure]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,25 @@ def test_machines_that_are_taken_away_have_the_one_budget(tmp_path: Path) -> Non
         if attempt != 2:
             assert controller.tells(gone(f"of attempt {attempt}")) is (attempt == 1)
     assert [event["preempted"] for event in controller.told()] == [True, True]
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+def test_errors_of_workers_whose_clock_differs_are_found(tmp_path: Path, skew_s: float) -> None:
+    """Before, an error of a host whose clock is behind seemed to be one of an earlier start, and was tried again."""
+    controller = Controller(tmp_path)
+    earlier = EventWriter(controller.folder, "rank-0", start="0-z")
+    earlier.add("attempt_started", attempt=7)
+    old = raised(7, 0)
+    earlier.add(old.pop("event"), **old)
+    now_s = time.time() + skew_s
+    controller.log.add("attempt_started", attempt=1, time=now_s)
+    controller.log.add("attempt_ended", attempt=1, status="resizing", time=now_s + 1)
+    assert controller.tells(named(RestartToResize("there is room")))
+    # The next attempt has its main rank on another host.
+    controller.log.add("attempt_started", attempt=2, time=now_s - 7200)
+    failed = {**raised(2, 0), "step": 0, "began_at": 0, "type": "ZeroDivisionError"}
+    controller.log.add(failed.pop("event"), **failed, time=now_s - 7199)
+    assert not controller.tells(ZeroDivisionError("division by zero")), "it would recur"
+    (told,) = controller.told()
+    assert (told["attempt"], told["step"]) == (2, 0)
+    assert "raised ZeroDivisionError at step 0" in told["text"]

@@ -98,6 +98,34 @@ def test_processes_of_other_containers_are_not_judged_by_their_numbers(place: st
     assert "for a sign of life" in lines[0]
 
 
+IN_A_CONTAINER = """
+import sys, time
+from headway.trainer.ownership.claim import acquire
+owner = acquire(sys.argv[1])
+print("owns", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-pf", "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs the right to make a pid namespace",
+)
+def test_a_process_in_a_real_pid_namespace_of_this_host_is_not_judged_by_its_number(tmp_path: Path) -> None:
+    """It is process 1 there, which here is alive and another one."""
+    command = ["unshare", "-pf", "--kill-child", "--mount-proc", sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as container:
+        assert container.stdout is not None
+        assert container.stdout.readline() == "owns\n"
+        newest = ClaimFiles(str(tmp_path)).newest()
+        assert newest is not None
+        assert newest.process is not None
+        is_alive = newest.process.is_alive()
+        container.kill()
+    assert (newest.process.host, newest.process.pid) == (ProcessId.this().host, 1)
+    assert is_alive is None
+
+
 def test_an_owner_elsewhere_is_known_by_its_heartbeats(place: str, quick: None) -> None:
     """Whatever the clocks say: nothing in a claim is a time."""
     made = elsewhere(place)

@@ -1,0 +1,62 @@
+"""The first check of a worker: versions and storage of the driver."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.train.failures import RetriesExhausted, is_fatal_error
+from headway.orchestrator.train.worker_check import check_worker, driver_versions
+from headway.orchestrator.train.worker_group import training_error
+from headway.trainer import ConfigError, World
+from headway.trainer.ownership import run_dir
+from tests.distributed import run_on_ranks
+from tests.orchestrator.runs.test_run import experiment
+
+
+def check(place: str, lease: str, world: World | None = None, **versions: str) -> list[str]:
+    return check_worker(
+        world or World.single("cpu"), place, lease=lease, driver_host="head", versions=driver_versions() | versions
+    )
+
+
+def test_workers_have_the_versions_of_the_driver(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    assert driver_versions()["ray"] == ray.__version__
+    assert check(run.run_dir, run.lease) == []
+    assert check(run.run_dir, run.lease, torch=driver_versions()["torch"].partition("+")[0] + "+another") == []
+    other_patch = f"{sys.version_info.major}.{sys.version_info.minor}.99"
+    (warning,) = check(run.run_dir, run.lease, python=other_patch)
+    assert warning.endswith(f"not {other_patch}, which the driver on head has")
+    with pytest.raises(ConfigError, match=r"than the driver on head:\n  rank 0 on .*: Ray .*, not 1.0.0\nInstall the"):
+        check(run.run_dir, run.lease, ray="1.0.0")
+
+
+def _check_on_rank(world: World, places: list[str], lease: str) -> Any:
+    run_dir._VISIBLE_WITHIN_S = 0.1
+    with pytest.raises(ConfigError) as raised:
+        check(places[world.rank], lease, world)
+    return str(raised.value), is_fatal_error(raised.value)
+
+
+def test_a_worker_that_does_not_see_what_the_driver_has_written_is_named_by_all(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path / "shared")).run
+    for message, is_fatal in run_on_ranks(_check_on_rank, 2, [run.run_dir, str(tmp_path / "own")], run.lease):
+        assert "what the driver on head has written there:\n  rank 1 on " in message
+        assert "rank 0 on" not in message
+        assert "--storage s3://..." in message
+        assert is_fatal, "it would recur"
+
+
+def test_the_driver_raises_the_error_of_the_check_as_it_is(tmp_path: Path) -> None:
+    """Although no worker has written an event, and Ray Train's error is that of its controller."""
+    run = open_run(experiment(tmp_path)).run
+    refused = ConfigError("these ranks do not see ...")
+    controller = RuntimeError("Training failed due to controller error")
+    controller.controller_failure = RetriesExhausted("text", refused)  # type: ignore[attr-defined]
+    assert training_error(controller, run) is refused

@@ -156,15 +156,14 @@ class Session(ActiveRun):
 
     @classmethod
     def of_engine(cls, engine: Engine) -> Session:
-        """Return a session over the engine of a `Trainer`, which claims the run's folder."""
+        """Return a session over the engine of a `Trainer`."""
         session = cls.__new__(cls)
         session._use(engine)
-        session._claims_run_dir = True
         return session
 
     def _use(self, engine: Engine) -> None:
         self._engine = engine
-        self._has_started = self._has_finished = self._claims_run_dir = False
+        self._has_started = self._has_finished = False
 
     @property
     def model(self) -> nn.Module:
@@ -197,7 +196,7 @@ class Session(ActiveRun):
 
     def __enter__(self) -> Session:
         self._has_started = self._has_finished = False
-        self._engine.begin(as_owner=self._claims_run_dir)
+        self._engine.begin()
         return self
 
     def __exit__(

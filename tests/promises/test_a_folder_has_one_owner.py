@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from headway.trainer import Callback, Trainer, World
+from headway.trainer import Callback, Session, Trainer, TrainerConfig, World
 from headway.trainer.errors import CheckpointError, RunConflictError
 from headway.trainer.ownership import claim as claims
 from headway.trainer.ownership.claim import acquire, claimed_by_driver
@@ -70,6 +72,21 @@ def test_a_second_start_is_refused_and_leaves_the_first_one_alone(tmp_path: Path
     assert steps == list(range(1, 10))
 
 
+def test_a_loop_of_your_own_is_an_owner_too(tmp_path: Path, first: tuple[Any, Any]) -> None:
+    config, data = TrainerConfig(max_steps=1), [torch.ones(1, 1)]
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def session(folder: str) -> Session:
+        return Session(config, model=nn.Linear(1, 1), optimizer=make, data=data, run_dir=tmp_path / folder)
+
+    with pytest.raises(RunConflictError, match="is training in"), session("run"):
+        pass
+    with session("mine"), pytest.raises(RunConflictError, match=f"process {os.getpid()} on .* is training in"):
+        acquire(str(tmp_path / "mine"))
+
+
 def test_after_a_kill_the_next_start_resumes_at_once(
     tmp_path: Path, first: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +122,7 @@ def test_a_run_that_has_lost_its_folder_stops_and_saves_nothing(
 
 
 def test_readers_and_drivers_are_not_owners(tmp_path: Path) -> None:
-    """An evaluation beside the run, a session, and the trainer of a Ray worker, whose driver owns the folder."""
+    """An evaluation beside the run, and the trainer of a Ray worker, whose driver owns the folder."""
     run_dir = tmp_path / "run"
     with acquire(str(run_dir)) as owner:
         TinyTrainer(CONFIG, run_dir=run_dir, world=World.single("cpu")).evaluate()

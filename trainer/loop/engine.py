@@ -155,11 +155,10 @@ class Engine:
         if self.world.is_main:
             messages.log(text, self._printer or self._display, on_console=self._printer is None)
 
-    def begin(self, *, as_owner: bool) -> None:
-        """Start the run: install signal handlers and set everything up; `end` undoes it. Every rank must call this.
+    def begin(self) -> None:
+        """Start the run: install signal handlers, claim the folder and set everything up. Every rank must call this.
 
-        Args:
-            as_owner: claim the run's folder, so that no other process trains there.
+        `end` undoes it.
         """
         began_s = time.perf_counter()
         self.activity.enter("setting up")
@@ -168,8 +167,7 @@ class Engine:
             self._running.enter_context(self.numerics.deterministic(self.world.device))
             self._running.enter_context(stop_on_signals(lambda name: self.requests.stop(name, "interrupted")))
             self.check_config()
-            if as_owner:
-                self._claim_run_dir()
+            self._claim_run_dir()
             self.setup()
             self.loop.began_s = began_s
             self.loop.guard_saves(self._ownership_problem)

@@ -15,6 +15,7 @@ import typer
 from .checkpoints import checkpoints_app
 from .data import data_app
 from .init import init
+from .doctor import doctor
 from .jobs import cluster_app, jobs_app, submit
 from .node import node_app
 from .options import (
@@ -172,6 +173,7 @@ app.add_typer(jobs_app, name="jobs")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(node_app, name="node")
 app.command()(init)
+app.command()(doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,8 +14,8 @@ import typer
 
 from .checkpoints import checkpoints_app
 from .data import data_app
-from .init import init
 from .doctor import doctor
+from .init import init
 from .jobs import cluster_app, jobs_app, submit
 from .node import node_app
 from .options import (

@@ -125,6 +125,8 @@ def test_an_address_of_another_form_is_wrong_input(capsys: pytest.CaptureFixture
 def test_a_sound_machine_and_its_json(tmp_path: Path) -> None:
     code, found, _ = doctor(HEADWAY_STORAGE=str(tmp_path / "runs"))
     assert (found["schema"], found["kind"]) == (1, "doctor")
+    page = (Path(__file__).parents[3] / "docs/command-line.md").read_text()
+    assert all(f"`{name}`" in page for name in (*found, *found["findings"][0]) if name not in ("schema", "kind"))
     assert {each["check"] for each in found["findings"]} >= {"versions", "shared memory", "limits", "storage", "gloo"}
     assert (code, of(found, "gloo")[0]["status"], of(found, "storage")[0]["status"]) == (
         int(found["status"] == "failed"), "ok", "ok",

@@ -237,12 +237,23 @@ def _check_group(backend: str, probes: Probes) -> list[Finding]:
         f"set {interface} to the network interface of the node's address ({{}}); open all TCP ports between the nodes"
         + ("; NCCL_DEBUG=INFO shows more" if backend == "nccl" else "")
     )
-    return failed + [
-        Finding(backend, node.name, "failed", redact(error)[:300], advice.format(node.address))
-        if error
-        else Finding(backend, node.name, "ok", f"all_reduce over {len(nodes)} node{'s'[: len(nodes) != 1]}")
-        for node, error in answers.items()
-    ]
+    without_nccl = "install a build of torch for CUDA on {}"
+    return (
+        failed
+        + [
+            Finding(
+                backend,
+                node.name,
+                "failed",
+                redact(error)[:300],
+                # torch's words where it was built without a backend.
+                without_nccl.format(node.name) if "built in" in error else advice.format(node.address),
+            )  # fmt: skip
+            if error
+            else Finding(backend, node.name, "ok", f"all_reduce over {len(nodes)} node{'s'[: len(nodes) != 1]}")
+            for node, error in answers.items()
+        ]
+    )
 
 
 def _check_nccl(probes: Probes) -> list[Finding]:

@@ -13,7 +13,7 @@ from .node_facts import package_versions
 from .probes import live_nodes, node_probes
 
 
-def preflight(storage: str, *, worker_resources: Mapping[str, float] | None = None, timeout_s: float = 30.0) -> None:
+def preflight(storage: str, *, worker_resources: Mapping[str, float] | None = None, timeout_s: float = 60.0) -> None:
     """Check that the nodes have the driver's versions and share its storage.
 
     The driver must be connected to Ray and must call this before workers start. Costs the start of one process on each
@@ -22,7 +22,7 @@ def preflight(storage: str, *, worker_resources: Mapping[str, float] | None = No
     Args:
         storage: absolute path or URI.
         worker_resources: of one worker, such as `Scaling.worker_resources`; nodes too small for one are not checked.
-        timeout_s: for each question to a node.
+        timeout_s: for each question to a node; the first one includes the start of a process, slow on a busy machine.
 
     Raises:
         ConfigError: a version differs, or a node does not answer; names the node, both values and what to do.

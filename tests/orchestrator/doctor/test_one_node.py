@@ -34,6 +34,6 @@ def test_a_storage_that_cannot_be_written_fails_the_preflight(tmp_path: Path, mo
     # As from a driver on another node.
     monkeypatch.setattr(type(ray.get_runtime_context()), "get_node_id", lambda _: "another")
     (tmp_path / "file").touch()
-    preflight(str(tmp_path))
+    preflight(str(tmp_path), timeout_s=120)
     with pytest.raises(StorageError, match="the cluster is not ready for this run:\n.*NotADirectoryError.*may write"):
-        preflight(str(tmp_path / "file"))
+        preflight(str(tmp_path / "file"), timeout_s=120)

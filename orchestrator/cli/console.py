@@ -40,6 +40,8 @@ class RunConsole:
         self._attempt = 0
         self._is_from_scratch = self._has_restored = False
         self._has_shown_step = self._has_trained = False
+        # Attempt and step.
+        self._last_record = (-1, -1)
         self._pace = Pace()
 
     def line(self, text: str, style: str | None = None) -> None:
@@ -55,6 +57,11 @@ class RunConsole:
         """Show a metrics record: on a terminal in the bar, elsewhere as a line."""
         if "elapsed_s" not in record:
             return
+        # A restart rewrites the file, and earlier records come again.
+        place = record.get("attempt", 0), record["step"]
+        if place <= self._last_record:
+            return
+        self._last_record = place
         training = {name: value for name, value in record.items() if not name.startswith("validation/")}
         text = progress_line(training, total_steps=self._total, left_s=self._pace.left_s(record, self._total))
         if not self._console.is_terminal:
@@ -114,10 +121,12 @@ class RunConsole:
                 self.line(event["text"])
             case "warning":
                 self.line(f"{event['category']}: {event['text']}", "yellow")
-            case "group_failed":
-                self.line(event["text"] + ("; restarting the workers" if event["retrying"] else ""), "yellow")
-                if event["retrying"]:
-                    self.starting("restarting the workers")
+            case "group_failed" if event["retrying"]:
+                # The last failure is in the error that ends the run.
+                self.line(f"{event['text']}; {event.get('next') or 'restarting the workers'}", "yellow")
+                if "last_words" in event:
+                    self.line(f"  the last output of the process: {event['last_words']}", "dim")
+                self.starting("restarting the workers")
             case "rank_late":
                 self.line(f"{event['text']}; stacks: {event['stacks']}", "yellow")
             case "stop_requested":

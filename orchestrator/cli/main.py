@@ -198,7 +198,7 @@ def _exit(code: str | int | None, *, is_own: bool) -> NoReturn:
 
 
 def _explain(error: Exception) -> int:
-    """Print an error of Headway as one line and return the exit code; raise any other error."""
+    """Print an error of Headway, the cause first, and return the exit code; raise any other error."""
     from headway.datasets.errors import DataError
     from headway.trainer.errors import ConfigError
 
@@ -207,9 +207,12 @@ def _explain(error: Exception) -> int:
     # Errors of datasets/ have no common base class.
     if not type(error).__module__.startswith("headway."):
         raise error
-    if isinstance(error, TrainingFailedError) and error.worker_traceback:
-        print(error.worker_traceback, file=sys.stderr)
     print(f"headway: {error}", file=sys.stderr)
+    if isinstance(error, TrainingFailedError) and error.worker_traceback:
+        print(f"\n{error.worker_traceback}", file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):
+        if not note.startswith("raised in process "):
+            print(note, file=sys.stderr)
     return 2 if isinstance(error, (ConfigError, StorageError, DataError)) else 1
 
 

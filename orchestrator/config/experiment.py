@@ -138,37 +138,41 @@ def _range(workers: Sequence[int]) -> int | tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How often a run restarts after a failure. Each start of the run counts from zero.
+    """How often a run restarts after a failure.
 
-    Errors that would recur are not retried: see `train/failures.py`.
+    Each start of the run counts from zero, and so does each failure after 1,000 updates, or an hour of training, beyond
+    the furthest step reached before. Errors that would recur are not retried: see `train/failure_budget.py`.
 
     Attributes:
         max_failures: retries after workers crashed, hung, or lost their connection to each other or to the storage;
             a failure of the whole group counts once.
         max_errors: retries after exceptions in training code, counted separately from failures of machines.
         max_preemptions: retries after preemptions with notice; None: unlimited.
+        max_lost_nodes: retries after machines that vanished without notice; None: unlimited.
         hang_timeout: a time such as "10m": the attempt fails if a rank stays longer in one phase while others wait for
             it. "auto": learned from the duration of each phase. None: hangs are not detected.
         spares: whether each worker has an idle spare process (about 320 MB) with all imports done, which replaces it at
             the next restart. "auto": only if Ray is started for this run.
 
     Example:
-        >>> Retries(max_failures=1)
-        Retries(max_failures=1, max_errors=3, max_preemptions=None, hang_timeout='auto', spares='auto')
+        >>> retries = Retries(max_failures=1)
+        >>> retries.max_failures, retries.max_errors
+        (1, 3)
     """
 
     max_failures: int = 3
     max_errors: int = 3
     max_preemptions: int | None = None
+    max_lost_nodes: int | None = 10
     hang_timeout: Duration | Literal["auto"] | None = "auto"
     spares: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.spares not in (True, False, "auto"):
             raise ConfigError(f'spares must be "auto", true or false, got {self.spares!r}')
-        for name in ("max_failures", "max_errors", "max_preemptions"):
+        for name in ("max_failures", "max_errors", "max_preemptions", "max_lost_nodes"):
             value = getattr(self, name)
-            if (value is None and name == "max_preemptions") or (type(value) is int and value >= 0):
+            if (value is None and name in ("max_preemptions", "max_lost_nodes")) or (type(value) is int and value >= 0):
                 continue
             raise ConfigError(f"{name} must be an integer >= 0, got {value!r}")
         if self.hang_timeout not in ("auto", None):

@@ -11,7 +11,7 @@ from .folder import Folder
 
 Event = dict[str, Any]
 # Details that are meant for programs, or too long for a line.
-_NOT_DESCRIBED = ("time", "event", "start", "workers", "retrying", "seconds", "spent", "since", "data")
+_NOT_DESCRIBED = ("time", "event", "start", "workers", "retrying", "seconds", "spent", "since", "data", "failure")
 
 
 class EventWriter:

@@ -39,7 +39,7 @@ from ..train.driver import RunDriver
 from ..train.fit import close, summarize_error, write_driver_ended
 from ..train.signals import StopSignals
 from ..train.worker import run_attempt
-from ..train.worker_group import make_task, retry_policy, run_worker_group
+from ..train.worker_group import make_task, retry_policy, run_worker_group, wait_to_restart
 
 if TYPE_CHECKING:
     from .search import Search
@@ -158,7 +158,7 @@ def _train_here(
         try:
             return run_attempt(task, lambda: (experiment.trainer, experiment.config), callbacks)
         except Exception as error:
-            watch.decide({0: error})
+            wait_to_restart(run.folder, watch.decide({0: error}).delay_s)
 
 
 class EventTuneReporter(RunConsole):

@@ -1,167 +1,40 @@
-"""How a worker group failed, and whether to retry. The policy is pure; Ray Train acts on it.
+"""Retries of a failed worker group; Ray Train carries them out.
 
-It distinguishes what Ray cannot: errors of the user's code, crashes and preemptions, each with its own budget, and
-errors that would recur.
+It distinguishes what Ray cannot: errors of the user's code, crashes, lost machines and preemptions, each with its own
+budget (failure_budget.py), and the first cause from what it made fail elsewhere (cause.py).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
-import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import ray
 from ray.train import UserCallback
 
-from headway.trainer.errors import CheckpointError, ResumeError
+from headway.trainer.metrics.units import human_duration
 
-from ..errors import StorageError
+from ..config.experiment import Scaling
 from ..runs.requests import read_stop_request
 from ..storage.events import Event, EventWriter, read_events
 from ..storage.folder import Folder, retry_storage
-from .elastic import RESIZING
+from .cause import find_cause, last_attempt, startup_failure
+from .elastic import RESIZING, slots
+from .failure_budget import (
+    Failure,
+    exceeds_budget,
+    failures_since_refill,
+    nodes_to_avoid,
+    restart_delay_s,
+    would_recur,
+)
 from .preemption import count_endings
 
-# By module of the trainer, or by a function in it.
-_PHASES = {
-    "trainer": "setting up",
-    "trainer.fit": "between two steps",  # calls the loop, also a custom one of the user's
-    "session.__enter__": "setting up",
-    "session.restore": "saving or restoring",
-    "setup.build": "setting up",
-    "distributed.parallelize": "setting up",
-    "setup.weight_init": "setting up",
-    "loop.run_state": "saving or restoring",
-    "checkpoints.store": "saving or restoring",
-    "checkpoints.reader": "saving or restoring",
-    "checkpoints.snapshot": "saving or restoring",
-    "checkpoints.background": "saving or restoring",
-    "setup.init_from": "saving or restoring",
-    "loop.loop": "between two steps",
-    "loop.loop._global_batches": "reading data",
-    "metrics.train_log": "logging",
-    "data.dataloader_stream": "reading data",
-    "data.iterable_stream": "reading data",
-    "step.optimizer_step": "training step",
-    "loop.evaluation": "evaluation",
-    "callbacks.base": "callback",
-}
-# Before the group has announced itself: no user code has run yet.
-_STARTING = "starting"
 _RAISED_IN = "raised in process"
-_LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """How an attempt failed, in the rank that failed first.
-
-    Attributes:
-        attempt: its number.
-        rank: the rank that failed; None if unknown.
-        step: completed updates at the failure; None before training began.
-        began_at: the step from which the attempt trained.
-        kind: class name of the exception; empty if the process died.
-        phase: what the rank was doing, if known.
-        message, traceback: of the exception.
-        retryable: False if the error would only recur.
-        secondary: whether the exception only reports that another rank is gone.
-        hung: description of a hang, if the attempt was ended for one.
-    """
-
-    attempt: int
-    rank: int | None
-    step: int | None = None
-    began_at: int | None = None
-    kind: str = ""
-    phase: str = ""
-    message: str = ""
-    traceback: str = ""
-    retryable: bool = True
-    secondary: bool = False
-    hung: str = ""
-
-    @property
-    def is_user_error(self) -> bool:
-        """Whether training code raised it: not a dead process, a failed start, a lost peer or a lost storage."""
-        is_other = self.secondary or self.kind == StorageError.__name__ or self.phase == _STARTING
-        return bool(self.kind) and not is_other
-
-    def __str__(self) -> str:
-        if self.hung:
-            return self.hung
-        who = "a worker" if self.rank is None else f"the worker of rank {self.rank}"
-        where = "" if self.step is None else f" at step {self.step}"
-        where += f" ({self.phase})" if self.phase else ""
-        if not self.kind:
-            return f"{who} died{where}"
-        return f"{who} raised {self.kind}{where}: {self.message}"
-
-
-def is_fatal_error(error: BaseException) -> bool:
-    """Return whether an error would recur, judging by its class: Headway's own concern the config, data or numbers.
-
-    Failed writes of a checkpoint or an event are retried; a checkpoint that belongs to another run is not.
-    """
-    # By module, not by class: headway.datasets has its own errors, and not every run needs to import it.
-    is_ours = type(error).__module__.startswith("headway.")
-    return is_ours and (not isinstance(error, (CheckpointError, StorageError)) or isinstance(error, ResumeError))
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Return whether an error only reports that another rank is gone."""
-    is_torch = type(error).__module__.startswith("torch.distributed") or type(error) in (RuntimeError, ConnectionError)
-    return is_torch and bool(_LOST_PEER.search(f"{type(error).__name__} {error}"))
-
-
-def last_attempt(events: Sequence[Event]) -> int:
-    """Return the number of the last attempt that announced itself; 0 if none has."""
-    return max((event["attempt"] for event in events if event["event"] == "attempt_started"), default=0)
-
-
-def last_failure(events: Sequence[Event], gone: Mapping[int, str] | None = None) -> Failure | None:
-    """Return the first failure of the last attempt, preferring causes to errors that another rank's end caused.
-
-    Args:
-        events: of the run, earliest first.
-        gone: Ray's message for each rank whose process is gone.
-    """
-    attempt = last_attempt(events)
-    for event in events:
-        if event["event"] == "rank_hung" and event["attempt"] == attempt:
-            # The driver ended the attempt for it, so later errors of the ranks are consequences.
-            return Failure(
-                attempt=attempt,
-                rank=event["ranks"][0] if len(event["ranks"]) == 1 else None,
-                step=event["step"],
-                phase=event["phase"],
-                hung=f"{event['text']}; the stacks of all ranks that could write them: {event['stacks']}",
-            )
-    raised = [event for event in events if event["event"] == "rank_failed" and event["attempt"] == attempt]
-    causes = [event for event in raised if not event["secondary"]]
-    silent = {rank: text for rank, text in (gone or {}).items() if rank not in {event["rank"] for event in raised}}
-    if not causes and silent:
-        rank = min(silent)
-        return Failure(attempt=attempt, rank=rank, message=silent[rank])
-    if not raised:
-        return None
-    first = (causes or raised)[0]
-    return Failure(
-        attempt=attempt,
-        rank=first["rank"],
-        step=first["step"],
-        began_at=first["began_at"],
-        kind=first["type"],
-        phase=first.get("phase", ""),
-        message=first["message"],
-        traceback=first["traceback"],
-        retryable=first["retryable"],
-        secondary=first["secondary"],
-    )
 
 
 def has_left_to_resize(events: Sequence[Event]) -> bool:
@@ -170,52 +43,6 @@ def has_left_to_resize(events: Sequence[Event]) -> bool:
     attempt = last_attempt(events)
     ended = [event for event in events if event["event"] == "attempt_ended" and event["attempt"] == attempt]
     return bool(ended) and ended[-1].get("status") == RESIZING
-
-
-def would_recur(failure: Failure, before: Sequence[Failure]) -> bool:
-    """Return whether a failure would recur, so that retries are useless.
-
-    A dead process, lost peers and a lost storage are retried. An exception is retried if the run got further than at
-    the previous exception and than the step from which the attempt began; otherwise its cause is permanent.
-
-    Args:
-        failure: the failure to decide on.
-        before: earlier failures of the same start.
-    """
-    if not failure.retryable:
-        return True
-    if not failure.is_user_error:
-        return False
-    if failure.step is None:
-        return True
-    furthest = max([each.step for each in before if each.is_user_error and each.step is not None], default=-1)
-    return failure.step <= max(furthest, failure.began_at or 0)
-
-
-def exceeds_budget(failure: Failure, before: Sequence[Failure], *, max_failures: int, max_errors: int) -> bool:
-    """Return whether no retry is left for a failure of its kind: a user error, or anything else.
-
-    Args:
-        failure: the failure to decide on.
-        before: earlier failures of the same start, of both kinds; preemptions are not among them.
-        max_failures: retries for crashes, hangs and lost peers or storage.
-        max_errors: retries for user errors.
-    """
-    of_its_kind = 1 + sum(each.is_user_error == failure.is_user_error for each in before)
-    return of_its_kind > (max_errors if failure.is_user_error else max_failures)
-
-
-def phase_of(error: BaseException) -> str:
-    """Return what a rank was doing when it raised, by the innermost frame of the trainer in the traceback."""
-    phase = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith("headway.datasets."):
-            phase = "reading data"
-        elif module.startswith("headway.trainer."):
-            file = module.removeprefix("headway.trainer.")
-            phase = _PHASES.get(f"{file}.{frame.f_code.co_name}") or _PHASES.get(file, phase)
-    return phase
 
 
 class RetriesExhausted(Exception):
@@ -227,8 +54,36 @@ class RetriesExhausted(Exception):
         return self.args[1] if len(self.args) > 1 else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """How to restart a failed group.
+
+    Attributes:
+        delay_s: how long to wait first.
+        avoid: ids of the nodes to keep the workers off.
+    """
+
+    delay_s: float = 0.0
+    avoid: frozenset[str] = frozenset()
+
+
+class RestartRequired(Exception):
+    """Raised in Ray Train's controller to end it, because the next group starts later or on other nodes.
+
+    Ray Train can neither wait with its resources released nor change the placement of a running `TorchTrainer`.
+    """
+
+    @property
+    def restart(self) -> Restart:
+        """How the driver is to restart the workers."""
+        restart: Restart = self.args[0]
+        return restart
+
+
 class RetryPolicy(UserCallback):  # type: ignore[misc]
-    """Records each failure of a group and ends useless retries; a callback in Ray Train's controller.
+    """Records each failure of a group and decides on retries; a callback in Ray Train's controller.
+
+    Its memory is the run's events, because a restart may be in another controller.
 
     Args:
         run_dir: path or URI of the run's folder.
@@ -236,14 +91,27 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         max_failures: retries after crashes.
         max_errors: retries after user errors.
         max_preemptions: retries after preemptions; None: any number.
+        max_lost_nodes: retries after machines were lost without notice; None: any number.
+        scaling: the workers; None: nodes are not avoided.
+        avoided: ids of the nodes that the group keeps off.
     """
 
     def __init__(
-        self, run_dir: str, *, start: str, max_failures: int, max_errors: int, max_preemptions: int | None = None
+        self,
+        run_dir: str,
+        *,
+        start: str,
+        max_failures: int,
+        max_errors: int,
+        max_preemptions: int | None = None,
+        max_lost_nodes: int | None = None,
+        scaling: Scaling | None = None,
+        avoided: Collection[str] = (),
     ) -> None:
         self._run_dir, self._start = run_dir, start
-        self._max_failures, self._max_errors, self._max_preemptions = max_failures, max_errors, max_preemptions
-        self._failures: list[Failure] = []
+        self._max_failures, self._max_errors = max_failures, max_errors
+        self._max_preemptions, self._max_lost_nodes = max_preemptions, max_lost_nodes
+        self._scaling, self._avoided = scaling, frozenset(avoided)
         self._decided: set[int] = set()
         self._seen: set[str] = set()
 
@@ -252,16 +120,20 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
 
         Raises:
             RetriesExhausted: Ray Train does not retry an error that a callback raises.
+            RestartRequired: the driver restarts the workers.
         """
         attempt = last_attempt(self._events())
         failed = {_failed_process(error) or f"attempt {attempt}: {error!r}" for error in worker_exceptions.values()}
         is_repeated = bool(failed & self._seen)
         self._seen |= failed
-        if not is_repeated:
-            self.decide(worker_exceptions)
+        if is_repeated:
+            return
+        restart = self.decide(worker_exceptions)
+        if restart.delay_s or restart.avoid != self._avoided:
+            raise RestartRequired(restart)
 
-    def decide(self, errors: Mapping[int, BaseException]) -> None:
-        """Record a failure, and decide whether there is another attempt.
+    def decide(self, errors: Mapping[int, BaseException]) -> Restart:
+        """Record a failure, and return how to restart.
 
         Args:
             errors: Ray's errors of the group, by rank.
@@ -270,27 +142,36 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
             RetriesExhausted: there is no other attempt.
         """
         folder, events = Folder(self._run_dir), self._events()
-        attempt = last_attempt(events)
-        has_announced_itself = attempt > 0 and attempt not in self._decided
+        attempt, before = last_attempt(events), past_failures(events)
+        decided = self._decided | {event["attempt"] for event in events if event["event"] == "group_failed"}
+        has_announced_itself = attempt > 0 and attempt not in decided
         self._decided.add(attempt)
         if not has_announced_itself:
             failure = startup_failure(attempt, errors)
         elif has_left_to_resize(events):
-            return
+            return Restart(avoid=self._avoided)
         else:
-            gone = {rank: str(error).strip().splitlines()[-1][:300] for rank, error in errors.items() if str(error)}
-            found = last_failure(events, {**dict.fromkeys(errors, ""), **gone})
-            failure = found or startup_failure(attempt, errors)
+            failure = find_cause(events, errors, folder)
+            # Again, because a notice or an error may have been written meanwhile.
+            events = self._events()
         asked = read_stop_request(folder)
         gives_up = bool(asked and asked.abort)
         preempted = was_preempted(failure, events if has_announced_itself else (), errors)
+        restart, hint, reason = Restart(avoid=self._avoided), "", ""
         if preempted:
             gives_up |= self._max_preemptions is not None and count_endings(events)[0] >= self._max_preemptions
         else:
-            gives_up |= would_recur(failure, self._failures) or exceeds_budget(
-                failure, self._failures, max_failures=self._max_failures, max_errors=self._max_errors
-            )
-            self._failures.append(failure)
+            window = failures_since_refill([*before, failure])[:-1]
+            recurs = would_recur(failure, before, has_other_nodes=self._has_room_beside({failure.node_id}))
+            exhausted = exceeds_budget(
+                failure, window, max_failures=self._max_failures, max_errors=self._max_errors,
+                max_lost_nodes=self._max_lost_nodes,
+            )  # fmt: skip
+            gives_up |= recurs or exhausted
+            reason = _reason(failure, recurs=recurs, exhausted=exhausted)
+            avoid, hint = self._avoid([*window, failure])
+            restart = Restart(delay_s=restart_delay_s(failure, window), avoid=avoid)
+        told = {"last_words": failure.last_words} if failure.last_words else {}
         log = EventWriter(folder, "controller", start=self._start)
         retry_storage(
             lambda: log.add(
@@ -300,13 +181,29 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
                 step=failure.step,
                 text=f"preempted: {failure}" if preempted else str(failure),
                 preempted=preempted,
-                detail="" if failure.kind else failure.message,
                 retrying=not gives_up,
+                next=reason if gives_up else _describe_restart(restart, hint),
+                failure={**asdict(failure), "traceback": ""},
+                **told,
             )
         )
         if gives_up:
             raised = errors.get(-1 if failure.rank is None else failure.rank)
             raise RetriesExhausted(str(failure), raised)
+        return restart
+
+    def _avoid(self, window: Sequence[Failure]) -> tuple[frozenset[str], str]:
+        """Return the nodes to keep the workers off, and text on that."""
+        avoid = nodes_to_avoid(window)
+        if not avoid:
+            return frozenset(), ""
+        hosts = ", ".join(sorted({each.host for each in window if each.node_id in avoid}))
+        if self._has_room_beside(avoid):
+            return frozenset(avoid), f", not on {hosts}, where workers died twice without progress"
+        return frozenset(), f" (workers died twice on {hosts}, which is used again: the other nodes have no room)"
+
+    def _has_room_beside(self, nodes: Collection[str]) -> bool:
+        return self._scaling is not None and slots_beside(nodes, self._scaling) >= self._scaling.min_workers
 
     def _events(self) -> list[Event]:
         """Return the events of this start."""
@@ -314,26 +211,37 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         return [event for event in events if event.get("start") == self._start]
 
 
-def startup_failure(attempt: int, errors: Mapping[int, BaseException]) -> Failure:
-    """Return how a group failed before it announced itself, from Ray's errors alone.
+def slots_beside(nodes: Collection[str], scaling: Scaling) -> int:
+    """Return how many workers fit on the live nodes other than these, by their ids."""
+    if not ray.is_initialized():
+        return 0
+    return slots((each["Resources"] for each in ray.nodes() if each["Alive"] and each["NodeID"] not in nodes), scaling)
 
-    Args:
-        attempt: the last attempt that announced itself, or 0.
-        errors: by rank.
-    """
-    rank, error = min(errors.items(), key=lambda each: (is_secondary(each[1]), each[0]))
-    lines = str(error).strip().splitlines()
-    # Ray's own error means that the process is gone.
-    is_gone = type(error).__module__.startswith("ray.")
-    return Failure(
-        attempt=attempt,
-        rank=rank,
-        kind="" if is_gone else type(error).__name__,
-        phase=_STARTING,
-        message="\n".join(lines[-1:])[:300] if is_gone else str(error),
-        retryable=not is_fatal_error(error),
-        secondary=is_secondary(error),
-    )
+
+def past_failures(events: Sequence[Event]) -> list[Failure]:
+    """Return the failures that the policy has recorded, earliest first, without preemptions."""
+    recorded = [event for event in events if event["event"] == "group_failed" and not event.get("preempted")]
+    return [failure_of(event) for event in recorded if "failure" in event]
+
+
+def failure_of(event: Event) -> Failure:
+    """Return the failure of a "group_failed" event."""
+    return Failure(**{**event["failure"], "lost_ranks": tuple(event["failure"]["lost_ranks"])})
+
+
+def _describe_restart(restart: Restart, hint: str) -> str:
+    when = f" in {human_duration(restart.delay_s)}" if restart.delay_s else ""
+    return f"restarting the workers{when}{hint}"
+
+
+def _reason(failure: Failure, *, recurs: bool, exhausted: bool) -> str:
+    """Return why there is no other attempt, for a failure that is retried in principle."""
+    if recurs and failure.is_death:
+        return "not retried: a process died at this step before, without progress in between"
+    if recurs or not exhausted:
+        return ""
+    setting = {"error": "max_errors", "crash": "max_failures", "machine": "max_lost_nodes"}[failure.budget]
+    return f"no retry is left (retries.{setting})"
 
 
 def name_process(error: BaseException) -> None:

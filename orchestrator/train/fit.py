@@ -116,6 +116,7 @@ def _train(
             display.close()
             run.update(status="failed", reason="", error=summarize_error(error), ended=now())
             write_driver_ended(run, "failed")
+            _add_next_steps(error, run, without=" without --resume never" if is_never else "")
             raise
     close(run, result, display, without=" without --resume never" if is_never else "")
     return result
@@ -205,6 +206,16 @@ def close(run: Run, result: RunResult, display: RunConsole, *, without: str = ""
     display.line(f"its files: {result.run_dir}")
     if result.status in ("interrupted", "time_limit"):
         display.line(f"to resume, start it again{without}")
+
+
+def _add_next_steps(error: BaseException, run: Run, *, without: str) -> None:
+    """Note on an error where the run's files are, and how to resume it."""
+    newest = next(
+        (event["path"] for event in reversed(read_events(run.folder)) if event["event"] == "checkpoint_saved"), None
+    )
+    error.add_note(f"its files: {run.run_dir}")
+    where = f"it resumes from {newest}" if newest else "it has no checkpoint yet and starts at step 0"
+    error.add_note(f"to resume, start it again{without}: {where}")
 
 
 def write_driver_ended(run: Run, status: str) -> None:

@@ -30,9 +30,11 @@ from ..runs.resume import ResumeOptions
 from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder
 from ..watchdog.worker import Watchdog, last_heartbeat_event
+from .cause import is_fatal_error, is_secondary, phase_of, user_line_of
 from .elastic import RESIZING, RestartToResize
 from .evaluated_elsewhere import EvaluatedElsewhere
-from .failures import is_fatal_error, is_secondary, name_process, phase_of
+from .failures import name_process
+from .last_words import Recorder
 from .run_callback import RunCallback
 from .standby import Spares
 from .worker_check import check_worker
@@ -138,7 +140,8 @@ def run_attempt(
                 events.add("last_heard", spent=before["spent"])
             if task.monitors_hangs or world.is_main:
                 stack.enter_context(watchdog)
-            _announce(events, world, attempt, entered)
+            recorder = stack.enter_context(contextlib.closing(Recorder()))
+            _announce(events, world, attempt, entered, recorder)
             for text in differences if world.is_main else ():
                 events.add("warning", category="UserWarning", text=text)
             trainer_class, config = load()
@@ -150,7 +153,7 @@ def run_attempt(
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
-                callbacks=[run_callback, Spares(), *elsewhere, *callbacks],
+                callbacks=[run_callback, recorder, Spares(), *elsewhere, *callbacks],
                 world=world,
                 attempt=attempt,
                 printer=lambda text: events.add("message", text=text),
@@ -170,6 +173,7 @@ def run_attempt(
                 began_at=run_callback.began_at,
                 type=type(error).__name__,
                 phase=phase_of(error),
+                line=user_line_of(error),
                 message=str(error),
                 retryable=not is_fatal_error(error),
                 secondary=is_secondary(error),
@@ -206,13 +210,14 @@ def _past(folder: Folder, asked: ResumeOptions, lease: str) -> tuple[int, Resume
     return 1 + len(sizes), resume, sizes[-1] if sizes else None
 
 
-def _announce(events: EventWriter, world: World, attempt: int, entered: float) -> None:
+def _announce(events: EventWriter, world: World, attempt: int, entered: float, recorder: Recorder) -> None:
     me = {
         "rank": world.rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": str(world.device),
         "entered": round(entered, 3),
+        **recorder.location(),
     }
     if (began := process_start_time()) is not None:
         me["began"] = round(began, 3)

@@ -6,32 +6,38 @@ import math
 import os
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ray import cloudpickle
+from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 
 from headway.trainer.distributed.world import backend
 from headway.trainer.errors import ConfigError
 
 from ..cluster.ray_env import temporary_env
-from ..config.experiment import Experiment
+from ..config.experiment import Experiment, Scaling
 from ..config.target import is_user_file
 from ..errors import TrainingFailedError
+from ..runs.requests import StopRequest, read_stop_request
 from ..runs.resume import ResumeOptions
 from ..runs.run import Run
 from ..storage.events import read_events
+from ..storage.folder import Folder, retry_storage
 from ..storage.scratch import scratch_folder
-from .elastic import RAY_LEARNS_S
-from .failures import RetriesExhausted, RetryPolicy, last_failure
+from .cause import find_cause, raised_failure
+from .elastic import RAY_LEARNS_S, RESIZING
+from .failures import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
 from .standby import environment
 from .worker import Task, train
 from .worker_check import driver_versions
 
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
-# Ray Train also counts restarts to resize and lost peers of a preempted machine; `RetryPolicy` keeps the budgets.
-_MOST_ATTEMPTS = 10_000
+# A second limit, should Ray suppress the exceptions by which `RetryPolicy` ends retries. Ray Train also counts restarts
+# to resize and lost peers of a preempted machine; if the policy allows more, the driver starts Ray Train again.
+_MOST_RAY_RETRIES = 20
 
 
 def run_worker_group(
@@ -44,6 +50,61 @@ def run_worker_group(
     spares: bool,
 ) -> dict[str, Any]:
     """Run Ray Train to its end, and return the fields of rank 0's `FitResult`.
+
+    Starts Ray Train again if the workers are to restart later or on other nodes.
+    """
+    avoided: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _run_ray_train(
+                experiment, run, resume_options=resume_options, wait_timeout_s=wait_timeout_s,
+                verbose=verbose, spares=spares, avoided=avoided,
+            )  # fmt: skip
+        except Exception as error:
+            restart = _restart_after(error, run, avoided)
+            if restart is None:
+                raise
+        if (stop := wait_to_restart(run.folder, restart.delay_s)) is not None:
+            return {"status": stop.status, "reason": stop.reason}
+        avoided = restart.avoid
+
+
+def wait_to_restart(folder: Folder, delay_s: float) -> StopRequest | None:
+    """Wait until workers may restart; returns a request to stop at once."""
+    until_s = time.monotonic() + delay_s
+    while (stop := retry_storage(lambda: read_stop_request(folder))) is None and time.monotonic() < until_s:
+        time.sleep(min(0.3 if folder.is_local else 3.0, max(0.0, until_s - time.monotonic())))
+    return stop
+
+
+def _restart_after(error: BaseException, run: Run, avoided: frozenset[str]) -> Restart | None:
+    """Return how the workers restart after Ray Train has ended; None if they do not."""
+    ended = getattr(error, "controller_failure", None)
+    if isinstance(ended, RestartRequired):
+        return ended.restart
+    if isinstance(ended, RetriesExhausted) or not getattr(error, "worker_failures", None):
+        return None
+    # Ray's own limit: the last decision of the policy is in the events.
+    decided = [
+        event for event in read_events(run.folder)
+        if event.get("start") == run.lease and event["event"] in ("group_failed", "attempt_ended")
+    ]  # fmt: skip
+    last = max(decided, key=lambda event: event["attempt"], default={})
+    allowed = last.get("retrying") or last.get("status") == RESIZING
+    return Restart(avoid=avoided) if allowed else None
+
+
+def _run_ray_train(
+    experiment: Experiment,
+    run: Run,
+    *,
+    resume_options: ResumeOptions,
+    wait_timeout_s: float,
+    verbose: bool,
+    spares: bool,
+    avoided: frozenset[str],
+) -> dict[str, Any]:
+    """Run Ray Train once, with the arguments of `run_worker_group`, off the nodes with the ids in `avoided`.
 
     Ray's own files go to a temporary folder: with the same name and storage Ray Train would resume by itself.
     """
@@ -66,7 +127,8 @@ def run_worker_group(
                 timeout_s=math.ceil(experiment.config.parallel.timeout.amount),
             ),
             scaling_config=ScalingConfig(
-                num_workers=scaling.workers,
+                num_workers=_workers_beside(avoided, scaling),
+                label_selector={"ray.io/node-id": f"!in({','.join(sorted(avoided))})"} if avoided else None,
                 # Ray Train would end the group in the middle of an update; see elastic.py.
                 elastic_resize_monitor_interval_s=math.inf,
                 use_gpu=scaling.gpus_per_worker > 0,
@@ -77,13 +139,13 @@ def run_worker_group(
                 storage_path=ray_dir,
                 worker_runtime_env=environment(task.threads) if spares else {},
                 failure_config=FailureConfig(
-                    max_failures=_MOST_ATTEMPTS,
+                    max_failures=_MOST_RAY_RETRIES,
                     # Ray Train reports an attempt that it ends at a deadline to no callback, so this is its budget.
                     max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
                     # Failed starts of a group: each waits for machines for the start timeout.
                     controller_failure_limit=retries.max_failures + math.ceil(wait_timeout_s / start_timeout_s),
                 ),
-                callbacks=[retry_policy(experiment, run)],
+                callbacks=[retry_policy(experiment, run, avoided=avoided)],
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
             ),
         )
@@ -92,12 +154,22 @@ def run_worker_group(
         return returned
 
 
-def retry_policy(experiment: Experiment, run: Run) -> RetryPolicy:
+def _workers_beside(avoided: frozenset[str], scaling: Scaling) -> int | tuple[int, int]:
+    """Return the workers to ask for. Ray Train counts all nodes when it sizes an elastic group."""
+    if not avoided or not scaling.is_elastic:
+        return scaling.workers
+    least = scaling.min_workers
+    most = min(scaling.max_workers, max(least, slots_beside(avoided, scaling)))
+    return (least, most) if least < most else least
+
+
+def retry_policy(experiment: Experiment, run: Run, *, avoided: frozenset[str] = frozenset()) -> RetryPolicy:
     """Return the retry policy of one start of a run."""
     retries = experiment.retries
     return RetryPolicy(
         run.run_dir, start=run.lease, max_failures=retries.max_failures, max_errors=retries.max_errors,
-        max_preemptions=retries.max_preemptions,
+        max_preemptions=retries.max_preemptions, max_lost_nodes=retries.max_lost_nodes, scaling=experiment.scaling,
+        avoided=avoided,
     )  # fmt: skip
 
 
@@ -161,30 +233,47 @@ def import_folders() -> tuple[str, ...]:
 
 
 def training_error(error: BaseException, run: Run) -> BaseException:
-    """Return the error to raise for one of Ray's: the exception of the worker that failed first, or that it died."""
-    failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
+    """Return the error to raise for one of Ray's: the exception of the worker that failed first, or its death."""
+    errors: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
+    ended = error if isinstance(error, RetriesExhausted) else getattr(error, "controller_failure", None)
     events = [event for event in read_events(run.folder) if event.get("start") == run.lease]
-    failure = last_failure(events, {rank: "" for rank in failures})
-    gave_up = error if isinstance(error, RetriesExhausted) else getattr(error, "controller_failure", None)
-    if failure is None:
-        # A worker that failed its first check has written no event.
-        refused = gave_up.raised if isinstance(gave_up, RetriesExhausted) else None
-        if isinstance(refused, ConfigError):
-            return refused
-        unknown = TrainingFailedError(f"training failed: {type(error).__name__}: {error}")
-        unknown.__cause__ = error
-        return unknown
-    before = [event["text"] for event in events if event["event"] == "group_failed"]
-    text = str(gave_up.args[0] if isinstance(gave_up, RetriesExhausted) else failure)
-    first = f"; the first of {len(before)} failures: {before[0]}" if before and before[0] != text else ""
-    failed = TrainingFailedError(
-        f"{text} (attempt {failure.attempt}){first}", rank=failure.rank, attempt=failure.attempt, step=failure.step,
-        worker_traceback=failure.traceback,
-    )  # fmt: skip
-    raised = failures.get(failure.rank) if failure.rank is not None else None
-    raised = raised or getattr(gave_up, "raised", None)
+    decided = [event for event in events if event["event"] == "group_failed"]
+    if decided and not decided[-1]["retrying"]:
+        failure = failure_of(decided[-1])
+    elif errors or raised_failure(events) is not None:
+        failure = find_cause(events, errors, run.folder)
+    else:
+        return _error_without_failure(error, ended)
+    raised = errors.get(failure.rank) if failure.rank is not None else None
+    raised = raised or getattr(ended, "raised", None)
     # By module: the errors of headway.datasets have no base class in common with the trainer's.
     if isinstance(raised, Exception) and type(raised).__module__.startswith("headway."):
         return raised
-    failed.__cause__ = raised
+    text = str(failure)
+    before = [event["text"] for event in decided if event["text"] != text]
+    first = f"; the first of {len(decided)} failures: {before[0]}" if before else ""
+    why = f"; {decided[-1]['next']}" if decided and decided[-1].get("next") and not decided[-1]["retrying"] else ""
+    recorded = raised_failure(events)
+    failed = TrainingFailedError(
+        f"{text} (attempt {failure.attempt}){why}{first}", rank=failure.rank, attempt=failure.attempt,
+        step=failure.step, worker_traceback=recorded.traceback if recorded and failure.kind else "",
+    )  # fmt: skip
+    if failure.last_words:
+        failed.add_note(f"the last output of the process: {failure.last_words}")
+    # Ray's errors of a dead process name many objects and no cause.
+    if raised is not None and failure.kind:
+        failed.__cause__ = raised
+    return failed
+
+
+def _error_without_failure(error: BaseException, ended: BaseException | None) -> TrainingFailedError:
+    """Return the error for an end of Ray Train that no worker's failure explains."""
+    if isinstance(error, (RayActorError, RayTaskError, RaySystemError, ConnectionError)) and ended is None:
+        cause = "Ray Train's controller is gone, most likely with the head node of the cluster"
+    else:
+        inner = ended or error
+        lines = str(inner).strip().splitlines()
+        cause = f"Ray Train has ended the run: {type(inner).__name__}: {lines[0] if lines else ''}"
+    failed = TrainingFailedError(cause)
+    failed.__cause__ = error
     return failed

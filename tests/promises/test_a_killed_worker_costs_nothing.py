@@ -110,7 +110,8 @@ def test_the_run_that_lost_a_worker_is_the_run_that_did_not(
     assert result.attempts == 2
     events = read_events(Folder(killed_one.run_dir))
     lost = next(each for each in events if each["event"] == "group_failed")
-    assert (lost["rank"], lost["attempt"], lost["text"]) == (1, 1, "the worker of rank 1 died")
+    assert (lost["rank"], lost["attempt"]) == (1, 1)
+    assert "was killed without a trace (SIGKILL" in lost["text"]
     restored = next(each for each in events if each["event"] == "restored")
     # The save of step 15 may not have finished when the worker died.
     assert 10 <= restored["step"] < STEPS

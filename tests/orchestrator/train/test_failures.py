@@ -16,19 +16,10 @@ from torch.utils.data import DataLoader
 from headway.orchestrator.errors import RunConflictError, StorageError
 from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.train.cause import find_cause, is_fatal_error, is_secondary, phase_of, raised_failure
 from headway.orchestrator.train.elastic import RestartToResize
-from headway.orchestrator.train.failures import (
-    Failure,
-    RetriesExhausted,
-    RetryPolicy,
-    exceeds_budget,
-    is_fatal_error,
-    is_secondary,
-    last_failure,
-    name_process,
-    phase_of,
-    would_recur,
-)
+from headway.orchestrator.train.failure_budget import Failure, exceeds_budget, would_recur
+from headway.orchestrator.train.failures import RestartRequired, RetriesExhausted, RetryPolicy, name_process
 from headway.orchestrator.train.preemption import count_endings
 from headway.trainer import World
 from headway.trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StepError
@@ -197,26 +188,26 @@ def raised(attempt: int, rank: int, *, secondary: bool = False) -> Event:
 
 
 def test_the_first_cause_is_told_not_its_consequences() -> None:
-    found = last_failure([started(1), raised(1, 0, secondary=True), raised(1, 2), raised(1, 1)])
+    found = raised_failure([started(1), raised(1, 0, secondary=True), raised(1, 2), raised(1, 1)])
     assert found is not None
     assert (found.rank, found.kind) == (2, "ValueError")
 
 
 def test_a_rank_that_died_is_the_cause_of_its_peers_errors() -> None:
-    found = last_failure([started(1), raised(1, 0, secondary=True)], {0: "reset", 1: "the process is gone"})
-    assert found is not None
-    assert (found.rank, found.kind, str(found)) == (1, "", "the worker of rank 1 died")
+    found = find_cause([started(1), raised(1, 0, secondary=True)], {1: RuntimeError("the process is gone")})
+    assert (found.rank, found.kind) == (0, "ValueError")
+    assert "lost its connection to another worker" in str(found)
 
 
 def test_only_the_last_attempt_counts() -> None:
-    assert last_failure([started(1), raised(1, 0), started(2)]) is None
-    found = last_failure([started(1), raised(1, 0), started(2), raised(2, 1)])
+    assert raised_failure([started(1), raised(1, 0), started(2)]) is None
+    found = raised_failure([started(1), raised(1, 0), started(2), raised(2, 1)])
     assert found is not None
     assert (found.attempt, found.rank) == (2, 1)
 
 
 def test_a_lost_peer_of_which_nobody_knows_more_is_told_as_it_is() -> None:
-    found = last_failure([started(1), raised(1, 0, secondary=True)], {0: "reset"})
+    found = raised_failure([started(1), raised(1, 0, secondary=True)])
     assert found is not None
     assert found.rank == 0
 
@@ -237,6 +228,7 @@ class Controller:
     def __init__(self, folder: Path, **budgets: Any) -> None:
         self.folder = Folder(str(folder))
         self.log = EventWriter(self.folder, "rank-0", start="1-a")
+        self.delays: list[float] = []
         budgets = {"max_failures": 3, "max_errors": 3, **budgets}
         self.watch = RetryPolicy(str(folder), start="1-a", **budgets)
 
@@ -250,6 +242,8 @@ class Controller:
             self.watch.after_exception(None, dict(enumerate(pickle.loads(pickle.dumps(errors)))))
         except RetriesExhausted:
             return False
+        except RestartRequired as required:
+            self.delays.append(required.restart.delay_s)
         return True
 
     def told(self) -> list[Event]:

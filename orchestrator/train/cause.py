@@ -6,7 +6,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +48,9 @@ _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pip
 _NODE_DIED = re.compile(
     r"node (has )?died|owner\'s node|node_died|node was terminated|marked (as )?dead", re.IGNORECASE
 )
-# Ray notices a dead process or node later than its peers do.
+# Peers notice a dead process before the system has removed it.
 _NOTICE_S = 6.0
+_CONNECT_S = 3.0
 
 
 def is_fatal_error(error: BaseException) -> bool:
@@ -175,26 +176,19 @@ def _find_death(
     """
     until_s = time.monotonic() + _NOTICE_S
     while True:
-        gone = _lost_nodes()
-        for rank in others:
-            error = silent.get(rank)
-            if workers[rank].get("node") in gone or (error is not None and _NODE_DIED.search(str(error))):
-                return rank, _words_here(workers[rank]), True
+        suspects = [rank for rank in sorted(silent) if rank in workers] or others
+        lost = lost_nodes({workers[rank].get("node", "") for rank in suspects})
         dead: list[tuple[int, LastWords]] = []
-        for rank in sorted(silent) or others:
-            words = fetch_last_words(workers[rank]) if rank in workers else None
+        for rank in suspects:
+            if workers[rank].get("node") in lost or _NODE_DIED.search(str(silent.get(rank, ""))):
+                return rank, _words_here(workers[rank]), True
+            words = fetch_last_words(workers[rank])
             if words is not None and not words.is_alive:
                 dead.append((rank, words))
-        # With several machines, a process without a trace may have gone with its machine.
-        explained = [each for each in dead if _has_trace(each[1])]
-        if explained:
-            return (*explained[0], False)
-        if dead and not _has_several_nodes():
-            return (*dead[0], False)
+        if dead:
+            return (*next((each for each in dead if _has_trace(each[1])), dead[0]), False)
         if time.monotonic() > until_s:
-            if dead:
-                return (*dead[0], False)
-            first = next((rank for rank in sorted(silent) if rank in workers), None)
+            first = next((rank for rank in suspects if rank in silent), None)
             return None if first is None else (first, None, False)
         time.sleep(0.3)
 
@@ -208,12 +202,25 @@ def _words_here(worker: dict[str, Any]) -> LastWords | None:
     return fetch_last_words(worker) if worker["host"] == socket.gethostname() else None
 
 
-def _lost_nodes() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]} if ray.is_initialized() else set()
+def lost_nodes(nodes: Collection[str]) -> set[str]:
+    """Return which of these nodes, by id, are gone: by Ray's list, or because their raylet cannot be reached.
+
+    Ray's list alone is late: it waits for several missed heartbeats.
+    """
+    if not ray.is_initialized():
+        return set()
+    known = {each["NodeID"]: each for each in ray.nodes()}
+    return {node for node in nodes if node in known and not _is_reachable(known[node])}
 
 
-def _has_several_nodes() -> bool:
-    return ray.is_initialized() and len(ray.nodes()) > 1
+def _is_reachable(node: Mapping[str, Any]) -> bool:
+    if not node["Alive"]:
+        return False
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _keep_last_words(failure: Failure, words: LastWords, folder: Folder) -> Failure:

@@ -32,6 +32,7 @@ from ..runs.run import Run
 from ..runs.stop import stop_run
 from .job_command import JobRequest, dashboard_url, entrypoint
 from .ray_env import temporary_env
+from .token_check import token_error
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -221,10 +222,7 @@ class Jobs:
                 "forward the port of one (`ray dashboard cluster.yaml`), or give another --address"
             ) from error
         except AuthenticationError as error:
-            raise ConfigError(
-                f"the cluster at {self.address} requires a token: set RAY_AUTH_MODE=token and, if its head is another "
-                "machine, RAY_AUTH_TOKEN to the output of `ray get-auth-token` there"
-            ) from error
+            raise token_error(self.address) from error
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"the cluster at {self.address} rejected the request: {error}") from error
 

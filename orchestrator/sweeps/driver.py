@@ -67,9 +67,11 @@ def sweep(
     """
     quiet_environment(verbose=verbose)
     from ..cluster.connect import check_resources, usable_cpus, will_start_own_ray
+    from ..cluster.token_check import check_token
 
     search.check(experiment)
     display = display or SweepConsole(search.metric, search.mode)
+    check_token()
     check_resources(experiment.scaling)
     # A Ray started here has more CPUs than the machine; those are for reading data.
     cpus = usable_cpus() if will_start_own_ray() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,7 +17,7 @@ from headway.trainer.loop.run_state import COMPONENTS
 from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
-from ..errors import RunConflictError
+from ..errors import RunConflictError, StorageError
 from ..runs.open import OpenedRun, open_run
 from ..runs.result import RunResult
 from ..runs.resume import ResumeOptions
@@ -52,7 +53,7 @@ def fit(
         display: shows the run; by default on standard output.
 
     Raises:
-        ConfigError: the arguments are invalid, or the machines do not suffice.
+        ConfigError: the arguments are invalid, the cluster requires a token, or the machines do not suffice.
         RunConflictError: a run of this name has another config, or belongs to another process.
         StorageError: the storage cannot be written.
         HeadwayError: an error of Headway in a worker (DataError, StepError, ...), as it was raised.
@@ -61,9 +62,11 @@ def fit(
     began = time.time()
     quiet_environment(verbose=verbose)
     from ..cluster.connect import check_resources, will_start_own_ray
+    from ..cluster.token_check import check_token
 
     display = display or RunConsole()
     resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
+    check_token()
     check_resources(experiment.scaling)
     check_training(experiment, elsewhere=not will_start_own_ray())
     opened = open_run(experiment, accept_changes=accept_changes, say=display.line)
@@ -210,12 +213,12 @@ def close(run: Run, result: RunResult, display: RunConsole, *, without: str = ""
 
 def _add_next_steps(error: BaseException, run: Run, *, without: str) -> None:
     """Note on an error where the run's files are, and how to resume it."""
-    newest = next(
-        (event["path"] for event in reversed(read_events(run.folder)) if event["event"] == "checkpoint_saved"), None
-    )
     error.add_note(f"its files: {run.run_dir}")
-    where = f"it resumes from {newest}" if newest else "it has no checkpoint yet and starts at step 0"
-    error.add_note(f"to resume, start it again{without}: {where}")
+    # An unavailable storage must not hide the error.
+    with contextlib.suppress(StorageError):
+        saved = [event["path"] for event in read_events(run.folder) if event["event"] == "checkpoint_saved"]
+        where = f"it resumes from {saved[-1]}" if saved else "it has no checkpoint yet and starts at step 0"
+        error.add_note(f"to resume, start it again{without}: {where}")
 
 
 def write_driver_ended(run: Run, status: str) -> None:

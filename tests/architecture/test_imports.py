@@ -32,7 +32,8 @@ ALLOWED_INSIDE_FUNCTIONS = {
     "trainer": {"cryptography", "fsspec", "pandas", "safetensors", "torchao"},
     "datasets": set(),
     # They need not be there: who asks for a report, or for a search by Optuna, is told how to get them.
-    "orchestrator": {"optuna", "plotly"},
+    # grpc comes with Ray's dashboard.
+    "orchestrator": {"grpc", "optuna", "plotly"},
 }
 
 ONLY_ORCHESTRATOR = ("ray.train", "ray.tune", "ray.job_submission", "pydantic", "yaml", "typer")

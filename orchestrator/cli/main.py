@@ -44,7 +44,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 # Prefixes of the threads of `fit` and `sweep` that wait for Ray.
-_WAITING = ("headway-ray-train", "headway-ray-tune")
+_WAITING = ("headway-ray-start", "headway-ray-train", "headway-ray-tune")
 
 
 def _print_version(wanted: bool) -> None:

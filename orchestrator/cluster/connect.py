@@ -1,4 +1,4 @@
-"""Connects to Ray: the one of this process, else that of RAY_ADDRESS, else a quiet one started here."""
+"""Connects to Ray: the one of this process, else that of RAY_ADDRESS, else a quiet one started here, on loopback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.util import placement_group_table
@@ -17,6 +19,7 @@ from headway.trainer.metrics.units import human_duration
 
 from ..config.experiment import Scaling
 from ..train.elastic import slots_capped, target_workers
+from .own_ray import RayThread, on_loopback
 from .ray_env import temporary_env
 
 _OWN = {
@@ -30,6 +33,10 @@ _OWN = {
     # Blocks of data that were used up stay in memory for so long: at Ray's 1000, a second of reading.
     "RAY_free_objects_period_milliseconds": "100",
 }
+
+# The sockets of collectives of a Ray on loopback.
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
 
 
 def will_start_own_ray() -> bool:
@@ -164,50 +171,63 @@ def clamp_to_machine(scaling: Scaling) -> Scaling:
 
 
 @contextlib.contextmanager
-def ray_connection(scaling: Scaling, *, verbose: bool) -> Iterator[bool]:
+def ray_connection(scaling: Scaling, *, verbose: bool, say: Callable[[str], None] | None = None) -> Iterator[bool]:
     """Connect to Ray or start one, and undo that at the end. Yields whether it was started here.
+
+    A signal handler that raises ends the wait for Ray.
 
     Args:
         scaling: a Ray started here gets CPUs for these workers, and two more for reading data.
         verbose: show the output of Ray and its workers.
+        say: shows a line while the start takes long.
+
+    Raises:
+        HeadwayError: Ray has not started on this machine.
     """
     if ray.is_initialized():
         yield False
         return
+    output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": _level(verbose)}
     if not will_start_own_ray():
-        ray.init(address="auto", log_to_driver=verbose, logging_level=_level(verbose))
+        thread = RayThread(say, address="auto", **output)
         try:
+            thread.connect()
             check_resources(scaling)
             yield False
         finally:
             # Otherwise a thread that waits for workers that were given up would crash the process at exit.
-            ray.shutdown()
+            _shut_down(thread)
         return
-    with temporary_env(_OWN):
+    cpus = max(usable_cpus(), math.ceil(scaling.total_resources["CPU"])) + 2
+    thread = RayThread(say, address="local", num_cpus=cpus, include_dashboard=False, **output)
+    with temporary_env(_OWN), temporary_env(LOOPBACK_ENV, unless_set=True):
         try:
-            _start_ray(scaling, verbose=verbose)
+            _start(thread)
             yield True
         finally:
-            ray.shutdown()
+            _shut_down(thread)
 
 
-def _start_ray(scaling: Scaling, *, verbose: bool) -> None:
+def _start(thread: RayThread) -> None:
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(usable_cpus(), math.ceil(scaling.total_resources["CPU"])) + 2,
-            include_dashboard=False,
-            log_to_driver=verbose,
-            logging_level=_level(verbose),
-        )
+        with on_loopback():
+            thread.connect()
+    except HeadwayError:
+        raise
     except Exception as error:
-        # A plain Exception, which Ray raises where its own processes have not come up within 30 s.
-        if "timed out during startup" not in str(error):
-            raise
+        # Most are plain Exceptions and RuntimeErrors.
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadwayError(
-            "Ray has not started on this machine within 30 s, most likely because other processes take its CPUs: stop "
-            "some of them and start the run again, or start Ray first (`ray start --head`) and set RAY_ADDRESS=auto"
+            f"Ray could not start on this machine ({cause}): most likely other processes take its CPUs, so stop some "
+            "of them and start the run again, or start Ray first (`ray start --head`) and set RAY_ADDRESS=auto"
         ) from error
+
+
+def _shut_down(thread: RayThread) -> None:
+    # While the thread is still in ray.init, it shuts Ray down itself.
+    if not thread.is_starting:
+        ray.shutdown()
+    thread.release()
 
 
 def _level(verbose: bool) -> int:

@@ -108,7 +108,7 @@ def _run_sweep(
         display.line(f"  {change}", "dim")
     with StopSignals() as signals:
         try:
-            with ray_connection(experiment.scaling, verbose=verbose) as is_own:
+            with ray_connection(experiment.scaling, verbose=verbose, say=display.line) as is_own:
                 signals.install()
                 capacity = ConcurrencyLimit(experiment, search, cpus=cpus)
                 lead = SweepDriver(experiment, search, opened, signals, display)

@@ -99,8 +99,8 @@ def _train(
     with StopSignals() as signals:
         try:
             display.starting(f"starting {experiment.scaling}")
-            with ray_connection(experiment.scaling, verbose=verbose) as is_own:
-                # ray.init takes SIGTERM for itself.
+            with ray_connection(experiment.scaling, verbose=verbose, say=display.line) as is_own:
+                # In case a library has taken them.
                 signals.install()
                 driver = RunDriver(
                     experiment, run, signals, display, resume_options=resume_options, verbose=verbose,

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 from headway.trainer.distributed.world import backend
 from headway.trainer.errors import ConfigError
 
+from ..cluster.own_ray import is_on_loopback
 from ..cluster.ray_env import temporary_env
 from ..config.experiment import Experiment, Scaling
 from ..config.target import is_user_file
@@ -112,6 +113,8 @@ def _run_ray_train(
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from .loopback_store import LoopbackTorchConfig
+
     scaling, retries = experiment.scaling, experiment.retries
     task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
     # If machines go while an elastic group starts, it is soon sized again.
@@ -120,7 +123,7 @@ def _run_ray_train(
         trainer = TorchTrainer(
             train,
             train_loop_config={"task": task, "training": pickle_trainer(experiment)},
-            torch_config=TorchConfig(
+            torch_config=(LoopbackTorchConfig if is_on_loopback() else TorchConfig)(
                 backend=backend(
                     "cuda" if scaling.gpus_per_worker else "cpu", with_cpus=experiment.config.parallel.cpu_offload
                 ),

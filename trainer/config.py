@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 from .checkpoints.retention import Mode, Retention
 from .errors import ConfigError
 from .loop.progress import Duration
+from .redaction import REDACTED, is_secret_field, redact_urls, redact_value
 
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
@@ -466,16 +467,19 @@ def one_step_on_cpu(config: C) -> C:
 
 
 def as_plain(config: Any) -> Any:
-    """Return a config as dicts, lists, numbers and text, as it is written to files."""
+    """Return a config as dicts, lists, numbers and text, as it is written to files: without secrets (redaction.py)."""
     if isinstance(config, Duration):
         return str(config)
     if is_dataclass(config) and not isinstance(config, type):
-        return {each.name: as_plain(getattr(config, each.name)) for each in fields(config)}
+        values = {each: getattr(config, each.name) for each in fields(config)}
+        return {
+            each.name: REDACTED if is_secret_field(each, value) else as_plain(value) for each, value in values.items()
+        }
     if isinstance(config, Mapping):
-        return {str(key): as_plain(value) for key, value in config.items()}
+        return {str(key): redact_value(str(key), as_plain(value)) for key, value in config.items()}
     if isinstance(config, (list, tuple)):
         return [as_plain(value) for value in config]
-    return config if config is None or isinstance(config, (bool, int, float, str)) else str(config)
+    return config if config is None or isinstance(config, (bool, int, float)) else redact_urls(str(config))
 
 
 def _positive(name: str, value: Any, *, optional: bool = True) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from headway.trainer.callbacks.progress_bar import Pace, progress_line
 from headway.trainer.loop import messages
+from headway.trainer.redaction import redact
 
 from ..storage.events import Event
 
@@ -47,7 +48,7 @@ class RunConsole:
     def line(self, text: str, style: str | None = None) -> None:
         """Print one line, and log it as a message of the run: as a warning if it is yellow."""
         level = logging.WARNING if style == "yellow" else logging.INFO
-        messages.log(text, lambda line: self._print(line, style), level=level)
+        messages.log(redact(text), lambda line: self._print(line, style), level=level)
 
     def _print(self, text: str, style: str | None = None) -> None:
         # A style passed to `print` would also colour the bar.

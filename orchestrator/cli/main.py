@@ -201,18 +201,19 @@ def _explain(error: Exception) -> int:
     """Print an error of Headway, the cause first, and return the exit code; raise any other error."""
     from headway.datasets.errors import DataError
     from headway.trainer.errors import ConfigError
+    from headway.trainer.redaction import redact
 
     from ..errors import StorageError, TrainingFailedError
 
     # Errors of datasets/ have no common base class.
     if not type(error).__module__.startswith("headway."):
         raise error
-    print(f"headway: {error}", file=sys.stderr)
+    print(f"headway: {redact(str(error))}", file=sys.stderr)
     if isinstance(error, TrainingFailedError) and error.worker_traceback:
-        print(f"\n{error.worker_traceback}", file=sys.stderr)
+        print(f"\n{redact(error.worker_traceback)}", file=sys.stderr)
     for note in getattr(error, "__notes__", ()):
         if not note.startswith("raised in process "):
-            print(note, file=sys.stderr)
+            print(redact(note), file=sys.stderr)
     return 2 if isinstance(error, (ConfigError, StorageError, DataError)) else 1
 
 

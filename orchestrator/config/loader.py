@@ -19,6 +19,7 @@ from typing import Any, cast, get_type_hints
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
+from headway.trainer.redaction import REDACTED, is_secret_field, redact_value
 from headway.trainer.trainer import Trainer
 
 from .coerce import PlainScalar, coerce, parse_yaml, render_yaml
@@ -88,13 +89,15 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def to_plain(value: Any, path: str = "") -> Any:
     """Return an experiment, or a part of one, as dicts, lists, numbers and strings; the inverse of `from_plain`.
 
+    Secrets become "(redacted)", as in all files; see `headway.trainer.redaction`.
+
     Raises:
         ConfigError: a field's value cannot be saved in a file.
     """
     if value is None or type(value) in (bool, int, float, str):
-        return value
+        return redact_value(path, value)
     if isinstance(value, (Duration, Path)):
-        return str(value)
+        return redact_value(path, str(value))
     if isinstance(value, Enum):
         return to_plain(value.value, path)
     if isinstance(value, type) and issubclass(value, Trainer):
@@ -106,12 +109,46 @@ def to_plain(value: Any, path: str = "") -> Any:
     if isinstance(value, (set, frozenset)):
         return [to_plain(each, path) for each in sorted(value)]
     if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in _settable(type(value))]
-        return {name: to_plain(getattr(value, name), _at(path, name)) for name in names}
+        return {
+            field.name: _field_to_plain(field, getattr(value, field.name), path) for field in _settable(type(value))
+        }
     raise ConfigError(
         f"{path or 'the value'} is a {type(value).__name__}, which cannot be saved in a file: keep a name or a number "
         "in the config, and create the object in the trainer"
     )
+
+
+def _field_to_plain(field: Field[Any], value: Any, path: str) -> Any:
+    return REDACTED if is_secret_field(field, value) else to_plain(value, _at(path, field.name))
+
+
+def check_not_redacted(experiment: Experiment) -> None:
+    """Check that no setting comes from a record without its secrets.
+
+    Raises:
+        ConfigError: names the settings to give again.
+    """
+    if lost := _redacted_in(experiment):
+        raise ConfigError(
+            f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} {REDACTED}, because records keep no secrets: give "
+            f"{'it' if len(lost) == 1 else 'them'} again, as in {lost[0]}=..., or read it from an environment variable"
+        )
+
+
+def _redacted_in(value: Any, path: str = "") -> list[str]:
+    """Return the paths of the values that are a redacted text."""
+    if isinstance(value, str):
+        return [path] if REDACTED in value else []
+    if isinstance(value, Mapping):
+        return [found for key, each in value.items() for found in _redacted_in(each, _at(path, str(key)))]
+    if isinstance(value, (list, tuple)):
+        return [found for index, each in enumerate(value) for found in _redacted_in(each, f"{path}[{index}]")]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [
+            found for each in _settable(type(value))
+            for found in _redacted_in(getattr(value, each.name), _at(path, each.name))
+        ]  # fmt: skip
+    return []
 
 
 def from_plain(plain: Mapping[str, Any]) -> Experiment:
@@ -148,7 +185,9 @@ def non_default_fields(experiment: Experiment) -> dict[str, str | None]:
                 found[where] = None
                 continue
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            sides = [{where: to_plain(value, where)} for value in (default, getattr(settings, each.name))]
+            sides = [
+                {where: _field_to_plain(each, value, section)} for value in (default, getattr(settings, each.name))
+            ]
             for change in differences(*sides):
                 before = change.before
                 found[change.path] = before if isinstance(before, str) else json.dumps(before)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from headway.trainer.config import MAY_CHANGE
 from headway.trainer.ownership.claim import OwnedByAnotherError
+from headway.trainer.redaction import redact_command, secret_paths
 
 from ..config.coerce import parse_yaml
 from ..config.experiment import Experiment
@@ -241,7 +242,8 @@ def provenance_of(experiment: Experiment) -> dict[str, Any]:
     """Return the code, command, versions and machine of this start for its record. Takes 0.1 s."""
     return {
         "trainer": to_plain(experiment.trainer), "code": code(experiment.trainer), "working_dir": os.getcwd(),
-        "command": sys.argv, "versions": versions(), "git": git_state(), "hardware": hardware(),
+        "command": redact_command(sys.argv, secret_paths(experiment)),
+        "versions": versions(), "git": git_state(), "hardware": hardware(),
     }  # fmt: skip
 
 

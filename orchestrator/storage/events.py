@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+from headway.trainer.redaction import redact
+
 from .folder import Folder
 
 Event = dict[str, Any]
@@ -33,8 +35,9 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def add(self, kind: str, **details: Any) -> None:
-        """Write one event, with its time in seconds since 1970."""
-        line = json.dumps({"time": time.time(), "event": kind, **self._start, **details}, default=str)
+        """Write one event, with its time in seconds since 1970, and without secrets."""
+        shown = {name: redact(value) for name, value in details.items()}
+        line = json.dumps({"time": time.time(), "event": kind, **self._start, **shown}, default=str)
         if self._folder.is_local:
             self._folder.append("events.jsonl", line)
             return

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headway.trainer.errors import ConfigError
+from headway.trainer.redaction import redact_urls
 
 from ..errors import StorageError
 
@@ -31,9 +32,14 @@ def absolute(place: str | os.PathLike[str]) -> str:
     """Return an absolute path or a URI, because workers have another current directory.
 
     Raises:
-        ConfigError: the URI is memory://, which only one process can see.
+        ConfigError: the URI contains a password, or is memory://, which only one process can see.
     """
     text = os.fspath(place)
+    if (shown := redact_urls(text)) != text:
+        raise ConfigError(
+            f"{shown} contains a password or a token, which would be in every record and message: leave it out, and "
+            "set it in the environment or in ~/.config/fsspec (docs/configuration.md, Secrets)"
+        )
     if "://" not in text:
         return os.path.abspath(os.path.expanduser(text))
     scheme, _, rest = text.partition("://")

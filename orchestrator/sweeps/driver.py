@@ -18,7 +18,7 @@ from headway.trainer.metrics.units import human_duration
 from ..cli.sweep_console import SweepConsole, shown
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
-from ..config.loader import to_plain, to_yaml
+from ..config.loader import check_not_redacted, to_plain, to_yaml
 from ..errors import RunConflictError, TrainingFailedError
 from ..runs.open import open_run, open_sweep, provenance_of, record_changed_settings
 from ..runs.requests import StopRequest, read_stop_request, request_stop
@@ -69,6 +69,7 @@ def sweep(
     from ..cluster.connect import check_resources, usable_cpus, will_start_own_ray
     from ..cluster.token_check import check_token
 
+    check_not_redacted(experiment)
     search.check(experiment)
     display = display or SweepConsole(search.metric, search.mode)
     check_token()

@@ -13,10 +13,12 @@ import torch
 from headway.trainer.distributed.world import World
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.run_state import COMPONENTS
+from headway.trainer.redaction import redact
 
 from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
+from ..config.loader import check_not_redacted
 from ..errors import RunConflictError, StorageError
 from ..runs.open import OpenedRun, open_run
 from ..runs.result import RunResult
@@ -66,6 +68,7 @@ def fit(
 
     display = display or RunConsole()
     resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
+    check_not_redacted(experiment)
     check_token()
     check_resources(experiment.scaling)
     check_training(experiment, elsewhere=not will_start_own_ray())
@@ -230,6 +233,6 @@ def write_driver_ended(run: Run, status: str) -> None:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the type and first line of an error, for records."""
-    lines = str(error).strip().splitlines()
+    """Return the type and first line of an error, for records, without secrets."""
+    lines = redact(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

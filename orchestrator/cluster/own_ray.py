@@ -7,7 +7,7 @@ import ipaddress
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ class RayThread:
             HeadwayError: a process of Ray ended while it was starting.
             BaseException: whatever `ray.init` raised.
         """
-        before, began_s, said_s = _servers(), time.monotonic(), time.monotonic()
+        before, began_s, said_s = server_processes(), time.monotonic(), time.monotonic()
         self._thread.start()
         try:
             while not self._done.wait(_POLL_EVERY_S):
-                started = {pid: name for pid, name in _servers().items() if pid not in before}
+                started = {pid: name for pid, name in server_processes().items() if pid not in before}
                 self._find_logs(started)
-                dead = [name for pid, name in started.items() if not _is_running(pid)]
+                dead = ended_processes(started)
                 if dead and not self._done.wait(_POLL_EVERY_S):
                     raise HeadwayError(_describe_death(dead[0], self._logs))
                 if self._say is not None and time.monotonic() - said_s >= _REPORT_EVERY_S:
@@ -143,7 +143,7 @@ def is_on_loopback() -> bool:
         return False
 
 
-def _servers() -> dict[int, str]:
+def server_processes() -> dict[int, str]:
     """Return the names of this process's Ray processes, also of dead ones, by pid; empty without /proc."""
     found: dict[int, str] = {}
     for task in Path("/proc/self/task").glob("*/children"):
@@ -153,6 +153,11 @@ def _servers() -> dict[int, str]:
                 if name in _SERVERS:
                     found[pid] = name
     return found
+
+
+def ended_processes(servers: Mapping[int, str]) -> list[str]:
+    """Return the names of those of `server_processes` that have ended."""
+    return [name for pid, name in servers.items() if not _is_running(pid)]
 
 
 def _is_running(pid: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from headway.trainer.distributed.world import World
-from headway.trainer.errors import ConfigError
+from headway.trainer.errors import ConfigError, HeadwayError
 from headway.trainer.loop.run_state import COMPONENTS
 from headway.trainer.redaction import redact
 
@@ -42,7 +42,7 @@ def fit(
 
     Uses the Ray that this process is connected to, else the one of RAY_ADDRESS, else starts one for this run. In the
     main thread, the first SIGINT or SIGTERM saves a checkpoint and ends the run as "interrupted"; a second Ctrl-C ends
-    it immediately.
+    it immediately. A dead Ray ends this process; if this function has connected to it, the run is recorded as failed.
 
     Args:
         experiment: what to train.
@@ -91,25 +91,41 @@ def _train(
     verbose: bool,
 ) -> RunResult:
     """Train a run that this process owns."""
+    import ray
+
     from ..cluster.connect import clamp_to_machine, ray_connection
+    from ..cluster.own_ray import ended_processes, server_processes
     from .driver import RunDriver
+    from .driver_watch import watch_driver
     from .signals import StopSignals
 
     run, is_never = opened.run, resume_options.resume == "never"
     _greet(opened, experiment, display)
     resume_options = _resumption(resume_options, run, display)
     experiment = replace(experiment, scaling=clamp_to_machine(experiment.scaling))
-    with StopSignals() as signals:
+    connects = not ray.is_initialized()
+    with contextlib.ExitStack() as watched, StopSignals() as signals:
         try:
             display.starting(f"starting {experiment.scaling}")
             with ray_connection(experiment.scaling, verbose=verbose, say=display.line) as is_own:
                 # In case a library has taken them.
                 signals.install()
+                servers = server_processes() if is_own else {}
+                if connects:
+                    watched.enter_context(watch_driver(run, servers))
                 driver = RunDriver(
                     experiment, run, signals, display, resume_options=resume_options, verbose=verbose,
                     spares=is_own if experiment.retries.spares == "auto" else experiment.retries.spares, began=began,
                 )  # fmt: skip
-                result = driver.run()
+                try:
+                    result = driver.run()
+                except Exception as error:
+                    # Often Ray ends this process first; then `watch_driver` says it.
+                    if dead := ended_processes(servers):
+                        raise HeadwayError(
+                            f"Ray died: its process {dead[0]} ended; to resume, start it again"
+                        ) from error
+                    raise
         except KeyboardInterrupt:
             display.close()
             reason = f"{signals.name} before training began"
@@ -124,7 +140,7 @@ def _train(
             write_driver_ended(run, "failed")
             _add_next_steps(error, run, without=" without --resume never" if is_never else "")
             raise
-    close(run, result, display, without=" without --resume never" if is_never else "")
+        close(run, result, display, without=" without --resume never" if is_never else "")
     return result
 
 

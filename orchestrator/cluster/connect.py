@@ -122,12 +122,20 @@ def wait_timeout_error(what: str, scaling: Scaling) -> ConfigError:
 
 
 def placed_groups() -> set[str]:
-    """Return the placement groups that have been placed, except those that reserve no CPU."""
+    """Return the placement groups of this job that have been placed, except those that reserve no CPU.
+
+    The groups of other users of the cluster say nothing about the workers of this one.
+    """
+    # The id of a group ends with that of its job, also if an actor of the job has created it:
+    # https://github.com/ray-project/ray/blob/master/src/ray/design_docs/id_specification.md
+    job = ray.get_runtime_context().get_job_id()
     return {
         name
         for name, group in placement_group_table().items()
         # A trial's own process, beside its workers, reserves one byte of memory.
-        if group["state"] == "CREATED" and any(bundle.get("CPU") for bundle in group["bundles"].values())
+        if name.endswith(job)
+        and group["state"] == "CREATED"
+        and any(bundle.get("CPU") for bundle in group["bundles"].values())
     }
 
 

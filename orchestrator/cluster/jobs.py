@@ -30,6 +30,7 @@ from ..cli.tables import format_table, local_time
 from ..errors import StorageError
 from ..runs.run import Run
 from ..runs.stop import stop_run
+from ..storage.folder import join
 from .job_command import JobRequest, dashboard_url, entrypoint
 from .ray_env import temporary_env
 from .token_check import token_error
@@ -95,20 +96,30 @@ class Jobs:
         return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
 
     def find(self, name: str) -> JobDetails:
-        """Return a job by its name, or the newest job of the run of that name, preferring jobs that have not ended.
+        """Return a job by its name, or the newest job of a run, preferring jobs that have not ended.
+
+        A run is given by its name, or by its storage and name, as in `s3://bucket/runs/digits`.
 
         A second job of a running run is refused and ends immediately, so the newest may not be the one that trains.
 
         Raises:
-            ConfigError: there is none; names the jobs that exist.
+            ConfigError: there is none, or runs of that name have several storages; names the jobs.
         """
         jobs = self.all()
         for job in jobs:
             if job.submission_id == name:
                 return job
-        of_run = [job for job in jobs if (job.metadata or {}).get(_RUN) == name]
-        if of_run:
-            return next((job for job in of_run if not job.status.is_terminal()), of_run[0])
+        of_run = [job for job in jobs if name in ((job.metadata or {}).get(_RUN), _run_dir(job))]
+        found = [job for job in of_run if not job.status.is_terminal()] or of_run
+        if len({_run_dir(job) for job in found}) > 1:
+            # Run names are often class names, which two users of a cluster may share.
+            runs = "\n".join(f"  {job.submission_id}: {_run_dir(job)}" for job in found[:10])
+            raise ConfigError(
+                f"several runs at {self.address} are called {name}: give the name of a job, or the run with its "
+                f"storage\n{runs}"
+            )
+        if found:
+            return found[0]
         names = ", ".join(str(job.submission_id) for job in jobs[:10])
         raise ConfigError(f"there is no job {name!r} at {self.address}; its jobs: {names or 'none'}")
 
@@ -348,3 +359,9 @@ def _copy_of_headway() -> Iterator[str]:
 def _outcome(job: JobDetails) -> str:
     code = "" if job.driver_exit_code is None else f", exit code {job.driver_exit_code}"
     return f"{job.status.value.lower()}{code}"
+
+
+def _run_dir(job: JobDetails) -> str:
+    """Return the storage and name of a job's run; empty for other jobs."""
+    metadata = job.metadata or {}
+    return join(metadata.get(_STORAGE, ""), metadata[_RUN]) if _RUN in metadata else ""

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from headway.orchestrator import Run, Scaling
-from headway.orchestrator.cluster.connect import ray_connection
+from headway.orchestrator.cluster.connect import placed_groups, ray_connection
 from headway.orchestrator.cluster.ray_env import quiet_environment
 from headway.trainer.errors import HeadwayError
 from tests.promises.test_ctrl_c_loses_nothing import TARGET
@@ -104,6 +104,33 @@ def test_the_ray_of_a_run_and_its_workers_listen_on_loopback_only(
     listening = {pid: listening_addresses(pid) for pid in pids}
     assert listening[child(driver.pid, "gcs_server")]
     assert {str(each) for found in listening.values() for each in found if not each.is_loopback} == set(), listening
+
+
+_STRANGER = """
+import sys
+import ray
+ray.init(sys.argv[1], log_to_driver=False, configure_logging=False)
+group = ray.util.placement_group([{"CPU": 1}])
+assert group.wait(60)
+print("placed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_placement_groups_of_other_jobs_do_not_count() -> None:
+    mine = ray.util.placement_group([{"CPU": 1}])
+    assert mine.wait(60)
+    address = ray.get_runtime_context().gcs_address
+    with subprocess.Popen(
+        [sys.executable, "-c", _STRANGER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "placed\n"
+        assert len(ray.util.placement_group_table()) > 1
+        assert placed_groups() == {mine.id.hex()}
+    ray.util.remove_placement_group(mine)
 
 
 def wait_for(condition: Callable[[], Any], driver: subprocess.Popen[str] | None = None) -> Any:

@@ -327,6 +327,19 @@ def test_the_job_of_a_run_is_the_one_that_trains_not_the_one_that_was_refused() 
     assert jobs.find("digits") == refused
 
 
+def test_a_run_name_of_two_storages_stops_neither_job() -> None:
+    mine, theirs = (job(f"digits-{each}", JobStatus.RUNNING, start_time=each) for each in (1, 2))
+    theirs.metadata["headway_storage"] = "s3://theirs/runs"
+    client = Client(mine, theirs)
+    jobs = jobs_with(client)
+    with pytest.raises(ConfigError, match=r"several runs .* are called digits.*\n.*digits-2: s3://theirs/runs/digits"):
+        jobs.stop("digits")
+    assert client.stopped == []
+    assert jobs.find("/nowhere/digits") == mine
+    assert jobs.find("s3://theirs/runs/digits") == theirs
+    assert jobs.find("digits-1") == mine
+
+
 def test_a_driver_that_a_signal_has_ended_has_the_exit_code_that_a_shell_would_say() -> None:
     client = Client(job("digits-1", JobStatus.FAILED, code=-9))
     assert jobs_with(client).follow("digits-1", lambda _: None) == 137

@@ -141,7 +141,7 @@ class Retries:
     """How often a run restarts after a failure.
 
     Each start of the run counts from zero, and so does each failure after 1,000 updates, or an hour of training, beyond
-    the furthest step reached before. Errors that would recur are not retried: see `train/failure_budget.py`.
+    the furthest step reached before. Errors that would recur are not retried: see `train/failures/budget.py`.
 
     Attributes:
         max_failures: retries after workers crashed, hung, or lost their connection to each other or to the storage;

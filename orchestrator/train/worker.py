@@ -30,11 +30,11 @@ from ..runs.resume import ResumeOptions
 from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder
 from ..watchdog.worker import Watchdog, last_heartbeat_event
-from .cause import is_fatal_error, is_secondary, phase_of, user_line_of
 from .elastic import RESIZING, RestartToResize
 from .evaluated_elsewhere import EvaluatedElsewhere
-from .failures import name_process
-from .last_words import Recorder
+from .failures.cause import is_fatal_error, is_secondary, phase_of, user_line_of
+from .failures.last_words import Recorder
+from .failures.retry_policy import name_process
 from .run_callback import RunCallback
 from .standby import Spares
 from .worker_check import check_worker

@@ -28,9 +28,9 @@ from ..runs.run import Run
 from ..storage.events import read_events
 from ..storage.folder import Folder, retry_storage
 from ..storage.scratch import scratch_folder
-from .cause import find_cause, raised_failure
 from .elastic import RAY_LEARNS_S, RESIZING
-from .failures import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
+from .failures.cause import find_cause, raised_failure
+from .failures.retry_policy import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
 from .standby import environment
 from .worker import Task, train
 from .worker_check import driver_versions

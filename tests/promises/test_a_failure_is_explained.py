@@ -21,7 +21,7 @@ from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.storage.events import Event, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.train import worker_group
-from headway.orchestrator.train.failures import RetriesExhausted, RetryPolicy
+from headway.orchestrator.train.failures.retry_policy import RetriesExhausted, RetryPolicy
 from headway.trainer import CheckpointConfig
 from headway.trainer.trackers.jsonl import read_records
 from tests.machines import machines

@@ -22,7 +22,7 @@ from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.train.elastic import RAY_LEARNS_S, ScaleUpPolicy, slots_capped, target_workers
-from headway.orchestrator.train.failures import has_left_to_resize
+from headway.orchestrator.train.failures.retry_policy import has_left_to_resize
 from headway.trainer import ConfigError, ParallelConfig
 from tests.on_ray import OnRay, OnRayConfig, write_rows
 from tests.tiny import TinyConfig, TinyTrainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.orchestrator.train.failure_budget import (
+from headway.orchestrator.train.failures.budget import (
     Failure,
     exceeds_budget,
     failures_since_refill,

@@ -16,10 +16,15 @@ from torch.utils.data import DataLoader
 from headway.orchestrator.errors import RunConflictError, StorageError
 from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train.cause import find_cause, is_fatal_error, is_secondary, phase_of, raised_failure
 from headway.orchestrator.train.elastic import RestartToResize
-from headway.orchestrator.train.failure_budget import Failure, exceeds_budget, would_recur
-from headway.orchestrator.train.failures import RestartRequired, RetriesExhausted, RetryPolicy, name_process
+from headway.orchestrator.train.failures.budget import Failure, exceeds_budget, would_recur
+from headway.orchestrator.train.failures.cause import find_cause, is_fatal_error, is_secondary, phase_of, raised_failure
+from headway.orchestrator.train.failures.retry_policy import (
+    RestartRequired,
+    RetriesExhausted,
+    RetryPolicy,
+    name_process,
+)
 from headway.orchestrator.train.preemption import count_endings
 from headway.trainer import World
 from headway.trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StepError

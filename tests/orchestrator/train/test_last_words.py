@@ -12,13 +12,13 @@ import pytest
 
 from headway.orchestrator.storage.events import Event
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train.cause import find_cause
-from headway.orchestrator.train.last_words import LastWords, describe_death, read_last_words, user_line
+from headway.orchestrator.train.failures.cause import find_cause
+from headway.orchestrator.train.failures.last_words import LastWords, describe_death, read_last_words, user_line
 
 PROGRAM = """
 import ctypes, faulthandler, json, os, signal, sys
 from types import SimpleNamespace
-from headway.orchestrator.train.last_words import Recorder
+from headway.orchestrator.train.failures.last_words import Recorder
 faulthandler.enable()
 recorder = Recorder()
 print(json.dumps({**recorder.location(), "pid": os.getpid()}), flush=True)

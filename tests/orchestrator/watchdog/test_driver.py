@@ -12,7 +12,7 @@ import pytest
 from headway.orchestrator import Experiment, Retries
 from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train.failures import last_failure
+from headway.orchestrator.train.failures.retry_policy import last_failure
 from headway.orchestrator.watchdog.driver import HangMonitor
 from headway.orchestrator.watchdog.worker import Watchdog
 from tests.tiny import TinyConfig, TinyTrainer

@@ -1,7 +1,7 @@
 """Retries of a failed worker group; Ray Train carries them out.
 
 It distinguishes what Ray cannot: errors of the user's code, crashes, lost machines and preemptions, each with its own
-budget (failure_budget.py), and the first cause from what it made fail elsewhere (cause.py).
+budget (budget.py), and the first cause from what it made fail elsewhere (cause.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ray.train import UserCallback
 
 from headway.trainer.metrics.units import human_duration
 
-from ..config.experiment import Scaling
-from ..runs.requests import read_stop_request
-from ..storage.events import Event, EventWriter, read_events
-from ..storage.folder import Folder, retry_storage
-from .cause import find_cause, last_attempt, startup_failure
-from .elastic import RESIZING, slots
-from .failure_budget import (
+from ...config.experiment import Scaling
+from ...runs.requests import read_stop_request
+from ...storage.events import Event, EventWriter, read_events
+from ...storage.folder import Folder, retry_storage
+from ..elastic import RESIZING, slots
+from ..preemption import count_endings
+from .budget import (
     Failure,
     exceeds_budget,
     failures_since_refill,
@@ -32,7 +32,7 @@ from .failure_budget import (
     restart_delay_s,
     would_recur,
 )
-from .preemption import count_endings
+from .cause import find_cause, last_attempt, startup_failure
 
 _RAISED_IN = "raised in process"
 

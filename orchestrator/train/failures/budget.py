@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import StorageError
+from ...errors import StorageError
 
 REFILL_UPDATES = 1000
 """Updates beyond the furthest step of all earlier attempts after which the budgets are full again."""

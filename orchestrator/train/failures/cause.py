@@ -14,10 +14,10 @@ import ray
 
 from headway.trainer.errors import CheckpointError, ResumeError
 
-from ..errors import StorageError
-from ..storage.events import Event
-from ..storage.folder import Folder
-from .failure_budget import STARTING, Failure
+from ...errors import StorageError
+from ...storage.events import Event
+from ...storage.folder import Folder
+from .budget import STARTING, Failure
 from .last_words import LastWords, describe_death, fetch_last_words, user_line
 
 # By module of the trainer, or by a function in it.

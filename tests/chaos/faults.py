@@ -187,11 +187,16 @@ def _run_in_memory_group(fault: str, folder: str) -> str:
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(5 << 30))
     command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *_command(fault, folder)]
-    done = subprocess.run(
-        command, env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    with contextlib.suppress(OSError):  # processes of Ray may still be ending
-        group.rmdir()
+    try:
+        done = subprocess.run(
+            command, env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        )
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        with contextlib.suppress(OSError):  # they may still be ending
+            group.rmdir()
     return done.stdout + done.stderr
 
 

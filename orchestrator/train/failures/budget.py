@@ -111,7 +111,15 @@ class Failure:
                 f"{worker} lost its connection to another worker{where}, although no worker is known to have died: "
                 f"{self.message}"
             )
-        return f"{worker} raised {self.kind}{where}{line}: {self.message}"
+        return f"{worker} raised {self.kind}{where}{line}: {_one_line(self.message)}"
+
+
+def _one_line(message: str) -> str:
+    """Return a message as one line: the first, and the last if torch passes on the traceback of a loader's worker."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Caught "):
+        return f"{lines[0].rstrip('.')}: {lines[-1]}"
+    return lines[0] if lines else ""
 
 
 def would_recur(failure: Failure, before: Sequence[Failure], *, has_other_nodes: bool = False) -> bool:

@@ -18,7 +18,7 @@ from ...errors import StorageError
 from ...storage.events import Event
 from ...storage.folder import Folder
 from .budget import STARTING, Failure
-from .last_words import LastWords, describe_death, fetch_last_words, user_line
+from .last_words import FRAME, LastWords, describe_death, fetch_last_words, user_line
 
 # By module of the trainer, or by a function in it.
 _PHASES = {
@@ -300,7 +300,9 @@ def phase_of(error: BaseException) -> str:
 
 def user_line_of(error: BaseException) -> str:
     """Return the innermost line of the user's code in the traceback of an error; empty if there is none."""
+    # torch passes on the error of a loader's worker with its traceback as text.
+    in_loader = [(file, int(line), function) for file, line, function in FRAME.findall(str(error))]
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    return user_line(reversed(frames))
+    return user_line(reversed([*frames, *in_loader]))

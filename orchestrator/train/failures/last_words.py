@@ -39,7 +39,7 @@ _SIGNALS = {
     "Illegal instruction": "was killed by an illegal instruction (SIGILL)",
 }
 _FATAL = re.compile(r"^Fatal Python error: ([^\n]+)", re.MULTILINE)
-_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
+FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
 _KILLED = "was killed without a trace (SIGKILL, which the kernel also sends if memory runs out)"
 _OUT_OF_MEMORY = "was killed because memory ran out (SIGKILL by the kernel's out-of-memory killer)"
 
@@ -183,7 +183,7 @@ def describe_death(words: LastWords, *, oom_kills_before: int | None, ray_messag
         ray_message: Ray's error.
     """
     if fatal := list(_FATAL.finditer(words.output)):
-        frames = _FRAME.findall(words.output[fatal[-1].end() :])
+        frames = FRAME.findall(words.output[fatal[-1].end() :])
         cause = fatal[-1][1].strip()
         return _SIGNALS.get(cause, f"ended with a fatal error of Python ({cause})"), user_line(
             (file, int(line), function) for file, line, function in frames

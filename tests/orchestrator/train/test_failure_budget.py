@@ -119,6 +119,14 @@ def test_a_node_on_which_ranks_died_twice_without_progress_is_avoided(
 @pytest.mark.parametrize(
     ("failure", "sentence"),
     [
+        (
+            Failure(
+                attempt=1, rank=0, kind="KeyError", step=6, phase="reading data",
+                message="Caught KeyError in DataLoader worker 0.\nOriginal:\n  File x\nKeyError: 'row 3'\n",
+            ),
+            "the worker of rank 0 raised KeyError at step 6 (reading data): Caught KeyError in DataLoader worker 0: "
+            "KeyError: 'row 3'",
+        ),
         (lost(7), "lost node h with ranks 0, 1 at step 7"),
         (
             Failure(

@@ -235,8 +235,10 @@ def _add_next_steps(error: BaseException, run: Run, *, without: str) -> None:
     error.add_note(f"its files: {run.run_dir}")
     # An unavailable storage must not hide the error.
     with contextlib.suppress(StorageError):
-        saved = [event["path"] for event in read_events(run.folder) if event["event"] == "checkpoint_saved"]
-        where = f"it resumes from {saved[-1]}" if saved else "it has no checkpoint yet and starts at step 0"
+        # Not from the events: a checkpoint may have been committed while the error came.
+        checkpoints = run.folder.child("checkpoints")
+        saved = [name for name in checkpoints.folders() if name.startswith("step-")]
+        where = f"it resumes from {checkpoints.path(saved[-1])}" if saved else "without a checkpoint, from step 0"
         error.add_note(f"to resume, start it again{without}: {where}")
 
 

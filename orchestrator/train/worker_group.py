@@ -9,7 +9,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RaySystemError, RayTaskError
@@ -241,16 +241,16 @@ def training_error(error: BaseException, run: Run) -> BaseException:
     ended = error if isinstance(error, RetriesExhausted) else getattr(error, "controller_failure", None)
     events = [event for event in read_events(run.folder) if event.get("start") == run.lease]
     decided = [event for event in events if event["event"] == "group_failed"]
+    raised: BaseException | None = getattr(ended, "raised", None)
     if decided and not decided[-1]["retrying"]:
         failure = failure_of(decided[-1])
     elif errors or raised_failure(events) is not None:
         failure = find_cause(events, errors, run.folder)
     else:
-        return _error_without_failure(error, ended)
-    raised = errors.get(failure.rank) if failure.rank is not None else None
-    raised = raised or getattr(ended, "raised", None)
-    # By module: the errors of headway.datasets have no base class in common with the trainer's.
-    if isinstance(raised, Exception) and type(raised).__module__.startswith("headway."):
+        # A worker that failed its first check has written no event.
+        return raised if _is_ours(raised) else _error_without_failure(error, ended)
+    raised = (errors.get(failure.rank) if failure.rank is not None else None) or raised
+    if _is_ours(raised):
         return raised
     text = str(failure)
     before = [event["text"] for event in decided if event["text"] != text]
@@ -267,6 +267,11 @@ def training_error(error: BaseException, run: Run) -> BaseException:
     if raised is not None and failure.kind:
         failed.__cause__ = raised
     return failed
+
+
+def _is_ours(error: BaseException | None) -> TypeGuard[Exception]:
+    # By module: the errors of headway.datasets have no base class in common with the trainer's.
+    return isinstance(error, Exception) and type(error).__module__.startswith("headway.")
 
 
 def _error_without_failure(error: BaseException, ended: BaseException | None) -> TrainingFailedError:

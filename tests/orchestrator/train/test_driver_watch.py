@@ -79,7 +79,7 @@ def test_nothing_is_said_or_written_after_a_goodbye_or_a_takeover(run: Run) -> N
     assert watch(run, None).communicate("goodbye\n", timeout=60)[1] == ""
     assert Run(run.run_dir).record.status == "running"
     watcher = watch(run, None)
-    run.update(started="2100-01-01T00:00:00+00:00", driver=run.record.driver)
+    run.update(claim="999-another", driver=run.record.driver)
     watcher.communicate(timeout=60)
     assert Run(run.run_dir).record.status == "running"
 

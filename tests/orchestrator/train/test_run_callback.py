@@ -23,7 +23,8 @@ from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.train import preemption
-from headway.orchestrator.train.failures.retry_policy import Failure, was_preempted
+from headway.orchestrator.train.failures.budget import Failure
+from headway.orchestrator.train.failures.retry_policy import was_preempted
 from headway.orchestrator.train.preemption import count_endings, has_time_to_save
 from headway.orchestrator.train.run_callback import RunCallback
 from headway.trainer import CheckpointConfig, World

@@ -10,7 +10,8 @@ import pytest
 import ray
 
 from headway.orchestrator.runs.open import open_run
-from headway.orchestrator.train.failures.retry_policy import RetriesExhausted, is_fatal_error
+from headway.orchestrator.train.failures.cause import is_fatal_error
+from headway.orchestrator.train.failures.retry_policy import RetriesExhausted
 from headway.orchestrator.train.worker_check import check_worker, driver_versions
 from headway.orchestrator.train.worker_group import training_error
 from headway.trainer import ConfigError, World

@@ -12,7 +12,7 @@ import pytest
 from headway.orchestrator import Experiment, Retries
 from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train.failures.retry_policy import last_failure
+from headway.orchestrator.train.failures.cause import raised_failure
 from headway.orchestrator.watchdog.driver import HangMonitor
 from headway.orchestrator.watchdog.worker import Watchdog
 from tests.tiny import TinyConfig, TinyTrainer
@@ -84,7 +84,7 @@ def test_a_rank_that_falls_silent_is_named_then_ended_and_is_a_failure_of_the_ma
     ranks.pass_s(28, 0)
     assert [event["event"] for event in ranks.told()] == ["rank_late", "rank_hung"]
     assert ranks.order()["end"]
-    failure = last_failure(read_events(ranks.folder))
+    failure = raised_failure(read_events(ranks.folder))
     assert failure is not None
     assert (failure.rank, failure.step, failure.is_user_error) == (1, 7, False)
     assert str(failure).startswith("rank 1 has sent no heartbeat for 30 s")

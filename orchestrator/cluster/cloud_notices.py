@@ -53,11 +53,11 @@ class MetadataService:
     Args:
         cloud: the cloud.
         url: address of the service.
-        heeds_rebalance: count a rebalance recommendation of EC2 as a notice without a time.
+        counts_rebalance: count a rebalance recommendation of EC2 as a notice without a time.
     """
 
-    def __init__(self, cloud: Cloud, url: str = METADATA_URL, *, heeds_rebalance: bool = False) -> None:
-        self.cloud, self._url, self._heeds_rebalance = cloud, url.rstrip("/"), heeds_rebalance
+    def __init__(self, cloud: Cloud, url: str = METADATA_URL, *, counts_rebalance: bool = False) -> None:
+        self.cloud, self._url, self._counts_rebalance = cloud, url.rstrip("/"), counts_rebalance
         self._token, self._token_since_s = "", 0.0
         self._azure_name: str | None = None
 
@@ -89,7 +89,7 @@ class MetadataService:
             planned = json.loads(action)
             at = datetime.fromisoformat(planned["time"])
             return Notice(reason=f"EC2 spot interruption ({planned['action']})", left_s=_seconds_until(at))
-        if self._heeds_rebalance and self._aws_get("events/recommendations/rebalance") is not None:
+        if self._counts_rebalance and self._aws_get("events/recommendations/rebalance") is not None:
             return Notice(reason="EC2 rebalance recommendation", left_s=None)
         return None
 
@@ -142,7 +142,7 @@ class MetadataService:
             raise
 
 
-def find_service(cloud: str, url: str = METADATA_URL, *, heeds_rebalance: bool = False) -> MetadataService | None:
+def find_service(cloud: str, url: str = METADATA_URL, *, counts_rebalance: bool = False) -> MetadataService | None:
     """Return the metadata service of a cloud; with "auto" the first that answers, None if none does.
 
     Raises:
@@ -150,7 +150,7 @@ def find_service(cloud: str, url: str = METADATA_URL, *, heeds_rebalance: bool =
     """
     if cloud not in (*CLOUDS, "auto"):
         raise ConfigError(f"--cloud must be auto, none, {', '.join(CLOUDS)}; got {cloud!r}")
-    services = [MetadataService(each, url, heeds_rebalance=heeds_rebalance) for each in CLOUDS]
+    services = [MetadataService(each, url, counts_rebalance=counts_rebalance) for each in CLOUDS]
     if cloud != "auto":
         return next(each for each in services if each.cloud == cloud)
     return next((each for each in services if each.answers()), None)

@@ -73,7 +73,7 @@ def watch_node(options: WatchOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
     is_on = options.cloud != "none"
-    service = find_service(options.cloud, options.metadata_url, heeds_rebalance=options.rebalance) if is_on else None
+    service = find_service(options.cloud, options.metadata_url, counts_rebalance=options.rebalance) if is_on else None
     node_id = options.node_id or _node_id(options.address)
     watched = "SIGTERM" if service is None else f"notices of {service.cloud}, and for SIGTERM"
     if is_on and service is None:

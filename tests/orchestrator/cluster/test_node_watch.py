@@ -86,7 +86,7 @@ def test_a_rebalance_recommendation_is_a_notice_only_if_asked() -> None:
     with stand_in("aws") as server:
         server.pages[f"{AWS}/events/recommendations/rebalance"] = REBALANCE
         assert MetadataService("aws", server.url).notice() is None
-        notice = MetadataService("aws", server.url, heeds_rebalance=True).notice()
+        notice = MetadataService("aws", server.url, counts_rebalance=True).notice()
     assert notice is not None
     assert (notice.reason, notice.left_s) == ("EC2 rebalance recommendation", None)
 

@@ -103,7 +103,7 @@ def _begin(
 ) -> OpenedRun:
     """Write the record of a new start."""
     text, scaling = to_yaml(experiment), experiment.scaling
-    folder.write("config.yaml", text)
+    folder.write("config.yaml", text, durable=True)
     start: dict[str, Any] = {
         "status": "running", "started": now(), "driver": Driver.this(), "claim": claim, "workers": scaling.min_workers,
         "min_workers": scaling.min_workers, "max_workers": scaling.max_workers,
@@ -111,7 +111,7 @@ def _begin(
     }  # fmt: skip
     if found is None:
         record = Record(id=uuid.uuid4().hex[:12], name=experiment.name, created=start["started"], **start)
-        folder.write(RUN_RECORD, record.to_json())
+        folder.write(RUN_RECORD, record.to_json(), durable=True)
         return OpenedRun(Run(folder.place), "new")
     run = found.run
     # Must precede the status "running": later requests are meant for this start.
@@ -217,7 +217,7 @@ def _begin_sweep(experiment: Experiment, folder: Folder, settings: dict[str, Any
             claim=claim,
             **settings,
         )
-        folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n")
+        folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n", durable=True)
         return Sweep(folder.place)
     sweep = Sweep(folder.place)
     _check_sweep_settings(sweep, settings, experiment)

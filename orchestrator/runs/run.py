@@ -269,7 +269,7 @@ class Run:
             self.check_lease()
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
         self.record = replace(self.record, driver=driver, **changes)
-        self.folder.write(RUN_RECORD, self.record.to_json())
+        self.folder.write(RUN_RECORD, self.record.to_json(), durable=True)
 
     def release(self) -> None:
         """Give the folder up, at the end of a start, so that another process may start the run."""

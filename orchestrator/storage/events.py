@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
+from array import array
 from typing import Any
 
 from headway.trainer.redaction import redact
@@ -78,7 +80,8 @@ class JsonlTail:
     def __init__(self, folder: Folder, prefix: str, *, from_now: bool) -> None:
         self._folder, self._prefix = folder, prefix
         self._offsets: dict[str, int] = {}
-        self._seen: set[str] = set()
+        # One number per line, because a run may have millions of lines.
+        self._digests = array("Q")
         if from_now:
             self.read()
 
@@ -90,23 +93,30 @@ class JsonlTail:
         """
         found: list[Event] = []
         offsets = dict(self._offsets)
+        is_truncated = False
         names = [self._prefix] if "." in self._prefix else self._folder.files(self._prefix)
         for name in names:
             offset = offsets.get(name, 0)
             data, size = self._folder.read_from(name, offset)
             if size < offset:
                 data, size = self._folder.read_from(name, 0)
-                offset = 0
+                offset, is_truncated = 0, True
             events, used = _parsed(data)
             offsets[name] = offset + used
             found += events
         self._offsets = offsets
-        fresh: dict[str, Event] = {}
+        seen = set(self._digests) if is_truncated else set()
+        fresh: list[Event] = []
         for event in found:
-            if (line := json.dumps(event, sort_keys=True)) not in self._seen:
-                self._seen.add(line)
-                fresh[line] = event
-        return sorted(fresh.values(), key=lambda event: event.get("time", 0.0))
+            if (digest := _digest(event)) not in seen:
+                self._digests.append(digest)
+                fresh.append(event)
+        return sorted(fresh, key=lambda event: event.get("time", 0.0))
+
+
+def _digest(event: Event) -> int:
+    line = json.dumps(event, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest())
 
 
 def _parsed(data: bytes) -> tuple[list[Event], int]:

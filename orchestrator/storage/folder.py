@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -181,16 +182,33 @@ class Folder:
             return str(self._fs.cat_file(join(self._root, name)).decode())
         return None
 
-    def write(self, name: str, text: str) -> None:
-        """Replace a file atomically: a reader sees the old text or the new one."""
+    def write(self, name: str, text: str, *, durable: bool = False) -> None:
+        """Replace a file atomically: a reader sees the old text or the new one.
+
+        Args:
+            name: name of the file.
+            text: its new content.
+            durable: wait until a local file and its name are on disk, so that a power cut does not leave it empty.
+        """
         with self._wrap_errors(name, "written"):
             if not self.is_local:
                 # Object stores show an object only when it is complete.
                 self._fs.pipe_file(join(self._root, name), text.encode())
                 return
-            part = Path(self._root, f".{name}.{os.getpid()}.part")
-            part.write_text(text)
-            part.replace(Path(self._root, name))
+            # Threads, and hosts that share a mounted folder, may write the same file at once.
+            part = Path(self._root, f".{name}.{os.getpid()}-{threading.get_ident()}-{uuid.uuid4().hex[:8]}.part")
+            try:
+                with part.open("w") as file:
+                    file.write(text)
+                    if durable:
+                        file.flush()
+                        os.fsync(file.fileno())
+                part.replace(Path(self._root, name))
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            if durable:
+                _sync_folder(self._root)
 
     def append(self, name: str, line: str) -> None:
         """Append one line to a local file in one system call, so that several writers may append."""
@@ -257,6 +275,15 @@ class Folder:
             yield
         except Exception as error:
             raise StorageError(f"{self.path(name) if name else self.place} cannot be {done}: {error}") from error
+
+
+def _sync_folder(path: str) -> None:
+    """Wait until the names in a local folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _name(entry: dict[str, Any]) -> str:

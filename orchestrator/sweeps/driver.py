@@ -431,7 +431,7 @@ class SweepDriver:
         self._trials[name] = trial
         run = Run(trial.run_dir)
         experiment = self._trial_experiment(trial)
-        run.folder.write("config.yaml", to_yaml(experiment))
+        run.folder.write("config.yaml", to_yaml(experiment), durable=True)
         self._display.line(f"{name} resumes from {checkpoint} with {shown(tried)}", "dim")
         return self._typed(trial, experiment), checkpoint
 

@@ -190,7 +190,7 @@ class Sweep:
             self.check_lease()
         driver = replace(changes.pop("driver", self.record.driver), heartbeat=Driver.this().heartbeat)
         record = replace(self.record, driver=driver, **changes)
-        self.folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n")
+        self.folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n", durable=True)
         self.record = record
 
     def release(self) -> None:

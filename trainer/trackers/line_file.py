@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import IO
 
@@ -29,9 +30,13 @@ class LocalLineFile:
         """Replace all lines atomically, and open the file to append."""
         self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:8]}.partial")
         encoded = [f"{line}\n".encode() for line in lines]
-        partial.write_bytes(b"".join(encoded))
+        with partial.open("wb") as file:
+            file.write(b"".join(encoded))
+            file.flush()
+            # Without it a power cut after the rename may leave an empty file in place of the whole history.
+            os.fsync(file.fileno())
         partial.replace(self._path)
         # Unbuffered, with one write per record: the process may be killed between any two.
         self._handle = self._path.open("r+b", buffering=0)

@@ -6,11 +6,14 @@ import json
 import os
 import pickle
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -358,6 +361,54 @@ def test_a_file_that_is_cut_back_shows_nothing_twice(tmp_path: Path) -> None:
     assert follower.read() == []
     file.write_text('{"step": 1}\n{"step": 2, "again": 1}\n')
     assert follower.read() == [{"step": 2, "again": 1}]
+
+
+def test_following_a_file_does_not_keep_its_lines_in_memory(tmp_path: Path) -> None:
+    follower = JsonlTail(Folder(str(tmp_path)), "metrics.jsonl", from_now=False)
+    lines = [json.dumps({"step": step, "text": "x" * 400}) + "\n" for step in range(5000)]
+    tracemalloc.start()
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for first in range(0, len(lines), 50):
+            file.writelines(lines[first : first + 50])
+            file.flush()
+            assert len(follower.read()) == 50
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes < 0.3 * sum(map(len, lines))
+
+
+def test_threads_that_write_one_file_do_not_take_each_others_temporary_file(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    both_have_written = threading.Barrier(2, timeout=30)
+    replace = Path.replace
+
+    def wait_and_replace(self: Path, target: Path) -> Path:
+        both_have_written.wait()
+        return replace(self, target)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(Path, "replace", wait_and_replace)
+        list(pool.map(lambda text: folder.write("run.json", text), ["a" * 9, "b" * 9]))
+    assert folder.read("run.json") in ("a" * 9, "b" * 9)
+    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_record_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_fsync(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    def note_replace(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    Folder(str(tmp_path)).write("run.json", "{}", durable=True)
+    assert done == ["file", "rename", "folder"]
 
 
 def test_where_nothing_can_be_appended_each_writer_has_its_file() -> None:

@@ -3,7 +3,7 @@
 The files in `<storage>/<name>/`:
 `run.json`: the record, which only the driver replaces, atomically;
 `config.yaml`: the whole experiment, enough to start the run again;
-`events.jsonl`: the events (storage/events.py);
+`events.jsonl`, on a network file system or an object store `events-<writer>.jsonl`: the events (storage/events.py);
 `owner/`: the claim of the process that owns the run (ownership.py);
 `watch/`: the last heartbeats of the ranks, and the stacks of a hang (watchdog/);
 `metrics.jsonl` and `checkpoints/`: written by the trainer;

@@ -21,8 +21,9 @@ _NOT_DESCRIBED = ("time", "event", "start", "workers", "retrying", "seconds", "s
 class EventWriter:
     """Writer of a run's events, which threads may share.
 
-    On a disk all writers append to `events.jsonl`. Object stores cannot append: there each writer replaces its own file
-    `events-<writer>.jsonl`, which is cheap because events are few.
+    On a local disk all writers append to `events.jsonl`. Elsewhere each writer has its own file
+    `events-<writer>.jsonl`: a network file system does not append atomically between machines, and an object store
+    cannot append, so that there the file is replaced.
 
     Args:
         folder: the run's folder.
@@ -40,10 +41,10 @@ class EventWriter:
         """Write one event, with its time in seconds since 1970, and without secrets."""
         shown = {name: redact(value) for name, value in details.items()}
         line = json.dumps({"time": time.time(), "event": kind, **self._start, **shown}, default=str)
-        if self._folder.is_local:
-            self._folder.append("events.jsonl", line)
-            return
         name = f"events-{self._writer}.jsonl"
+        if self._folder.is_local:
+            self._folder.append("events.jsonl" if self._folder.is_disk else name, line)
+            return
         with self._lock:
             if self._own is None:
                 self._own = self._folder.read(name) or ""

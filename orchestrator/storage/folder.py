@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.errors import ConfigError
 from headway.trainer.redaction import redact_urls
 
@@ -131,6 +132,11 @@ class Folder:
 
         return LocalFileSystem()
 
+    @cached_property
+    def is_disk(self) -> bool:
+        """Whether it is known to be on a local disk, and not on a network file system or an object store."""
+        return self.is_local and open_storage(self._root).is_disk()
+
     @property
     def name(self) -> str:
         """The last part of its path."""
@@ -144,6 +150,8 @@ class Folder:
         """Return a folder inside this one, without resolving the file system again."""
         child = copy.copy(self)
         child.place, child._root = self.path(name), join(self._root, name)
+        # It may be a mount, or a link to one.
+        child.__dict__.pop("is_disk", None)
         return child
 
     def map(self, do: Callable[[T], U], items: Iterable[T]) -> list[U]:

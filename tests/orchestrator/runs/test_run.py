@@ -37,6 +37,7 @@ from headway.orchestrator.storage.folder import Folder, absolute
 from headway.orchestrator.train import driver
 from headway.orchestrator.train.driver import RunDriver
 from headway.trainer import World
+from headway.trainer.checkpoints import storage
 from headway.trainer.errors import ConfigError
 from headway.trainer.ownership import claim as claims
 from headway.trainer.ownership.claim import Ownership
@@ -422,6 +423,28 @@ def test_where_nothing_can_be_appended_each_writer_has_its_file() -> None:
     log.add("c")
     assert folder.files("events") == ["events-driver.jsonl", "events-rank-0.jsonl"]
     assert {event["event"] for event in read_events(folder)} == {"a", "b", "c"}
+
+
+def test_on_a_network_file_system_each_writer_appends_to_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text("1 0 0:1 / / rw - ext4 /dev/a rw\n" + f"2 1 0:2 / {tmp_path}/nfs rw - nfs4 server:/ rw\n")
+    monkeypatch.setattr(storage, "_MOUNTS", mounts)
+    for place, expected in (
+        ("nfs", ["events-driver.jsonl", "events-rank-0.jsonl"]),
+        ("disk", ["events.jsonl"]),
+    ):
+        (tmp_path / place).mkdir()
+        folder = Folder(str(tmp_path / place))
+        tail = JsonlTail(folder, "events", from_now=True)
+        log = EventWriter(folder, "driver")
+        log.add("a")
+        EventWriter(folder, "rank-0").add("b")
+        log.add("c")
+        assert folder.files("events") == expected
+        assert [event["event"] for event in read_events(folder)] == ["a", "b", "c"]
+        assert [event["event"] for event in tail.read()] == ["a", "b", "c"]
 
 
 def test_threads_of_one_writer_lose_no_event_of_each_other() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -103,7 +105,7 @@ def load_cluster(path: str) -> Cluster:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must be a mapping with cluster_name and provider, got a {type(config).__name__}")
-    if faults := [*_schema_faults(config)] or [*_faults(config)]:
+    if faults := [*_schema_faults(config)] or [*_faults(config)] or [*_faults_by_ray(config)]:
         raise ConfigError("\n  ".join([f"{path} is not a cluster that Ray can start:", *faults]))
     is_own = _is_own(config)
     groups = _own_machines(config) if is_own else _groups(config)
@@ -135,6 +137,19 @@ def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
     for error in sorted(jsonschema.Draft7Validator(schema).iter_errors(config), key=lambda error: list(error.path)):
         where = ".".join(str(part) for part in error.path)
         yield f"{where}: {error.message}" if where else error.message
+
+
+def _faults_by_ray(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what Ray's own check refuses. Ray has no public function for it; without this one, `ray up` refuses it."""
+    try:
+        from ray.autoscaler._private.util import prepare_config, validate_config
+    except ImportError:
+        return
+    try:
+        validate_config(prepare_config(copy.deepcopy(dict(config))))
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        yield f"Ray refuses it: {lines[0] if lines else type(error).__name__}"
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
@@ -289,6 +304,11 @@ def cluster_document(cluster: Cluster, experiment: Experiment | None) -> dict[st
     }
 
 
+def _autoscaler_version() -> int:
+    """Return the version of the autoscaler that `ray up` starts on the head."""
+    return 2 if os.environ.get("RAY_UP_enable_autoscaler_v2", "1") == "1" else 1  # noqa: SIM112
+
+
 def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
     """Yield remarks that are not problems."""
     if cluster.is_own:
@@ -299,5 +319,10 @@ def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
     if scaling.min_workers <= most < scaling.max_workers:
         yield f"of {scaling}, at most {most} will ever train"
     able = [group for group in cluster.groups if not group.is_head and group.workers_on_one(scaling)]
+    if len({group.is_spot for group in able}) > 1:
+        yield (
+            f"`ray up` starts version {_autoscaler_version()} of Ray's autoscaler. Version 2 starts the group with the "
+            "highest priority, and another one while its machines are unavailable; version 1 does neither"
+        )
     if able and all(group.is_spot for group in able):
         yield "all groups that fit a worker are spot: the run waits while no such machine is available"

@@ -87,6 +87,8 @@ def test_ours_is_what_ray_itself_would_start() -> None:
         ("head_node_type", "haed", "head_node_type must be one of cpu-data, gpu-on-demand"),
         ("available_node_types.gpu-spot.min_workers", 9, "gpu-spot: min_workers exceeds max_workers"),
         ("max_workers", 0, None),
+        ("provider.type", "nowhere", "Ray refuses it: Unsupported node provider: nowhere"),
+        ("docker", {"container_name": "headway"}, "Ray refuses it: Must provide a container & image name"),
         ("metadata", {"shared_folders": "shared"}, "metadata.shared_folders must be a list of absolute folders"),
     ],
 )  # fmt: skip
@@ -224,6 +226,7 @@ def test_faults_are_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert out.startswith("headway: at most 12 nodes besides the head\nGROUP")
     assert [line.split()[0] for line in err.splitlines()] == ["headway:", "headway:"]
     assert "scaling.wait=30m" in err
+    assert "`ray up` starts version 2 of Ray's autoscaler. Version 2 starts the group with the highest priority" in out
     assert "storage=s3://bucket/runs" in err
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "check", str(tmp_path / "none.yaml")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -145,11 +146,15 @@ def _faults_by_ray(config: Mapping[str, Any]) -> Iterator[str]:
         from ray.autoscaler._private.util import prepare_config, validate_config
     except ImportError:
         return
+    logger = logging.getLogger("ray.autoscaler._private.util")
+    before, logger.disabled = logger.disabled, True
     try:
         validate_config(prepare_config(copy.deepcopy(dict(config))))
     except Exception as error:
         lines = str(error).strip().splitlines()
         yield f"Ray refuses it: {lines[0] if lines else type(error).__name__}"
+    finally:
+        logger.disabled = before
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
-from array import array
-from typing import Any
+import uuid
+from typing import Any, Literal
 
 from headway.trainer.redaction import redact
 
@@ -17,13 +16,17 @@ Event = dict[str, Any]
 # Details that are meant for programs, or too long for a line.
 _NOT_DESCRIBED = ("time", "event", "start", "workers", "retrying", "seconds", "spent", "since", "data", "failure")
 
+# An object is replaced with each of its events: a larger one costs more per event, a smaller one readers more requests.
+_SEGMENT_BYTES = 8 << 10
+
 
 class EventWriter:
     """Writer of a run's events, which threads may share.
 
-    On a local disk all writers append to `events.jsonl`. Elsewhere each writer has its own file
-    `events-<writer>.jsonl`: a network file system does not append atomically between machines, and an object store
-    cannot append, so that there the file is replaced.
+    On a local disk all writers append to `events.jsonl`. Elsewhere each writer has its own files: a network file system
+    does not append atomically between machines, so there it appends to `events-<writer>.jsonl`. Object stores cannot
+    append: there it replaces a segment, `events-<writer>-<random>-00001.jsonl`, until this has 8 KiB, and begins the
+    next.
 
     Args:
         folder: the run's folder.
@@ -34,27 +37,33 @@ class EventWriter:
     def __init__(self, folder: Folder, writer: str, *, start: str = "") -> None:
         self._folder, self._writer = folder, writer
         self._start = {"start": start} if start else {}
-        self._own: str | None = None
+        self._id = uuid.uuid4().hex[:8]
+        self._number, self._segment = 1, ""
         self._lock = threading.Lock()
 
     def add(self, kind: str, **details: Any) -> None:
-        """Write one event, with its time in seconds since 1970, and without secrets."""
+        """Write one event, with its time in seconds since 1970, and without secrets.
+
+        Raises:
+            StorageError: the event cannot be written; it may be added again.
+        """
         shown = {name: redact(value) for name, value in details.items()}
         line = json.dumps({"time": time.time(), "event": kind, **self._start, **shown}, default=str)
-        name = f"events-{self._writer}.jsonl"
         if self._folder.is_local:
-            self._folder.append("events.jsonl" if self._folder.is_disk else name, line)
+            self._folder.append("events.jsonl" if self._folder.is_disk else f"events-{self._writer}.jsonl", line)
             return
         with self._lock:
-            if self._own is None:
-                self._own = self._folder.read(name) or ""
-            self._own += f"{line}\n"
-            self._folder.write(name, self._own)
+            segment = f"{self._segment}{line}\n"
+            self._folder.write(f"events-{self._writer}-{self._id}-{self._number:05d}.jsonl", segment)
+            self._segment = segment
+            if len(segment) >= _SEGMENT_BYTES:
+                self._number, self._segment = self._number + 1, ""
 
 
 def read_events(folder: Folder) -> list[Event]:
     """Return all events of a run, earliest first."""
-    events = [event for name in folder.files("events") for event in _parsed((folder.read(name) or "").encode())[0]]
+    texts = folder.map(folder.read, folder.files("events"))
+    events = [event for text in texts for event in _parsed((text or "").encode())[0]]
     return sorted(events, key=lambda event: event.get("time", 0.0))
 
 
@@ -68,21 +77,21 @@ def describe(event: Event) -> str:
 
 
 class JsonlTail:
-    """Reader of lines added to JSON Lines files since its last read.
+    """Reader of lines added to the events or the metrics of a run since its last read.
 
-    A truncated file (the metrics of a resumed run) is read again from its start; lines seen before are skipped.
+    The metrics of a run that resumes or rewinds are cut back and written again. Records not newer than those already
+    returned are skipped: by attempt, then by time, which the same machine measures within an attempt.
 
     Args:
         folder: the run's folder.
-        prefix: prefix of the files' names, e.g. "events" or "metrics.jsonl".
+        prefix: "events" or "metrics".
         from_now: skip existing lines.
     """
 
-    def __init__(self, folder: Folder, prefix: str, *, from_now: bool) -> None:
+    def __init__(self, folder: Folder, prefix: Literal["events", "metrics"], *, from_now: bool) -> None:
         self._folder, self._prefix = folder, prefix
         self._offsets: dict[str, int] = {}
-        # One number per line, because a run may have millions of lines.
-        self._digests = array("Q")
+        self._newest: tuple[float, ...] = ()
         if from_now:
             self.read()
 
@@ -92,32 +101,32 @@ class JsonlTail:
         Raises:
             StorageError: a file cannot be read; no object is lost, the next call returns them all.
         """
-        found: list[Event] = []
         offsets = dict(self._offsets)
-        is_truncated = False
-        names = [self._prefix] if "." in self._prefix else self._folder.files(self._prefix)
-        for name in names:
-            offset = offsets.get(name, 0)
-            data, size = self._folder.read_from(name, offset)
-            if size < offset:
-                data, size = self._folder.read_from(name, 0)
-                offset, is_truncated = 0, True
+        grown: list[str] = []
+        for name, size in self._folder.sizes(self._prefix).items():
+            if not name.endswith(".jsonl"):
+                continue
+            if size < offsets.get(name, 0):
+                offsets[name] = 0
+            if size > offsets.get(name, 0):
+                grown.append(name)
+        found: list[Event] = []
+        contents = self._folder.map(lambda name: self._folder.read_from(name, offsets.get(name, 0))[0], grown)
+        for name, data in zip(grown, contents, strict=True):
             events, used = _parsed(data)
-            offsets[name] = offset + used
+            offsets[name] = offsets.get(name, 0) + used
             found += events
         self._offsets = offsets
-        seen = set(self._digests) if is_truncated else set()
-        fresh: list[Event] = []
-        for event in found:
-            if (digest := _digest(event)) not in seen:
-                self._digests.append(digest)
-                fresh.append(event)
-        return sorted(fresh, key=lambda event: event.get("time", 0.0))
+        if self._prefix == "metrics":
+            # Lines of segments without a step are not records.
+            fresh = {key: each for each in found if "step" in each and (key := _age(each)) > self._newest}
+            self._newest = max(fresh, default=self._newest)
+            return [fresh[key] for key in sorted(fresh)]
+        return sorted(found, key=lambda event: event.get("time", 0.0))
 
 
-def _digest(event: Event) -> int:
-    line = json.dumps(event, sort_keys=True).encode()
-    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest())
+def _age(record: Event) -> tuple[float, ...]:
+    return record.get("attempt", 0), record.get("time", 0.0), record["step"]
 
 
 def _parsed(data: bytes) -> tuple[list[Event], int]:

@@ -242,6 +242,21 @@ class Folder:
             return bytes(self._fs.cat_file(join(self._root, name), start=offset, end=size)), size
         return b"", 0
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return the size in bytes of each of its files with this prefix, by name, in the order of names."""
+        found = {}
+        for entry in self._entries():
+            if (name := _name(entry)).startswith(prefix) and entry["type"] != "directory":
+                size = entry.get("size")
+                # Files of a disk are measured here, because listing folders does not need their sizes.
+                found[name] = self._size(name) if size is None else int(size)
+        return dict(sorted(found.items()))
+
+    def _size(self, name: str) -> int:
+        with self._wrap_errors(name, "read"), suppress(FileNotFoundError):
+            return int(self._fs.size(join(self._root, name)) or 0)
+        return 0
+
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
         with self._wrap_errors(name, "removed"), suppress(FileNotFoundError):

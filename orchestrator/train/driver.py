@@ -100,7 +100,7 @@ class RunDriver:
             task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
             self._evaluator = CheckpointEvaluator(experiment, task, pickle_trainer(experiment), self._events)
         self._event_lines = JsonlTail(run.folder, "events", from_now=True)
-        self._metric_lines = JsonlTail(run.folder, "metrics.jsonl", from_now=True)
+        self._metric_lines = JsonlTail(run.folder, "metrics", from_now=True)
 
     def run(self) -> RunResult:
         """Train until the run ends, is stopped or fails.

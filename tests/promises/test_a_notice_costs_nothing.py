@@ -97,9 +97,7 @@ def main(storage: str) -> None:
     folder = Folder(experiment.run_dir)
 
     def events(kind: str) -> list[Event]:
-        return [
-            event for event in (read_events(folder) if folder.exists("events.jsonl") else []) if event["event"] == kind
-        ]
+        return [event for event in read_events(folder) if event["event"] == kind]
 
     def step() -> int:
         return max((record["step"] for record in read_records(f"{experiment.run_dir}/metrics.jsonl")), default=0)

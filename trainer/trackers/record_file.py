@@ -49,8 +49,7 @@ class RecordFile(Tracker):
 
     def start(self, run: RunInfo, *, step: int) -> None:
         """Open the file and drop the records that this attempt will write again."""
-        path = self._path or (run.run_dir and f"{run.run_dir.rstrip('/')}/{self.filename}")
-        if path:
+        if path := self._resolve(run):
             self._attempt = run.attempt
             self._file = open_line_file(path)
             self._replace(self.decode(self._file.read()) if run.resumed else [], until=step)
@@ -84,6 +83,9 @@ class RecordFile(Tracker):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _resolve(self, run: RunInfo) -> str | None:
+        return self._path or (run.run_dir and f"{run.run_dir.rstrip('/')}/{self.filename}")
 
     def _replace(self, records: Sequence[Record], *, until: int) -> None:
         assert self._file is not None

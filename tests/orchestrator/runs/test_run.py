@@ -32,7 +32,7 @@ from headway.orchestrator.errors import TrainingFailedError
 from headway.orchestrator.runs.open import open_run, preview_run
 from headway.orchestrator.runs.ownership import lease_lost
 from headway.orchestrator.runs.run import Driver, Run
-from headway.orchestrator.storage.events import EventWriter, JsonlTail, read_events
+from headway.orchestrator.storage.events import Event, EventWriter, JsonlTail, read_events
 from headway.orchestrator.storage.folder import Folder, absolute
 from headway.orchestrator.train import driver
 from headway.orchestrator.train.driver import RunDriver
@@ -245,10 +245,10 @@ def test_a_driver_that_was_taken_for_dead_leaves_the_record_to_the_next_one(tmp_
 def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: list[tuple[str, str | None]] = []
+    left: list[tuple[str, list[Event]]] = []
 
     def wake_up(self: RunDriver) -> Any:
-        left.append((claimed_by_another(self._run.folder), self._run.folder.read("events.jsonl")))
+        left.append((claimed_by_another(self._run.folder), read_events(self._run.folder)))
         self._run.record = replace(self._run.record, driver=replace(self._run.record.driver, heartbeat=0.0))
         self._poll()
 
@@ -259,7 +259,7 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
     with pytest.raises(RunConflictError, match="another process took over"):
         fit(experiment(tmp_path), display=RunConsole(Console(quiet=True)))
     folder = Folder(str(tmp_path / "tiny"))
-    assert left == [(folder.read("run.json"), folder.read("events.jsonl"))]
+    assert left == [(folder.read("run.json"), read_events(folder))]
 
 
 def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:
@@ -329,12 +329,12 @@ def test_later_fields_of_a_record_are_passed_over(tmp_path: Path) -> None:
 def test_a_line_that_a_crash_has_torn_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
     log = EventWriter(Folder(str(tmp_path)), "driver")
     log.add("a")
-    with (tmp_path / "events.jsonl").open("a") as file:
+    with (tmp_path / "events-driver.jsonl").open("a") as file:
         file.write('{"time": 1, "event": "to')
     log.add("b", text="two\nlines")
     log.add("c")
     assert [event["event"] for event in read_events(Folder(str(tmp_path)))] == ["a", "b", "c"]
-    assert (tmp_path / "events.jsonl").read_text().count("\n") == 4, "no empty line where none was torn"
+    assert (tmp_path / "events-driver.jsonl").read_text().count("\n") == 4, "no empty line where none was torn"
 
 
 def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
@@ -342,11 +342,11 @@ def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path)
     log = EventWriter(folder, "driver")
     follower = JsonlTail(folder, "events", from_now=True)
     log.add("a", step=1)
-    with (tmp_path / "events.jsonl").open("a") as file:
+    with (tmp_path / "events-driver.jsonl").open("a") as file:
         file.write('{"time": 1, "ev\n{"half')
     assert [event["event"] for event in follower.read()] == ["a"]
     assert [event["event"] for event in read_events(folder)] == ["a"]
-    with (tmp_path / "events.jsonl").open("a") as file:
+    with (tmp_path / "events-driver.jsonl").open("a") as file:
         file.write('": 2, "event": "b", "time": 9e9}\n')
     assert [event["event"] for event in follower.read()] == ["b"]
 
@@ -354,14 +354,104 @@ def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path)
 def test_a_file_that_is_cut_back_shows_nothing_twice(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     file = tmp_path / "metrics.jsonl"
-    follower = JsonlTail(folder, "metrics.jsonl", from_now=False)
+    follower = JsonlTail(folder, "metrics", from_now=False)
     assert follower.read() == []
-    file.write_text('{"step": 1}\n{"step": 2}\n')
-    assert follower.read() == [{"step": 1}, {"step": 2}]
-    file.write_text('{"step": 1}\n')
+    first, second, again, moved = (
+        {"step": 1, "time": 10.0, "attempt": 1},
+        {"step": 2, "time": 11.0, "attempt": 1},
+        {"step": 2, "time": 12.0, "attempt": 1},
+        # The clock of the next machine is behind.
+        {"step": 2, "time": 5.0, "attempt": 2},
+    )
+
+    def write(*records: dict[str, float]) -> None:
+        file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    write(first, second)
+    assert follower.read() == [first, second]
+    write(first)
     assert follower.read() == []
-    file.write_text('{"step": 1}\n{"step": 2, "again": 1}\n')
-    assert follower.read() == [{"step": 2, "again": 1}]
+    write(first, again)
+    assert follower.read() == [again]
+    write(first)
+    assert follower.read() == []
+    write(first, moved)
+    assert follower.read() == [moved]
+
+
+def test_a_tail_does_not_keep_what_it_has_read(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    follower = JsonlTail(folder, "metrics", from_now=False)
+    sizes = []
+    for start in (0, 1000):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            for step in range(start, start + 1000):
+                file.write(json.dumps({"step": step, "time": float(step), "attempt": 1}) + "\n")
+        assert len(follower.read()) == 1000
+        sizes.append(len(pickle.dumps({name: value for name, value in vars(follower).items() if name != "_folder"})))
+    assert max(sizes) < 500
+
+
+def test_writers_on_a_disk_have_their_own_files_and_are_read_by_time(tmp_path: Path) -> None:
+    """Several machines cannot append to one file of a mounted disk."""
+    folder = Folder(str(tmp_path))
+    driver, rank = EventWriter(folder, "driver"), EventWriter(folder, "rank-0")
+    driver.add("a")
+    rank.add("b")
+    driver.add("c")
+    assert folder.files("events") == ["events-driver.jsonl", "events-rank-0.jsonl"]
+    assert [event["event"] for event in read_events(folder)] == ["a", "b", "c"]
+
+
+def test_an_object_store_gets_a_bounded_number_of_bytes_per_event() -> None:
+    fsspec.filesystem("memory").makedirs("/events-many", exist_ok=True)
+    folder = Folder("memory://events-many")
+    sent: list[int] = []
+    write = folder.write
+
+    def count(name: str, text: str) -> None:
+        sent.append(len(text))
+        write(name, text)
+
+    folder.write = count  # type: ignore[method-assign]
+    log = EventWriter(folder, "rank-0")
+    tail = JsonlTail(folder, "events", from_now=True)
+    for number in range(500):
+        log.add("printed", text=f"line {number}")
+    assert max(sent) <= 9 << 10
+    assert [event["text"] for event in tail.read()] == [f"line {number}" for number in range(500)]
+    assert [event["text"] for event in read_events(folder)] == [f"line {number}" for number in range(500)]
+    # A writer that starts again leaves the segments of the one before it.
+    EventWriter(folder, "rank-0").add("printed", text="again")
+    assert [event["text"] for event in tail.read()] == ["again"]
+    assert len(read_events(folder)) == 501
+
+
+def test_threads_may_replace_one_file_at_once(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    parts: list[str] = []
+    both, replace_path = threading.Barrier(2), Path.replace
+
+    def replace_together(self: Path, target: Any) -> Any:
+        parts.append(self.name)
+        both.wait(30)
+        return replace_path(self, target)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(Path, "replace", replace_together)
+        list(pool.map(lambda text: folder.write("run.json", text), ["a", "b"]))
+    assert folder.read("run.json") in ("a", "b")
+    assert len(set(parts)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_records_are_synced_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    Folder(str(tmp_path)).write("run.json", "{}")
+    file, parent = synced
+    assert file.endswith(".part")
+    assert parent == str(tmp_path)
 
 
 def test_following_a_file_does_not_keep_its_lines_in_memory(tmp_path: Path) -> None:
@@ -421,7 +511,8 @@ def test_where_nothing_can_be_appended_each_writer_has_its_file() -> None:
     log = EventWriter(folder, "driver")
     log.add("b")
     log.add("c")
-    assert folder.files("events") == ["events-driver.jsonl", "events-rank-0.jsonl"]
+    first, second = folder.files("events")
+    assert (first.startswith("events-driver-"), second.startswith("events-rank-0-")) == (True, True)
     assert {event["event"] for event in read_events(folder)} == {"a", "b", "c"}
 
 

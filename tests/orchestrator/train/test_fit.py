@@ -219,7 +219,7 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
         def ask() -> None:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline:
-                there = read_events(folder) if folder.exists("events.jsonl") else []
+                there = read_events(folder)
                 if sum(each["event"] == event for each in there) == attempt:
                     return request_stop(folder, stop)
                 time.sleep(0.05)

@@ -180,13 +180,15 @@ def write(tracker: JsonlTracker, folder: str, steps: range, *, resume: int | Non
     tracker.start(run_info(folder, resumed=resume is not None, attempt=attempt), step=resume or 0)
     for step in steps:
         tracker.log({"train/loss": 1.0 / step}, step=step, epoch=step // 4)
+    assert tracker.flush(60)
 
 
-def test_record_is_readable_as_soon_as_it_is_logged(folder: str, jsonl: Make) -> None:
+def test_record_is_readable_as_soon_as_it_is_written(folder: str, jsonl: Make) -> None:
     tracker = jsonl()
     tracker.start(run_info(folder), step=0)
     assert read_records(f"{folder}/metrics.jsonl") == []
     tracker.log({"train/loss": 0.5, "lr": 1e-3}, step=50, epoch=2)
+    assert tracker.flush(60)
     (record,) = read_records(f"{folder}/metrics.jsonl")
     assert record.pop("time") > 1.7e9
     assert record == {"step": 50, "epoch": 2, "attempt": 1, "train/loss": 0.5, "lr": 1e-3}
@@ -216,6 +218,7 @@ def test_records_of_one_step_become_one_line(folder: str, jsonl: Make) -> None:
     tracker.log({"validation/loss": 7.0}, step=2, epoch=1)
     tracker.log({"validation/loss": 8.123456789, "step": 9.0}, step=2, epoch=1)
     tracker.log({"train/loss": 3.0}, step=3, epoch=1)
+    assert tracker.flush(60)
     records = read_records(f"{folder}/metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3]
     assert records[1]["train/loss"] == 0.5
@@ -239,6 +242,7 @@ def test_step_from_which_a_run_resumes_is_not_doubled_either(folder: str, jsonl:
     write(tracker, folder, range(0, 0), resume=4, attempt=2)
     tracker.log({"validation/loss": 9.0}, step=4, epoch=1)
     tracker.log({"train/loss": 1.0}, step=5, epoch=1)
+    assert tracker.flush(60)
     records = read_records(f"{folder}/metrics.jsonl")
     assert [(record["step"], record["attempt"]) for record in records] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
     assert (records[3]["train/loss"], records[3]["validation/loss"]) == (0.25, 9.0)
@@ -248,10 +252,12 @@ def test_rewind_drops_later_steps_and_what_follows_is_written_once(folder: str, 
     tracker = jsonl()
     write(tracker, folder, range(1, 8))
     tracker.rewind(4)
+    assert tracker.flush(60)
     assert [record["step"] for record in read_records(f"{folder}/metrics.jsonl")] == [1, 2, 3, 4]
     tracker.log({"validation/loss": 9.0}, step=4, epoch=1)
     for step in range(5, 8):
         tracker.log({"train/loss": -1.0}, step=step, epoch=1)
+    assert tracker.flush(60)
     records = read_records(f"{folder}/metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 8))
     assert [record["train/loss"] for record in records[3:]] == [0.25, -1.0, -1.0, -1.0]
@@ -275,6 +281,7 @@ def test_values_that_are_not_finite_are_valid_json_and_come_back(folder: str, js
         line = Path(folder, "metrics.jsonl").read_text()
         written = json.loads(line, parse_constant=pytest.fail)
         assert (written["a"], written["b"], written["c"]) == ("NaN", "Infinity", "-Infinity")
+    assert tracker.flush(60)
     (record,) = read_records(f"{folder}/metrics.jsonl")
     assert math.isnan(record["a"])
     assert (record["b"], record["c"]) == (math.inf, -math.inf)

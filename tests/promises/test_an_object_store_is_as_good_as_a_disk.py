@@ -25,6 +25,8 @@ from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.errors import RunConflictError
 from headway.trainer.ownership.claim import acquire
 from headway.trainer.ownership.claim_files import Claim, ClaimFiles
+from headway.trainer.trackers import JsonlTracker, RunInfo
+from headway.trainer.trackers.jsonl import read_records
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 
@@ -226,3 +228,29 @@ def test_two_ranks_meet_there_and_one_process_reads_it(bucket: str, settings: di
     assert newest is not None
     store.load({"part": part}, rank_parts={}, checkpoint=newest)
     assert part.tensor.flatten().tolist() == [float(each) for each in range(14)]
+
+
+def test_5000_records_cost_their_own_size(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an object that is replaced at each record they would cost 2,500 times as much."""
+    import s3fs
+
+    sent: list[int] = []
+    pipe_file = s3fs.S3FileSystem.pipe_file
+
+    def count(self: s3fs.S3FileSystem, path: str, value: bytes, **options: object) -> object:
+        sent.append(len(value))
+        return pipe_file(self, path, value, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "pipe_file", count)
+    tracker = JsonlTracker()
+    tracker.start(RunInfo(name="a", run_dir=f"{bucket}/a"), step=0)
+    for step in range(1, 5001):
+        tracker.log({"train/loss": 1 / step, "lr": 0.1}, step=step, epoch=0)
+        if step % 1000 == 0:
+            assert tracker.flush(60)
+    tracker.finish("completed")
+    records = read_records(f"{bucket}/a/metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 5001))
+    size = sum(len(tracker.line(record)) + 1 for record in records)
+    assert len(sent) >= 5
+    assert size < sum(sent) <= 1.2 * size

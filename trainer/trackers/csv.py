@@ -19,7 +19,8 @@ class CsvTracker(RecordFile):
 
     Args:
         path: local path or fsspec URI; by default `metrics.csv` in the run directory; without either nothing is
-            written. In an object store, which cannot append, the file is rewritten at each record.
+            written. In an object store, which cannot append, the file is rewritten at each record, and training
+            waits for it.
 
     Example:
         >>> Digits(config, run_dir="runs/table", trackers=[CsvTracker()]).fit().steps

@@ -24,7 +24,8 @@ class RecordFile(Tracker):
 
     Args:
         path: local path or fsspec URI; by default `filename` in the run directory; without either nothing is written.
-            In an object store, which cannot append, the file is rewritten at each record.
+            In an object store, which cannot append, subclasses that do not override `start` and `log`
+            rewrite the file at each record.
     """
 
     filename: str

@@ -120,6 +120,7 @@ class SegmentWriter:
             except Exception as error:  # each file system has its own exceptions
                 with self._changed:
                     self._error = error
+                    self._changed.notify_all()
                     self._changed.wait_for(lambda: self._is_closing, _RETRY_AFTER_S)
                 continue
             with self._changed:

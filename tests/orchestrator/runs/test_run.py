@@ -329,12 +329,12 @@ def test_later_fields_of_a_record_are_passed_over(tmp_path: Path) -> None:
 def test_a_line_that_a_crash_has_torn_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
     log = EventWriter(Folder(str(tmp_path)), "driver")
     log.add("a")
-    with (tmp_path / "events-driver.jsonl").open("a") as file:
+    with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"time": 1, "event": "to')
     log.add("b", text="two\nlines")
     log.add("c")
     assert [event["event"] for event in read_events(Folder(str(tmp_path)))] == ["a", "b", "c"]
-    assert (tmp_path / "events-driver.jsonl").read_text().count("\n") == 4, "no empty line where none was torn"
+    assert (tmp_path / "events.jsonl").read_text().count("\n") == 4, "no empty line where none was torn"
 
 
 def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
@@ -342,11 +342,11 @@ def test_events_are_told_in_order_and_torn_lines_are_passed_over(tmp_path: Path)
     log = EventWriter(folder, "driver")
     follower = JsonlTail(folder, "events", from_now=True)
     log.add("a", step=1)
-    with (tmp_path / "events-driver.jsonl").open("a") as file:
+    with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"time": 1, "ev\n{"half')
     assert [event["event"] for event in follower.read()] == ["a"]
     assert [event["event"] for event in read_events(folder)] == ["a"]
-    with (tmp_path / "events-driver.jsonl").open("a") as file:
+    with (tmp_path / "events.jsonl").open("a") as file:
         file.write('": 2, "event": "b", "time": 9e9}\n')
     assert [event["event"] for event in follower.read()] == ["b"]
 
@@ -390,17 +390,6 @@ def test_a_tail_does_not_keep_what_it_has_read(tmp_path: Path) -> None:
         assert len(follower.read()) == 1000
         sizes.append(len(pickle.dumps({name: value for name, value in vars(follower).items() if name != "_folder"})))
     assert max(sizes) < 500
-
-
-def test_writers_on_a_disk_have_their_own_files_and_are_read_by_time(tmp_path: Path) -> None:
-    """Several machines cannot append to one file of a mounted disk."""
-    folder = Folder(str(tmp_path))
-    driver, rank = EventWriter(folder, "driver"), EventWriter(folder, "rank-0")
-    driver.add("a")
-    rank.add("b")
-    driver.add("c")
-    assert folder.files("events") == ["events-driver.jsonl", "events-rank-0.jsonl"]
-    assert [event["event"] for event in read_events(folder)] == ["a", "b", "c"]
 
 
 def test_an_object_store_gets_a_bounded_number_of_bytes_per_event() -> None:

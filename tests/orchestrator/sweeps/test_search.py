@@ -232,7 +232,7 @@ def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_
     opened.note("trial_suggested", trial="trial-001", index=1, values={"config.learning_rate": 0.25})
     opened.note("trial_ended", trial="trial-000", status="completed", reason="", error=None, metric=0.5, steps=4)
     # A line torn by a kill is ignored.
-    with Path(tmp_path, "tiny/events-driver.jsonl").open("a") as file:
+    with Path(tmp_path, "tiny/events.jsonl").open("a") as file:
         file.write('{"time": 1, "event": "trial_en')
     first, second = opened.trials()
     assert (first.status, first.metric, first.has_ended) == ("completed", 0.5, True)

@@ -235,13 +235,15 @@ def test_5000_records_cost_their_own_size(bucket: str, monkeypatch: pytest.Monke
     import s3fs
 
     sent: list[int] = []
-    pipe_file = s3fs.S3FileSystem.pipe_file
+    pipe_file = s3fs.S3FileSystem._pipe_file
 
-    def count(self: s3fs.S3FileSystem, path: str, value: bytes, **options: object) -> object:
+    async def count(self: s3fs.S3FileSystem, path: str, value: bytes, **options: object) -> object:
         sent.append(len(value))
-        return pipe_file(self, path, value, **options)
+        return await pipe_file(self, path, value, **options)
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "pipe_file", count)
+    monkeypatch.setattr(s3fs.S3FileSystem, "_pipe_file", count)
+    # Instances bind their methods when they are made.
+    s3fs.S3FileSystem.clear_instance_cache()
     tracker = JsonlTracker()
     tracker.start(RunInfo(name="a", run_dir=f"{bucket}/a"), step=0)
     for step in range(1, 5001):

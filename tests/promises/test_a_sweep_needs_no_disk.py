@@ -76,4 +76,4 @@ def test_a_population_trains_in_a_bucket(
     changes = [each for each in events if each["event"] == "trial_changed"]
     assert changes
     assert all(each["checkpoint"].startswith(f"s3://{bucket}/sweep/trial-00") for each in changes)
-    assert Folder(f"s3://{bucket}/sweep").folders() == ["trial-000", "trial-001"]
+    assert Folder(f"s3://{bucket}/sweep").folders() == ["owner", "trial-000", "trial-001"]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -432,29 +431,6 @@ def test_threads_may_replace_one_file_at_once(tmp_path: Path) -> None:
     assert folder.read("run.json") in ("a", "b")
     assert len(set(parts)) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_records_are_synced_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
-    Folder(str(tmp_path)).write("run.json", "{}")
-    file, parent = synced
-    assert file.endswith(".part")
-    assert parent == str(tmp_path)
-
-
-def test_following_a_file_does_not_keep_its_lines_in_memory(tmp_path: Path) -> None:
-    follower = JsonlTail(Folder(str(tmp_path)), "metrics.jsonl", from_now=False)
-    lines = [json.dumps({"step": step, "text": "x" * 400}) + "\n" for step in range(5000)]
-    tracemalloc.start()
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        for first in range(0, len(lines), 50):
-            file.writelines(lines[first : first + 50])
-            file.flush()
-            assert len(follower.read()) == 50
-    kept_bytes, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept_bytes < 0.3 * sum(map(len, lines))
 
 
 def test_threads_that_write_one_file_do_not_take_each_others_temporary_file(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_save_copies_the_averages_while_training_continues(tmp_path: Path, mon
 
     def begins(self: Staging, *args: Any, **options: Any) -> Copy:
         copy = begin(self, *args, **options)
-        started.append({each.name for each in copy._deferred})
+        started.append(set(copy._deferred.names))
         return copy
 
     monkeypatch.setattr(Staging, "begin", begins)

@@ -8,6 +8,7 @@ https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -68,9 +69,12 @@ class MetadataService:
             OSError: the service does not answer.
             ValueError: its answer is not what the cloud documents.
         """
-        if self.cloud == "aws":
-            return self._aws_notice()
-        return self._gcp_notice() if self.cloud == "gcp" else self._azure_notice()
+        try:
+            if self.cloud == "aws":
+                return self._aws_notice()
+            return self._gcp_notice() if self.cloud == "gcp" else self._azure_notice()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.cloud} answers in an unknown form ({type(error).__name__}: {error})") from error
 
     def answers(self) -> bool:
         """Return whether the service is that of the cloud."""
@@ -80,7 +84,7 @@ class MetadataService:
             if self.cloud == "gcp":
                 return self._get("/computeMetadata/v1/instance/id", {"Metadata-Flavor": "Google"}) is not None
             return bool(self._name_in_azure())
-        except OSError:
+        except (OSError, ValueError):
             return False
 
     def _aws_notice(self) -> Notice | None:
@@ -140,6 +144,9 @@ class MetadataService:
             if error.code == 404:
                 return None
             raise
+        except http.client.HTTPException as error:
+            # Not an OSError: an answer that is no HTTP, or is cut off.
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def find_service(cloud: str, url: str = METADATA_URL, *, counts_rebalance: bool = False) -> MetadataService | None:

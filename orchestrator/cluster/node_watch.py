@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import FrameType
@@ -21,10 +22,12 @@ from headway.trainer.errors import ConfigError
 from .cloud_notices import METADATA_URL, MetadataService, Notice, find_service
 
 POLL_S = 2.0
+_FIND_EVERY_S = 30.0
 _RAY_STARTS_WITHIN_S = 300.0
 _RETRY_S = 2.0
 _TRIES = 5
 _CALL_TIMEOUT_S = 30.0
+_LOOK_S = 0.5
 _NODE_ID = """
 import ray, sys
 ray.init(address=sys.argv[1], log_to_driver=False)
@@ -56,7 +59,8 @@ class WatchOptions:
 def watch_node(options: WatchOptions) -> None:
     """Watch for notices until SIGTERM or SIGINT, and drain the node at each. Call it in the main thread.
 
-    After SIGTERM it drains the node and returns when the machine is to go, or at the next signal.
+    After SIGTERM it drains the node and returns when the machine is to go, or at the next signal. Before
+    Ray has come up there is nothing to drain, and it returns at once.
 
     Raises:
         ConfigError: there is no such cloud, or no Ray has come up on this machine.
@@ -72,14 +76,22 @@ def watch_node(options: WatchOptions) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    is_on = options.cloud != "none"
-    service = find_service(options.cloud, options.metadata_url, counts_rebalance=options.rebalance) if is_on else None
-    node_id = options.node_id or _node_id(options.address)
+    service = _find_service(options)
+    node_id = options.node_id or _node_id(options.address, lambda: ended.is_set() or terminated.is_set())
+    if node_id is None:
+        _log("ended before Ray has come up on this machine")
+        return
     watched = "SIGTERM" if service is None else f"notices of {service.cloud}, and for SIGTERM"
-    if is_on and service is None:
-        watched += f" (no metadata service answers at {options.metadata_url})"
+    if options.cloud != "none" and service is None:
+        watched += f" (no metadata service answers at {options.metadata_url}; asking again every {_FIND_EVERY_S:.0f} s)"
     _log(f"watching for {watched}; node {node_id}")
     _watch(service, node_id, options, ended, terminated)
+
+
+def _find_service(options: WatchOptions) -> MetadataService | None:
+    if options.cloud == "none":
+        return None
+    return find_service(options.cloud, options.metadata_url, counts_rebalance=options.rebalance)
 
 
 def _watch(
@@ -91,16 +103,22 @@ def _watch(
 ) -> None:
     drained: Notice | None = None
     problem: str | None = None
+    find_at_s = time.monotonic() + _FIND_EVERY_S
     while not ended.is_set():
         if terminated.is_set():
             _start_drain(node_id, options.address, Notice(reason="SIGTERM", left_s=options.grace_s))
             ended.wait(options.grace_s)
             return
+        if service is None and options.cloud != "none" and time.monotonic() >= find_at_s:
+            # The service may have been silent at the start: the network of a new machine comes up late.
+            if (service := _find_service(options)) is not None:
+                _log(f"watching for notices of {service.cloud}, too")
+            find_at_s = time.monotonic() + _FIND_EVERY_S
         notice_now: Notice | None = None
         if service is not None:
             try:
                 notice_now, problem_now = service.notice(), None
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError) as error:
                 problem_now = f"{type(error).__name__}: {error}"
             if problem_now != problem:
                 _log("the metadata service answers again" if problem_now is None else f"no answer: {problem_now}")
@@ -152,16 +170,18 @@ def drain_node(node_id: str, address: str, *, reason: str, left_s: float | None)
     return _problem_of(command)[0]
 
 
-def _node_id(address: str) -> str:
-    """Return the id of the Ray node of this machine; waits for Ray to come up.
+def _node_id(address: str, is_ended: Callable[[], bool] = lambda: False) -> str | None:
+    """Return the id of the Ray node of this machine; waits for Ray to come up, or to be ended (None).
 
     Asked in another process, because a connection to Ray takes 100 MB as long as it lasts.
     """
     until_s = time.monotonic() + _RAY_STARTS_WITHIN_S
     while True:
-        problem, out = _problem_of([sys.executable, "-c", _NODE_ID, address])
+        problem, out = _problem_of([sys.executable, "-c", _NODE_ID, address], is_ended)
         if problem is None:
             return out.split()[-1]
+        if is_ended():
+            return None
         if time.monotonic() > until_s:
             raise ConfigError(
                 f"no Ray has come up on this machine in {_RAY_STARTS_WITHIN_S:.0f} s: run `headway node watch` beside "
@@ -170,17 +190,28 @@ def _node_id(address: str) -> str:
         time.sleep(_RETRY_S)
 
 
-def _problem_of(command: list[str]) -> tuple[str | None, str]:
+def _problem_of(command: list[str], is_ended: Callable[[], bool] = lambda: False) -> tuple[str | None, str]:
     """Run a command of Ray; return what went wrong, if anything, and its output."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_CALL_TIMEOUT_S, check=False, start_new_session=True,
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return f"{type(error).__name__}: {error}", ""
-    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return (None if done.returncode == 0 else lines[-1] if lines else f"exit code {done.returncode}"), done.stdout
+    until_s = time.monotonic() + _CALL_TIMEOUT_S
+    with process:
+        while True:
+            try:
+                out, err = process.communicate(timeout=_LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                if is_ended() or time.monotonic() > until_s:
+                    process.kill()
+                    process.communicate()
+                    return f"no answer within {_CALL_TIMEOUT_S:.0f} s", ""
+    lines = (err.strip() or out.strip()).splitlines()
+    return (None if process.returncode == 0 else lines[-1] if lines else f"exit code {process.returncode}"), out
 
 
 def _log(text: str) -> None:

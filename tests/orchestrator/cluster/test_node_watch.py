@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -18,7 +20,8 @@ import pytest
 from click.testing import CliRunner
 
 from headway.orchestrator.cli.main import main
-from headway.orchestrator.cluster.cloud_notices import CLOUDS, MetadataService, find_service
+from headway.orchestrator.cluster import node_watch
+from headway.orchestrator.cluster.cloud_notices import CLOUDS, MetadataService, Notice, find_service
 from tests.metadata import MetadataStandIn
 
 AWS = "/latest/meta-data"
@@ -131,6 +134,47 @@ def test_a_service_that_does_not_answer(cloud: str) -> None:
         MetadataService(cloud, url).notice()  # type: ignore[arg-type]
 
 
+@contextmanager
+def raw_service(answer: bytes) -> Iterator[str]:
+    """Answer every connection with these bytes; yields the address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection, suppress(OSError):
+                        connection.recv(4096)
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+@pytest.mark.parametrize("cloud", ["aws", "azure"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"no HTTP\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe",
+    ],
+)
+def test_an_answer_that_no_cloud_gives_does_not_end_the_watcher(cloud: str, answer: bytes) -> None:
+    """`node watch` logs these two kinds of errors, and continues."""
+    with raw_service(answer) as url:
+        with pytest.raises((OSError, ValueError)):
+            MetadataService(cloud, url).notice()  # type: ignore[arg-type]
+        find_service("auto", url)
+
+
 def test_proxies_are_bypassed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with stand_in("gcp") as server:
@@ -155,6 +199,61 @@ def test_rays_command_has_the_options() -> None:
     shown = CliRunner().invoke(cli, ["drain-node", "--help"]).output
     for option in ("--node-id", "--reason-message", "--deadline-remaining-seconds", "DRAIN_NODE_REASON_PREEMPTION"):
         assert option in shown
+
+
+def test_a_service_that_is_silent_at_the_start_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drained: list[Notice] = []
+    ended, terminated = threading.Event(), threading.Event()
+
+    def drain(node_id: str, address: str, notice: Notice) -> None:
+        drained.append(notice)
+        ended.set()
+
+    monkeypatch.setattr(node_watch, "_FIND_EVERY_S", 0.0)
+    monkeypatch.setattr(node_watch, "POLL_S", 0.01)
+    monkeypatch.setattr(node_watch, "_start_drain", drain)
+    with stand_in("gcp") as server:
+        server.pages["/computeMetadata/v1/instance/preempted"] = "TRUE"
+        options = node_watch.WatchOptions(metadata_url=server.url)
+        node_watch._watch(None, "node", options, ended, terminated)
+    assert [notice.reason for notice in drained] == ["Compute Engine preemption"]
+    assert "watching for notices of gcp, too" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_ray(number: signal.Signals, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    program = f"""
+import sys
+from headway.orchestrator.cli.main import main
+from headway.orchestrator.cluster import node_watch
+node_watch._NODE_ID = "import time; open({str(asked)!r}, 'w').close(); time.sleep(600)"
+main(["node", "watch", "--cloud", "none"])
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            while not asked.exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(number)
+            # Below the 30 s that one attempt to reach Ray may take.
+            out, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "ended before Ray has come up" in out
+
+
+def test_the_watcher_imports_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys\nfrom headway.orchestrator.cli.main import main\n"
+        "try:\n    main(['node', 'watch', '--cloud', 'oracle'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit(', '.join({'torch', 'ray', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sigterm_drains_the_node_and_a_second_one_ends_the_wait(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
-"""Checks `cluster.yaml`, the file of Ray's cluster launcher, against Ray's schema and an experiment, offline."""
+"""Checks `cluster.yaml`, the file of Ray's cluster launcher, by Ray's rules and against an experiment, offline."""
 
 from __future__ import annotations
 
-import copy
 import json
-import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -17,6 +14,7 @@ from headway.trainer.errors import ConfigError
 
 from ..cli.tables import format_table
 from ..config.experiment import Experiment, Scaling
+from .ray_launcher import UP_V2, autoscaler_version, prepare, schema_faults
 
 SHARED = "shared_folders"
 """Key in `metadata`, which Ray ignores: the folders that all nodes share."""
@@ -36,6 +34,7 @@ class Group:
         is_head: whether it is the head.
         is_spot: whether the cloud may preempt its nodes; None if unknown.
         priority: among groups that fit equally well, Ray starts the highest first.
+        is_detected: whether Ray asks the cloud for the resources, because the file does not give them.
     """
 
     name: str
@@ -45,9 +44,10 @@ class Group:
     is_head: bool
     is_spot: bool | None
     priority: int = 0
+    is_detected: bool = False
 
     def workers_on_one(self, scaling: Scaling) -> int:
-        """Return how many workers fit on one node."""
+        """Return how many workers fit on one node, by the resources that the file gives."""
         needed = {name: amount for name, amount in scaling.worker_resources.items() if amount}
         return min(int(self.resources.get(name, 0) / amount + 1e-9) for name, amount in needed.items())
 
@@ -63,6 +63,7 @@ class Cluster:
         shared: folders that all nodes share.
         copied: folders that Ray copies to each node (`file_mounts`).
         is_own: whether the nodes are existing machines (provider.type: local), whose resources Ray detects.
+        autoscaler: version of Ray's autoscaler that `ray up` would start from this shell.
     """
 
     name: str
@@ -71,6 +72,12 @@ class Cluster:
     shared: tuple[str, ...]
     copied: tuple[str, ...]
     is_own: bool = False
+    autoscaler: int = 2
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of the groups whose resources are not in the file, and that may have nodes."""
+        return tuple(group.name for group in self.groups if group.is_detected and group.max_nodes)
 
     def most_workers(self, scaling: Scaling) -> int:
         """Return how many workers fit when the cluster has scaled up fully."""
@@ -92,7 +99,7 @@ class Cluster:
 
 
 def load_cluster(path: str) -> Cluster:
-    """Read a cluster launcher file, and check it against the schema of the installed Ray.
+    """Read a cluster launcher file, and check it as the installed Ray would.
 
     Raises:
         ConfigError: there is no such file, or it is invalid; lists all problems.
@@ -106,17 +113,25 @@ def load_cluster(path: str) -> Cluster:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must be a mapping with cluster_name and provider, got a {type(config).__name__}")
-    if faults := [*_schema_faults(config)] or [*_faults(config)] or [*_faults_by_ray(config)]:
+    faults, prepared = [*schema_faults(config, is_prepared=False)], config
+    if not faults and _is_own(config):
+        faults = [*_faults(config)]
+    if not faults:
+        prepared, problem = prepare(config)
+        # Ours name the fields; some stop Ray with an error that does not.
+        faults = [*_faults(config if _is_own(config) else prepared)] or ([] if problem is None else [problem])
+    if faults:
         raise ConfigError("\n  ".join([f"{path} is not a cluster that Ray can start:", *faults]))
     is_own = _is_own(config)
-    groups = _own_machines(config) if is_own else _groups(config)
+    groups = _own_machines(config) if is_own else _groups(prepared)
     return Cluster(
-        name=config["cluster_name"],
+        name=prepared["cluster_name"],
         groups=groups,
-        max_nodes=groups[-1].max_nodes if is_own else config.get("max_workers", _DEFAULT_MAX_WORKERS),
+        max_nodes=groups[-1].max_nodes if is_own else prepared.get("max_workers", _DEFAULT_MAX_WORKERS),
         shared=tuple((config.get("metadata") or {}).get(SHARED, ())),
         copied=tuple(config.get("file_mounts") or ()),
         is_own=is_own,
+        autoscaler=autoscaler_version(prepared),
     )
 
 
@@ -125,36 +140,6 @@ def misfits_of(cluster: Cluster, experiment: Experiment) -> list[str]:
     # The resources of existing machines are unknown until they are up.
     workers = () if cluster.is_own else _worker_faults(cluster, experiment.scaling)
     return [*workers, *_storage_faults(cluster, experiment.storage)]
-
-
-def _schema_faults(config: Mapping[str, Any]) -> Iterator[str]:
-    import jsonschema
-    import ray.autoscaler
-
-    schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
-    if _is_own(config):
-        # Ray moves this field before it validates.
-        config = {name: value for name, value in config.items() if name != "min_workers"}
-    for error in sorted(jsonschema.Draft7Validator(schema).iter_errors(config), key=lambda error: list(error.path)):
-        where = ".".join(str(part) for part in error.path)
-        yield f"{where}: {error.message}" if where else error.message
-
-
-def _faults_by_ray(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what Ray's own check refuses. Ray has no public function for it; without this one, `ray up` refuses it."""
-    try:
-        from ray.autoscaler._private.util import prepare_config, validate_config
-    except ImportError:
-        return
-    logger = logging.getLogger("ray.autoscaler._private.util")
-    before, logger.disabled = logger.disabled, True
-    try:
-        validate_config(prepare_config(copy.deepcopy(dict(config))))
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        yield f"Ray refuses it: {lines[0] if lines else type(error).__name__}"
-    finally:
-        logger.disabled = before
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
@@ -217,15 +202,17 @@ def _own_machines(config: Mapping[str, Any]) -> tuple[Group, ...]:
 
 
 def _group(name: str, plain: Mapping[str, Any], head: str, config: Mapping[str, Any]) -> Group:
-    is_head = name == head
+    is_head, resources = name == head, plain.get("resources") or {}
     return Group(
         name=name,
-        resources={key: float(amount) for key, amount in plain["resources"].items()},
+        resources={key: float(amount) for key, amount in resources.items()},
         min_nodes=1 if is_head else plain.get("min_workers", 0),
         max_nodes=1 if is_head else plain.get("max_workers", config.get("max_workers", _DEFAULT_MAX_WORKERS)),
         is_head=is_head,
-        is_spot=_is_spot(config["provider"]["type"], plain["node_config"]),
+        is_spot=_is_spot(config["provider"]["type"], plain.get("node_config") or {}),
         priority=plain.get("priority", 0),
+        # On the other clouds, Ray takes such a node for one without resources.
+        is_detected=config["provider"]["type"] == "aws" and "CPU" not in resources,
     )
 
 
@@ -243,6 +230,8 @@ def _is_spot(provider: str, node: Mapping[str, Any]) -> bool | None:
 
 
 def _worker_faults(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
+    if cluster.unknown:
+        return
     each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
     if not any(group.workers_on_one(scaling) and group.max_nodes for group in cluster.groups):
         unsaid = [group.name for group in cluster.groups if not group.resources]
@@ -289,45 +278,80 @@ def cluster_page(cluster: Cluster, experiment: Experiment | None) -> str:
     rows: list[tuple[str, ...]] = [("GROUP", "NODE RESOURCES", *workers, "NODES", "SPOT", "PRIORITY")]
     for group in cluster.groups:
         has = ", ".join(f"{amount:g} {name}" for name, amount in group.resources.items())
-        held = () if experiment is None else ("?" if cluster.is_own else str(group.workers_on_one(experiment.scaling)),)
+        is_unknown = cluster.is_own or group.is_detected
+        held = () if experiment is None else ("?" if is_unknown else str(group.workers_on_one(experiment.scaling)),)
         nodes = "head" if group.is_head else f"{group.min_nodes} to {group.max_nodes}"
         spot = {True: "spot", False: "no", None: "?"}[group.is_spot]
         rows.append((group.name, has or "not given", *held, nodes, spot, str(group.priority)))
-    notes = [] if experiment is None else _notes(cluster, experiment.scaling)
     return "\n".join([
-        f"{cluster.name}: at most {cluster.max_nodes} nodes besides the head", format_table(rows), *notes
+        f"{cluster.name}: at most {cluster.max_nodes} nodes besides the head",
+        format_table(rows),
+        *_notes(cluster, None if experiment is None else experiment.scaling),
     ])  # fmt: skip
 
 
 def cluster_document(cluster: Cluster, experiment: Experiment | None) -> dict[str, Any]:
     """Return the output of `cluster check --json` without the problems. `max_workers` is None if unknown."""
-    known = experiment is not None and not cluster.is_own
+    known = experiment is not None and not cluster.is_own and not cluster.unknown
     return {
         **asdict(cluster),
         "max_workers": cluster.most_workers(experiment.scaling) if experiment is not None and known else None,
-        "notes": [] if experiment is None else [*_notes(cluster, experiment.scaling)],
+        "notes": [*_notes(cluster, None if experiment is None else experiment.scaling)],
     }
 
 
-def _autoscaler_version() -> int:
-    """Return the version of the autoscaler that `ray up` starts on the head."""
-    return 2 if os.environ.get("RAY_UP_enable_autoscaler_v2", "1") == "1" else 1  # noqa: SIM112
-
-
-def _notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
+def _notes(cluster: Cluster, scaling: Scaling | None) -> Iterator[str]:
     """Yield remarks that are not problems."""
+    if scaling is not None:
+        yield from _fit_notes(cluster, scaling)
+    if not cluster.is_own:
+        yield from _autoscaler_notes(cluster)
+
+
+def _fit_notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
     if cluster.is_own:
         yield "the resources of its machines are unknown until they are up, and so is whether workers fit"
+        return
+    if cluster.unknown:
+        yield (
+            "Headway cannot check whether workers fit: Ray asks AWS for the resources of "
+            f"{', '.join(cluster.unknown)}; to have it checked, give those of one node, "
+            "e.g. resources: {CPU: 48, GPU: 4}"
+        )
         return
     most = cluster.most_workers(scaling)
     yield f"fits {most} worker{'s'[: most != 1]} of this experiment when fully scaled up"
     if scaling.min_workers <= most < scaling.max_workers:
         yield f"of {scaling}, at most {most} will ever train"
     able = [group for group in cluster.groups if not group.is_head and group.workers_on_one(scaling)]
-    if len({group.is_spot for group in able}) > 1:
-        yield (
-            f"`ray up` starts version {_autoscaler_version()} of Ray's autoscaler. Version 2 starts the group with the "
-            "highest priority, and another one while its machines are unavailable; version 1 does neither"
-        )
     if able and all(group.is_spot for group in able):
         yield "all groups that fit a worker are spot: the run waits while no such machine is available"
+
+
+def _autoscaler_notes(cluster: Cluster) -> Iterator[str]:
+    """Yield which autoscaler starts the nodes, and which group it chooses among equal ones."""
+    if cluster.autoscaler == 2:
+        yield "`ray up` starts version 2 of Ray's autoscaler: among equal groups, the highest priority first"
+    else:
+        yield (
+            "`ray up` starts version 1 of Ray's autoscaler, which ignores the priority: among equal groups, the last "
+            f"name of the alphabet first; for version 2, unset {UP_V2}, and RAY_enable_autoscaler_v2 in the file"
+        )
+    for name, others in _stand_ins(cluster):
+        yield (
+            f"while the cloud refuses to start nodes of {name}, neither version of the autoscaler takes {others} "
+            f"in place: the run waits; to switch, set max_workers of {name} to 0 and run `ray up --no-restart` again"
+        )
+
+
+def _stand_ins(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield the spot group that is chosen first among equal ones, and the names of the others."""
+    alike: dict[str, list[Group]] = {}
+    for group in cluster.groups:
+        if not group.is_head and group.max_nodes and group.resources:
+            alike.setdefault(json.dumps(group.resources, sort_keys=True), []).append(group)
+    for groups in alike.values():
+        rank = (lambda g: (g.priority, "")) if cluster.autoscaler == 2 else (lambda g: (0, g.name))
+        first = max(groups, key=rank)
+        if len(groups) > 1 and first.is_spot:
+            yield first.name, ", ".join(group.name for group in groups if group is not first)

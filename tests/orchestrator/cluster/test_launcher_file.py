@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import yaml
 from headway.orchestrator import Experiment, Scaling
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.cluster.launcher_file import load_cluster, misfits_of
+from headway.orchestrator.cluster.starter_files import render
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
@@ -83,7 +87,9 @@ def test_ours_is_what_ray_itself_would_start() -> None:
         ("provider", None, "'provider' is a required property"),
         ("available_node_types.gpu-spot.resources.GPU", "four", "resources.GPU: 'four' is not of type 'integer'"),
         ("available_node_types.gpu-spot.max_worker", 2, "'max_worker' was unexpected"),
-        ("available_node_types", None, "available_node_types is required"),
+        ("available_node_types", None, "head_node_type must be one of ray.head.default, ray.worker.default"),
+        ("docker.container_name", None, "Ray refuses it: Must provide a container & image name"),
+        ("provider.type", "external", "Ray cannot read it: KeyError: 'worker_setup_commands'"),
         ("head_node_type", "haed", "head_node_type must be one of cpu-data, gpu-on-demand"),
         ("available_node_types.gpu-spot.min_workers", 9, "gpu-spot: min_workers exceeds max_workers"),
         ("max_workers", 0, None),
@@ -147,14 +153,93 @@ def test_nodes_that_are_there_anyway_need_no_wait(tmp_path: Path) -> None:
     assert "the running nodes hold only 32 of 33 workers" in faults(cluster, workers=33, wait=None)[0]
 
 
-def test_what_a_node_has_must_be_said(tmp_path: Path) -> None:
-    plain = copy.deepcopy(OURS)
+def test_what_a_node_has_must_be_said_where_ray_does_not_ask_the_cloud(tmp_path: Path) -> None:
+    plain = yaml.safe_load(render("gcp.yaml"))
     for name in ("gpu-spot", "gpu-on-demand", "cpu-data"):
         plain["available_node_types"][name]["resources"] = {}
     assert (
         "give the resources of one node of cpu-data, gpu-on-demand, gpu-spot"
         in faults(load(tmp_path, plain), workers=1)[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("plain", "groups"),
+    [
+        # The minimal file of Ray's documentation.
+        (
+            {"cluster_name": "minimal", "provider": {"type": "aws", "region": "us-west-2"}},
+            ["ray.head.default", "ray.worker.default"],
+        ),
+        ({"provider": {"type": "aws", "region": "us-west-2"}, "min_workers": 1}, None),
+        ({name: value for name, value in OURS.items() if name != "cluster_name"}, None),
+        ({**OURS, "min_workers": 1}, None),
+        (changed("available_node_types.gpu-spot.resources", {}), None),
+        (changed("available_node_types.gpu-spot.resources", {"fast_disk": 1}), None),
+    ],
+)
+def test_what_ray_takes_is_taken(tmp_path: Path, plain: dict[str, Any], groups: list[str] | None) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(copy.deepcopy(plain)))
+    cluster = load(tmp_path, plain)
+    assert cluster.name == plain.get("cluster_name", "default")
+    if groups is not None:
+        assert [group.name for group in cluster.groups] == groups
+
+
+def test_resources_that_ray_asks_aws_for_cannot_be_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = changed("available_node_types.gpu-spot.resources", {})
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    command = [
+        "cluster",
+        "check",
+        str(file),
+        TARGET,
+        "config.max_steps=1",
+        "storage=s3://b/runs",
+        "scaling.workers=999",
+    ]
+    for option in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *option])
+        assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Headway cannot check whether workers fit: Ray asks AWS for the resources of gpu-spot; to have it" in shown
+    assert "when fully scaled up" not in shown
+    document = json.loads(shown[shown.index("\n{") :])
+    assert (document["max_workers"], document["autoscaler"], document["problems"]) == (None, 2, [])
+    # Storage is checked all the same.
+    assert len(faults(load(tmp_path, plain), storage="/runs", workers=999)) == 1
+
+
+def test_rays_own_output_is_hidden(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    logger = logging.getLogger("ray.autoscaler._private.util")
+    logger.addHandler(handler)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    try:
+        # The legacy form, which Ray converts with warnings.
+        load(tmp_path, {"cluster_name": "old", "provider": {"type": "aws"}, "head_node": {}, "worker_nodes": {}})
+    finally:
+        logger.removeHandler(handler)
+    assert (logged, *capfd.readouterr()) == ([], "", "")
+
+
+def test_without_rays_private_functions_the_schema_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `prepare`: they may move with any version of Ray."""
+    monkeypatch.setitem(sys.modules, "ray.autoscaler._private.util", None)
+    assert [group.name for group in load(tmp_path, OURS).groups] == ["head", "cpu-data", "gpu-on-demand", "gpu-spot"]
+    assert load(tmp_path, changed("cluster_name", None)).name == "default"
+    with pytest.raises(ConfigError, match="'idle_timout' was unexpected"):
+        load(tmp_path, changed("idle_timout", 5))
+    with pytest.raises(ConfigError, match="available_node_types is required for aws"):
+        load(tmp_path, changed("available_node_types", None))
 
 
 def test_machines_of_ones_own_are_a_cluster_whose_machines_nobody_describes(
@@ -226,7 +311,7 @@ def test_faults_are_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert out.startswith("headway: at most 12 nodes besides the head\nGROUP")
     assert [line.split()[0] for line in err.splitlines()] == ["headway:", "headway:"]
     assert "scaling.wait=30m" in err
-    assert "`ray up` starts version 2 of Ray's autoscaler. Version 2 starts the group with the highest priority" in out
+    assert "`ray up` starts version 2 of Ray's autoscaler: among equal groups, the highest priority first" in out
     assert "storage=s3://bucket/runs" in err
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "check", str(tmp_path / "none.yaml")])

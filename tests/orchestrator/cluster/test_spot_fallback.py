@@ -1,4 +1,7 @@
-"""Ray's own schedulers on the shipped file: what the documentation says of spot machines and on-demand ones."""
+"""Ray's own schedulers on the shipped file, alone: how they choose, given what is available.
+
+When a group becomes unavailable for version 2 is another question; see test_autoscaler.py.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,9 @@ def renamed(spot: str, on_demand: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("spot", "on_demand"), NAMES)
-def test_version_2_prefers_spot_and_falls_back_whatever_the_groups_are_called(spot: str, on_demand: str) -> None:
+def test_version_2_prefers_spot_and_avoids_a_group_marked_unavailable_whatever_the_names(
+    spot: str, on_demand: str
+) -> None:
     groups = renamed(spot, on_demand)
     assert launched_by_v2(groups, None) == {spot: 1}
     assert launched_by_v2(groups, spot) == {on_demand: 1}

@@ -233,7 +233,7 @@ def _start(thread: RayThread) -> None:
 
 def _shut_down(thread: RayThread) -> None:
     # While the thread is still in ray.init, it shuts Ray down itself.
-    if not thread.is_starting:
+    if thread.is_connected:
         ray.shutdown()
     thread.release()
 

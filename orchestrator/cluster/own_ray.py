@@ -69,9 +69,9 @@ class RayThread:
             raise self._error
 
     @property
-    def is_starting(self) -> bool:
-        """Whether the thread is still in `ray.init`."""
-        return self._thread.is_alive() and not self._done.is_set()
+    def is_connected(self) -> bool:
+        """Whether `ray.init` has returned; False while the thread is still in it, and after an error."""
+        return self._done.is_set() and self._error is None
 
     def release(self) -> None:
         """Let the thread end, after `ray.shutdown`."""

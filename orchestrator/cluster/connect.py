@@ -22,6 +22,9 @@ from ..train.elastic import slots_capped, target_workers
 from .own_ray import RayThread, on_loopback
 from .ray_env import temporary_env
 
+# On a busy machine a head takes longer to start than Ray's 20 s. A cluster that refuses this process would be asked for
+# as long.
+_PATIENCE = {"RAY_gcs_server_port_wait_time_s": "240"}
 _OWN = {
     # Ray Train's placement-group cleaner asks a dashboard whether its run is alive. Without this it would find the
     # dashboard of another Ray on the machine, which does not know the run, and would end it.
@@ -208,7 +211,7 @@ def ray_connection(scaling: Scaling, *, verbose: bool, say: Callable[[str], None
         return
     cpus = max(usable_cpus(), math.ceil(scaling.total_resources["CPU"])) + 2
     thread = RayThread(say, address="local", num_cpus=cpus, include_dashboard=False, **output)
-    with temporary_env(_OWN), temporary_env(LOOPBACK_ENV, unless_set=True):
+    with temporary_env(_OWN), temporary_env({**_PATIENCE, **LOOPBACK_ENV}, unless_set=True):
         try:
             _start(thread)
             yield True

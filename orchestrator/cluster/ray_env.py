@@ -14,7 +14,6 @@ _SETTINGS = {
     # On a busy machine the start takes longer than Ray's half a minute. Ray reads these when it is imported.
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_agent_register_timeout_ms": "240000",
-    "RAY_gcs_server_port_wait_time_s": "240",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # A dead worker is noticed within this time; the default of 2 s is a large part of a restart.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",

@@ -136,7 +136,7 @@ def where():
     assert datasets.Dataset.from_dict({"a": [1, 2]})[1] == {"a": 2}
     return datasets.__file__, os.path.isfile("datasets/plan.py"), os.path.abspath(".") in map(os.path.abspath, sys.path)
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
          runtime_env={"working_dir": sys.argv[1]})
 print(ray.get(where.remote()))
 """

@@ -236,9 +236,10 @@ def _judge_life(number: int, life: _Life, before: _Before, last: Lived | None) -
 
 def records(run_dir: Path) -> dict[int, dict[str, float]]:
     """Return the logged metrics of a run without speeds, which differ."""
+    # By a URI, which finds the segments of the storages behind URIs as well.
     return {
         int(each["step"]): {name: each[name] for name in _MEASURED if name in each}
-        for each in read_records(run_dir / "metrics.jsonl")
+        for each in read_records(f"local://{run_dir}/metrics.jsonl")
     }
 
 

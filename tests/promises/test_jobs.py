@@ -176,7 +176,7 @@ def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: st
     steps = run.record.steps
     assert steps >= 20
     assert str(run.record.last_checkpoint).endswith(f"step-{steps:08d}")
-    assert "saving a checkpoint and ending" in done(headway(project, "jobs", "logs", "line", *at))
+    assert "saving a checkpoint and ending" in done(headway(project, "jobs", "logs", str(storage / "line"), *at))
 
     following = headway(project, *submit)
     wait_for_step(steps + 20, storage / "line")

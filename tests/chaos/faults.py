@@ -138,11 +138,11 @@ def _run_alone(fault: str, folder: str) -> str:
 
 def _run_on_nodes(fault: str, folder: str) -> str:
     """Run on a cluster of nodes on this machine, one of which goes while the run trains."""
-    from ray.cluster_utils import Cluster
+    from tests.machines import start_head
 
     environment = {"RAY_raylet_start_wait_time_s": "180", "RAY_TMPDIR": tempfile.mkdtemp(prefix="hw-")}
     os.environ.update(environment)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = start_head(num_cpus=0)
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
         output = Path(folder, "output.txt")

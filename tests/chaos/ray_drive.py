@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,7 +41,7 @@ class RayDrive:
 
     def __init__(self, folder: Path) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before Ray is imported
-        from ray.cluster_utils import Cluster
+        from tests.machines import start_head
 
         self._folder = folder
         self._data = write_rows(folder / "rows-on-ray", ROWS)
@@ -50,14 +49,7 @@ class RayDrive:
         # Separate, or every ray.init() on this machine would find this cluster. Short, because it contains sockets.
         self._before, self._rays_files = os.environ.get("RAY_TMPDIR"), tempfile.mkdtemp(prefix="hc-")
         os.environ["RAY_TMPDIR"] = self._rays_files
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._cluster: Any = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 3, "include_dashboard": False, "dashboard_port": port},
-            shutdown_at_exit=True,
-        )
+        self._cluster: Any = start_head(num_cpus=3)
         self._nodes: list[Any] = []
         self._due_s = [0.0, 0.0]
         while self._due_s:

@@ -77,9 +77,9 @@ def watched(log: Path) -> list[str]:
 def main(storage: str) -> None:
     """Run the scenario, and print the results."""
     import ray
-    from ray.cluster_utils import Cluster
 
     from headway.orchestrator.cluster.node_watch import _node_id
+    from tests.machines import start_head
 
     experiment = Experiment(
         name="noticed",
@@ -103,8 +103,7 @@ def main(storage: str) -> None:
         return max((record["step"] for record in read_records(f"{experiment.run_dir}/metrics.jsonl")), default=0)
 
     # One CPU per node: one worker per node.
-    head = {"num_cpus": 1, "include_dashboard": False}
-    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+    cluster = patiently(lambda: start_head(num_cpus=1))
     second = patiently(lambda: cluster.add_node(num_cpus=1))
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     told: dict[str, Any] = {}

@@ -25,6 +25,7 @@ from headway.orchestrator.doctor.preflight import preflight
 from headway.orchestrator.doctor.report import Finding
 from headway.trainer.errors import ConfigError
 from tests.heads import descendants, end, environment, free_ports, head, start_of
+from tests.machines import start_head
 
 from .test_machine_checks import HEADWAY, may_mount, of
 
@@ -44,7 +45,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
     # The shared one of the session, if there is one, is another cluster.
     ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = start_head(num_cpus=1)
     try:
         ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
         yield cluster

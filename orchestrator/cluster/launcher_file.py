@@ -315,7 +315,7 @@ def _fit_notes(cluster: Cluster, scaling: Scaling) -> Iterator[str]:
     if cluster.unknown:
         yield (
             "Headway cannot check whether workers fit: Ray asks AWS for the resources of "
-            f"{', '.join(cluster.unknown)}; to have it checked, give those of one node, "
+            f"{', '.join(cluster.unknown)}; to have it checked, give the resources of one node, "
             "e.g. resources: {CPU: 48, GPU: 4}"
         )
         return

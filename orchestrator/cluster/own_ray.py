@@ -156,7 +156,7 @@ def server_processes() -> dict[int, str]:
 
 
 def ended_processes(servers: Mapping[int, str]) -> list[str]:
-    """Return the names of those of `server_processes` that have ended."""
+    """Return the names of the processes among `server_processes` that have ended."""
     return [name for pid, name in servers.items() if not _is_running(pid)]
 
 

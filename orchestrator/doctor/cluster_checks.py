@@ -213,8 +213,8 @@ def _check_ports(probes: Probes) -> list[Finding]:
             findings.append(Finding("ports", node.name, "ok", found))
         for name, error in refused.items():
             advice = (
-                f"open all TCP ports between the nodes, or at least those of /proc/sys/net/ipv4/ip_local_port_range on "
-                f"{name}: torch uses any of them"
+                f"open all TCP ports between the nodes, or at least the range in /proc/sys/net/ipv4/ip_local_port_range"
+                f" on {name}: torch uses any of them"
             )
             findings.append(Finding("ports", node.name, "failed", f"cannot connect to {name} at {error}", advice))
     return findings

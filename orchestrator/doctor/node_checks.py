@@ -37,7 +37,7 @@ def describe_versions(versions: Mapping[str, str | None]) -> str:
 
 
 def judge_versions(node: str, here: Mapping[str, str | None], there: Mapping[str, str | None]) -> list[Finding]:
-    """Compare the versions on a node with those of the driver; one finding for each that differs."""
+    """Compare the versions on a node with the driver's; return one finding for each difference."""
     differing = [
         Finding(
             "versions", node, _severity(name, here[name], there[name]),

@@ -31,7 +31,7 @@ class EventWriter:
     Args:
         folder: the run's folder.
         writer: name of this writer, unique among concurrent writers.
-        start: the driver's lease, written into each event, so that those of its start are known without clocks.
+        start: the driver's lease, written into each event, so that the events of its start are known without clocks.
     """
 
     def __init__(self, folder: Folder, writer: str, *, start: str = "") -> None:

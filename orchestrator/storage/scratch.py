@@ -22,7 +22,7 @@ _OWNER = "owner.json"
 def scratch_folder() -> Iterator[str]:
     """Yield a temporary folder for Ray's own files, and remove it at the end.
 
-    First removes those of processes of this user and machine that have ended without doing so.
+    First removes the folders that ended processes of this user and machine have left behind.
     """
     remove_abandoned()
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED))

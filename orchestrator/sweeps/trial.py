@@ -339,7 +339,7 @@ def _resume_from(run: Run, resume: str) -> str:
 
 
 def trial_resources(scaling: Scaling) -> Any:
-    """Return the resources of a trial's process: those of its single worker, or almost none beside workers."""
+    """Return the resources of a trial's process: its single worker's, or almost none beside workers."""
     # Ray Tune rejects an empty reservation, and any fraction of a CPU would be missing for the workers.
     return tune.PlacementGroupFactory([scaling.worker_resources if scaling.is_single_worker else {"memory": 1}])
 

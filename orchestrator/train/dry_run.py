@@ -217,7 +217,7 @@ def _strategy(experiment: Experiment) -> str:
 def _batch(experiment: Experiment) -> str:
     config, scaling = experiment.config, experiment.scaling
     if config.global_batch_size is None:
-        return f"those of the data, {config.gradient_accumulation_steps:,} on each rank per step"
+        return f"batches of the data, {config.gradient_accumulation_steps:,} on each rank per step"
     shares = []
     for workers in sorted({scaling.min_workers, scaling.max_workers}):
         share = math.ceil(config.global_batch_size / workers)

@@ -6,9 +6,8 @@ import socket
 from collections.abc import Mapping
 
 from headway.trainer.distributed.world import World
-from headway.trainer.errors import ConfigError
 from headway.trainer.ownership.run_dir import check_same_storage
-from headway.trainer.setup.versions import compare_versions, software_versions
+from headway.trainer.setup.versions import compare_versions, refuse_differences, software_versions
 
 _PACKAGES = ("ray",)
 _SHOWN = 8
@@ -27,23 +26,14 @@ def check_worker(world: World, run_dir: str, *, lease: str, driver_host: str, ve
         run_dir: path or URI of the run's folder.
         lease: the driver's lease, which it has written there.
         driver_host: host of the driver.
-        versions: those of the driver, from `driver_versions`.
+        versions: the driver's, from `driver_versions`.
 
     Raises:
         ConfigError: a worker has other versions, or does not see the driver's folder; raised on every rank.
     """
     own = compare_versions(versions, driver_versions())
     ranks = world.all_gather_object((socket.gethostname(), own))
-    refused = [
-        f"  rank {rank} on {host}: {', '.join(each.refused)}" for rank, (host, each) in enumerate(ranks) if each.refused
-    ]
-    if refused:
-        more = f"\n  and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-        raise ConfigError(
-            f"these workers have other versions than the driver on {driver_host}:\n"
-            + "\n".join(refused[:_SHOWN])
-            + f"{more}\nInstall the same versions on all machines of the cluster"
-        )
+    refuse_differences(ranks, than=f"the driver on {driver_host}")
     check_same_storage(world, run_dir, lease, written_by=f"the driver on {driver_host}")
     # Drivers often run on a machine without a GPU, with another build of torch.
     return [

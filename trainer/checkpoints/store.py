@@ -282,7 +282,7 @@ class CheckpointStore:
         return self._retention.best(self.of_this_run())
 
     def of_this_run(self) -> Sequence[Checkpoint]:
-        """Return the checkpoints that this run has saved, without those of an earlier run in this directory."""
+        """Return the checkpoints that this run has saved, without checkpoints of an earlier run in this directory."""
         return [each for each in self.list() if each.sequence > self.began_after]
 
     def contains(self, path: str) -> bool:
@@ -409,7 +409,7 @@ class CheckpointStore:
         return not self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
 
     def start_over(self) -> None:
-        """Treat all existing checkpoints as those of an earlier run. Every rank must call this.
+        """Treat all existing checkpoints as an earlier run's. Every rank must call this.
 
         Each is kept until this run saves the same step; none counts as this run's best.
 

@@ -60,7 +60,7 @@ class RunState:
     Attributes:
         last_saved_step: the update of the newest checkpoint of this run, if there is one.
         is_half_restored: whether a restore has started to load, and then failed.
-        generators: the random states that are saved: those of now, unless a save inside a read has replaced them.
+        generators: the random states to save: the current ones, unless a save inside a read has replaced them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RunState:
         if ctx.run_dir is not None:
             self._store = CheckpointStore(
                 f"{ctx.run_dir.rstrip('/')}/checkpoints",
-                # Collectives of the saving thread must not mix with those of the training.
+                # Collectives of the saving thread must not mix with the training's.
                 world=self._saving_world(),
                 keep_last=config.keep_last,
                 monitor=config.monitor,
@@ -499,7 +499,7 @@ class RunState:
         )
 
     def _current_metrics(self) -> dict[str, float]:
-        """Return the latest metrics, without those of an evaluation of earlier weights."""
+        """Return the latest metrics, without metrics of earlier weights."""
         progress, latest = self._ctx.progress, self._ctx.history.latest
         if progress.evaluations and progress.evaluated_step == progress.step:
             return latest

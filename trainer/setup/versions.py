@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -20,7 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Differences:
-    """How the versions of one machine differ from those of another, each as text.
+    """Differences between the versions of two machines, each as text.
 
     Attributes:
         refused: differences that prevent training.
@@ -32,7 +32,7 @@ class Differences:
 
 
 def software_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python, torch, Headway and further packages; those that are not installed are left out."""
+    """Return the versions of Python, torch, Headway and further packages, without packages that are not installed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("headway", *packages):
         try:
@@ -70,25 +70,40 @@ def check_same_versions(world: World) -> None:
     """
     if world.size == 1:
         return
-    ranks = world.all_gather_object((socket.gethostname(), software_versions()))
-    first_host, first = ranks[0]
-    differing = [(rank, host, compare_versions(first, found)) for rank, (host, found) in enumerate(ranks)]
-    refused = [f"  rank {rank} on {host}: {', '.join(each.refused)}" for rank, host, each in differing if each.refused]
-    if refused:
-        more = f"\n  and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-        raise ConfigError(
-            f"these ranks have other versions than rank 0 on {first_host}:\n"
-            + "\n".join(refused[:_SHOWN])
-            + f"{more}\nInstall the same versions on all machines of a run"
-        )
-    tolerated = [(rank, host, each.tolerated) for rank, host, each in differing if each.tolerated]
+    found = world.all_gather_object((socket.gethostname(), software_versions()))
+    first_host, first = found[0]
+    ranks = [(host, compare_versions(first, there)) for host, there in found]
+    refuse_differences(ranks, than=f"rank 0 on {first_host}")
+    tolerated = [(rank, host, each.tolerated) for rank, (host, each) in enumerate(ranks) if each.tolerated]
     if tolerated and world.is_main:
         rank, host, differences = tolerated[0]
         more = f", and {len(tolerated) - 1} more ranks differ" if len(tolerated) > 1 else ""
         warnings.warn(
             f"rank {rank} on {host} has {', '.join(differences)} as rank 0 on {first_host}{more}: results may differ "
-            "from those of equal versions",
+            "from results with equal versions",
             stacklevel=2,
+        )
+
+
+def refuse_differences(ranks: Sequence[tuple[str, Differences]], *, than: str) -> None:
+    """Refuse to train if a rank has a version that prevents it.
+
+    Args:
+        ranks: host and differences of each rank.
+        than: the process with which the ranks were compared.
+
+    Raises:
+        ConfigError: names the ranks, their hosts and their versions.
+    """
+    refused = [
+        f"  rank {rank} on {host}: {', '.join(each.refused)}" for rank, (host, each) in enumerate(ranks) if each.refused
+    ]
+    if refused:
+        more = f"\n  and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        raise ConfigError(
+            f"these ranks have other versions than {than}:\n"
+            + "\n".join(refused[:_SHOWN])
+            + f"{more}\nInstall the same versions on all machines of a run"
         )
 
 

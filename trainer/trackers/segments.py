@@ -147,7 +147,7 @@ class SegmentWriter:
 
 
 def read_segments(uri: str) -> list[str]:
-    """Return the lines of all segments in order, after those of an object without segments at the URI itself."""
+    """Return the lines of all segments in order, after the lines of an object at the URI itself."""
     from fsspec.core import url_to_fs
 
     fs, path = url_to_fs(uri)

@@ -95,8 +95,15 @@ def wait_until(holds: Callable[[], bool], driver: subprocess.Popen[str] | None =
         if driver is not None and (driver.poll() is not None or time.monotonic() > deadline):
             driver.kill()
             raise AssertionError(f"the driver has ended, or is late: {driver.communicate()[0]}")
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "late"
         time.sleep(0.1)
+
+
+def status(port: int) -> str:
+    """Return the autoscaler's report, to understand a failure."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--verbose", f"--address=127.0.0.1:{port}"]
+    shown = subprocess.run(command, env=heads.environment(), capture_output=True, text=True, check=False, timeout=100)
+    return shown.stdout + shown.stderr
 
 
 def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int, tmp_path: Path) -> None:
@@ -111,15 +118,16 @@ def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int
     head = machines(port)
     driver = fit(port, *common, "name=run", "config.max_steps=60", "config.pause_s=0.1", "scaling.workers=2",
                  "scaling.wait=3m")  # fmt: skip
-    try:
-        wait_until(lambda: bool(events("training")), driver)
-        both = machines(port)
-        workers = events("attempt_started")[0]["workers"]
-        assert len(both) == 2
-        assert {parent_of(worker["pid"]) for worker in workers} == both
-        shown, _ = driver.communicate(timeout=200)
-    finally:
-        driver.kill()
+    with driver:
+        try:
+            wait_until(lambda: bool(events("training")), driver)
+            both = machines(port)
+            workers = events("attempt_started")[0]["workers"]
+            assert len(both) == 2
+            assert {parent_of(worker["pid"]) for worker in workers} == both
+            shown, _ = driver.communicate(timeout=200)
+        finally:
+            driver.kill()
     assert driver.returncode == 0, shown
     assert "waiting for 2 workers: 1 fits (1 CPU free of 1)\n" in shown
     run = Run(str(run_dir))
@@ -128,11 +136,15 @@ def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int
 
     # A resource that no machine of the cluster will ever have.
     driver = fit(port, *common, "name=late", "config.max_steps=1", "scaling.gpus_per_worker=1", "scaling.wait=8s")
-    try:
-        wait_until(lambda: machines(port) == head)
-        shown, _ = driver.communicate(timeout=200)
-    finally:
-        driver.kill()
+    with driver:
+        try:
+            wait_until(lambda: machines(port) == head)
+            shown, _ = driver.communicate(timeout=200)
+        except BaseException:
+            print(status(port))
+            raise
+        finally:
+            driver.kill()
     assert driver.returncode == 2, shown
     assert "waiting for 1 worker: none fits (1 CPU free of " in shown
     assert (

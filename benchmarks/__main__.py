@@ -1,6 +1,6 @@
 """Run the benchmarks and print one table. To run some of them: `python -m benchmarks loop sweep:asha`.
 
-`goodput` runs only if named, because it takes ten minutes (or GOODPUT_MINUTES).
+`goodput` (and `goodput:machines`) runs only if named, because it takes ten minutes (or GOODPUT_MINUTES).
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ import sys
 
 from .table import show
 
-PARTS = ("loop", "exact", "saving", "pretrained", "stream", "start", "restart", "compile_cache", "sweep", "records")
+PARTS = (
+    "loop",
+    "exact",
+    "saving",
+    "pretrained",
+    "stream",
+    "start",
+    "restart",
+    "compile_cache",
+    "sweep",
+    "records",
+    "heartbeats",
+)
 
 
 def main(parts: list[str]) -> int:

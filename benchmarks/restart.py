@@ -45,12 +45,15 @@ def stamps(file: Path) -> list[Stamp]:
     return [Stamp(float(each[0]), *map(int, each[1:4]), *map(float, each[4:])) for each in map(str.split, lines)]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    """Start a training. Ray workers get normal priority instead of nice 15, which on a busy machine would dominate."""
+def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    """Start a training with these environment variables.
+
+    Ray workers get normal priority instead of nice 15, which on a busy machine would dominate.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**environment, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
+        env={**environment, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", **variables},
     )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ os.environ.update(
     RAY_API_SERVER_ADDRESS="http://127.0.0.1:9",
     # On a busy machine, a start may take longer than Ray's minute.
     RAY_raylet_start_wait_time_s="240",
+    # A raylet ends itself if its agent has not imported everything within this time, by default 30 s.
+    RAY_agent_register_timeout_ms="240000",
     # Otherwise its workers would have a lower priority than other pytest-xdist workers.
     RAY_worker_niceness="0",
 )

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from headway.trainer.metrics.units import human_duration
@@ -25,6 +25,7 @@ from ..runs.run import Run
 from ..storage.events import Event, EventWriter, JsonlTail, read_events
 from ..storage.folder import StorageOutage, retry_storage
 from ..watchdog.driver import HangMonitor
+from ..watchdog.mailbox import DriverMailbox
 from .elastic import RESIZING, ScaleUpPolicy
 from .evaluation_worker import CheckpointEvaluator
 from .preemption import count_endings
@@ -94,7 +95,10 @@ class RunDriver:
         self._preempted_at = math.inf
         self._outage = StorageOutage()
         self._unhandled: list[Event] = []
-        self._hang_monitor = HangMonitor(experiment, run.folder, self._events)
+        # All workers of a run on a local disk are on this machine, where files cost less than another process.
+        uses_mailbox = not self._trains_in_process and not run.folder.is_disk
+        self._mailbox = DriverMailbox() if uses_mailbox else None
+        self._hang_monitor = HangMonitor(experiment, run.folder, self._events, mailbox=self._mailbox)
         self._evaluator: CheckpointEvaluator | None = None
         if experiment.scaling.evaluation_worker is not None:
             task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
@@ -133,6 +137,8 @@ class RunDriver:
         finally:
             if self._evaluator is not None:
                 self._evaluator.close()
+            if self._mailbox is not None:
+                self._mailbox.close()
             self._display.close()
         return self._result()
 
@@ -175,9 +181,7 @@ class RunDriver:
         """Make the workers exit, because the thread stays in Ray Train, where they could still start."""
         if thread.is_alive() and not lease_lost(self._run.folder, self._run.lease):
             with contextlib.suppress(StorageError):
-                request_stop(
-                    self._run.folder, StopRequest(reason="its driver has failed", status="interrupted", abort=True)
-                )
+                self._request_stop(StopRequest(reason="its driver has failed", status="interrupted", abort=True))
 
     def _train(self) -> None:
         try:
@@ -188,6 +192,7 @@ class RunDriver:
                 wait_timeout_s=self._wait_timeout_s,
                 verbose=self._verbose,
                 spares=self._spares,
+                mailbox=None if self._mailbox is None else self._mailbox.actor,
             )
         except BaseException as error:
             self._error = error
@@ -258,8 +263,17 @@ class RunDriver:
         if self._signals.count == self._signals_seen:
             return
         count = self._signals.count
-        request_stop(self._run.folder, StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1))
+        self._request_stop(StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1))
         self._signals_seen = count
+
+    def _request_stop(self, stop: StopRequest) -> None:
+        """Request a stop from the workers, through the mailbox even if the storage is unavailable."""
+        self._publish(stop=asdict(stop))
+        request_stop(self._run.folder, stop)
+
+    def _publish(self, **requests: Any) -> None:
+        if self._mailbox is not None:
+            self._mailbox.publish(**requests)
 
     def _handle_stop(self) -> str | None:
         """Return the reason to leave without waiting for the workers, which read the same request; None to stay.
@@ -271,6 +285,8 @@ class RunDriver:
             return None
         if stop != self._stop:
             self._stop, self._stop_since_s = stop, time.monotonic()
+            # It may come from another process.
+            self._publish(stop=asdict(stop))
             if self._has_workers and not stop.abort:
                 self._display.line(
                     f"{stop.reason}: saving a checkpoint and ending; {_abort_hint(stop)} to end immediately"
@@ -278,7 +294,7 @@ class RunDriver:
         if not self._has_workers:
             return f"{stop.reason} {'while there were no workers' if self._is_up else 'before training began'}"
         if stop.within_s is not None and time.monotonic() - self._stop_since_s > stop.within_s:
-            request_stop(self._run.folder, replace(stop, abort=True))
+            self._request_stop(replace(stop, abort=True))
             return f"{stop.reason}, without a checkpoint after {human_duration(stop.within_s)}"
         return f"{stop.reason}, immediately" if stop.abort else None
 
@@ -294,6 +310,7 @@ class RunDriver:
         attempt, workers = self._group
         target = target_workers_now(self._experiment.scaling, workers=workers)
         if self._scale_up.decide(target):
+            self._publish(scale_up={"attempt": attempt, "workers": target})
             request_scale_up(self._run.folder, attempt=attempt, workers=target)
             self._display.line(f"scaling up from {workers} to {target} workers: saving a checkpoint first")
 

@@ -1,4 +1,4 @@
-"""The callback that connects the trainer with the driver through the run's files: writes events, polls for requests.
+"""The callback that connects the trainer with the driver: writes events to the run's files, polls for requests.
 
 It does not call `ray.train.report`, a barrier of a second or more over all ranks: metrics, checkpoints and progress are
 in the run's own files. From Ray it only reads preemption notices. Nothing here is on the path of a step.
@@ -10,14 +10,14 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.trainer import Trainer
 
 from ..runs.ownership import lease_lost
-from ..runs.requests import read_scale_up_request, read_stop_request
+from ..runs.requests import StopRequest, read_scale_up_request, read_stop_request
 from ..storage.events import EventWriter
 from ..storage.folder import Folder
 from .preemption import PreemptionListener, PreemptionNotice, has_time_to_save
@@ -40,6 +40,7 @@ class RunCallback(Callback):
         polls_preemption: whether this Ray gives preemption notices; must be equal on every rank.
         scalable_attempt: number of this attempt if it may be asked to scale up, else None.
         previous_workers: workers of the previous attempt, if their number differs.
+        requests: returns the driver's requests that came through the mailbox, by kind.
 
     Attributes:
         began_at: the step from which this attempt trains; None before training begins.
@@ -56,6 +57,7 @@ class RunCallback(Callback):
         polls_preemption: bool,
         scalable_attempt: int | None = None,
         previous_workers: int | None = None,
+        requests: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.began_at: int | None = None
         self.is_to_resize = False
@@ -63,6 +65,7 @@ class RunCallback(Callback):
         self._polls_preemption = polls_preemption
         self._preemption: PreemptionListener | None = None
         self._scalable_attempt, self._previous_workers = scalable_attempt, previous_workers
+        self._requests = requests
         self._ended = threading.Event()
         self._has_emitted_setup = False
 
@@ -165,12 +168,27 @@ class RunCallback(Callback):
         )
 
     def _poll_requests(self, trainer: Trainer[Any]) -> None:
-        while not self._ended.wait(0.3 if self._folder.is_local else 3.0):
-            stop, attempt = read_stop_request(self._folder), self._scalable_attempt
-            if (stop and stop.abort) or lease_lost(self._folder, self._lease):
+        every_s, looked_s = 0.3 if self._folder.is_local else 3.0, time.monotonic()
+        while not self._ended.wait(0.3):
+            # The files are the record; the mailbox brings their content sooner.
+            sent = self._requests()
+            stop = StopRequest(**sent["stop"]) if "stop" in sent else None
+            if time.monotonic() - looked_s >= 0.9 * every_s:
+                looked_s = time.monotonic()
+                stop = read_stop_request(self._folder) or stop
+                if lease_lost(self._folder, self._lease):
+                    os._exit(1)
+            if stop and stop.abort:
                 os._exit(1)
             if stop:
                 trainer.request_stop(stop.reason, status=stop.status)
-            elif not self.is_to_resize and attempt and (workers := read_scale_up_request(self._folder, attempt)):
+            elif not self.is_to_resize and (workers := self._workers_to_scale_to(sent)):
                 self.is_to_resize = True
                 trainer.request_stop(f"scaling up to {workers} workers", status="interrupted")
+
+    def _workers_to_scale_to(self, sent: Mapping[str, Any]) -> int:
+        if self._scalable_attempt is None:
+            return 0
+        if (request := sent.get("scale_up")) and request["attempt"] == self._scalable_attempt:
+            return int(request["workers"])
+        return read_scale_up_request(self._folder, self._scalable_attempt)

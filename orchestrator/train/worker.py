@@ -29,6 +29,7 @@ from ..runs.requests import read_stop_request
 from ..runs.resume import ResumeOptions
 from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder
+from ..watchdog.mailbox import RankMailbox
 from ..watchdog.worker import Watchdog, last_heartbeat_event
 from .elastic import RESIZING, RestartToResize
 from .evaluated_elsewhere import EvaluatedElsewhere
@@ -60,6 +61,7 @@ class Task:
         max_workers: the most workers that the run may have.
         timeout_s: timeout of collectives.
         evaluates_elsewhere: whether another worker evaluates the checkpoints.
+        mailbox: the actor for heartbeats and requests; None if they go through files only.
     """
 
     run_dir: str
@@ -77,6 +79,7 @@ class Task:
     max_workers: int
     timeout_s: float
     evaluates_elsewhere: bool
+    mailbox: Any = None
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +124,8 @@ def run_attempt(
     past = world.broadcast(_past(folder, task.resume_options, task.lease) if world.is_main else None)
     assert past is not None
     attempt, resume, previous_workers = past
+    mailbox = None if task.mailbox is None else RankMailbox(task.mailbox)
+    watchdog = Watchdog(folder, rank=world.rank, attempt=attempt, ranks=world.size, mailbox=mailbox)
     run_callback = RunCallback(
         folder,
         events,
@@ -129,10 +134,10 @@ def run_attempt(
         polls_preemption=task.polls_preemption,
         scalable_attempt=attempt if world.size < task.max_workers else None,
         previous_workers=previous_workers if previous_workers != world.size else None,
+        requests=lambda: watchdog.requests,
     )
     elsewhere = [EvaluatedElsewhere(folder)] if task.evaluates_elsewhere else []
     trainer: Any = None
-    watchdog = Watchdog(folder, rank=world.rank, attempt=attempt)
     try:
         with contextlib.ExitStack() as stack:
             # The main rank always sends heartbeats: they also account for its time.

@@ -49,6 +49,7 @@ def run_worker_group(
     wait_timeout_s: float,
     verbose: bool,
     spares: bool,
+    mailbox: Any = None,
 ) -> dict[str, Any]:
     """Run Ray Train to its end, and return the fields of rank 0's `FitResult`.
 
@@ -59,7 +60,7 @@ def run_worker_group(
         try:
             return _run_ray_train(
                 experiment, run, resume_options=resume_options, wait_timeout_s=wait_timeout_s,
-                verbose=verbose, spares=spares, avoided=avoided,
+                verbose=verbose, spares=spares, mailbox=mailbox, avoided=avoided,
             )  # fmt: skip
         except Exception as error:
             restart = _restart_after(error, run, avoided)
@@ -103,6 +104,7 @@ def _run_ray_train(
     wait_timeout_s: float,
     verbose: bool,
     spares: bool,
+    mailbox: Any,
     avoided: frozenset[str],
 ) -> dict[str, Any]:
     """Run Ray Train once, with the arguments of `run_worker_group`, off the nodes with the ids in `avoided`.
@@ -116,7 +118,7 @@ def _run_ray_train(
     from .loopback_store import LoopbackTorchConfig
 
     scaling, retries = experiment.scaling, experiment.retries
-    task = make_task(experiment, run, resume_options=resume_options, verbose=verbose)
+    task = make_task(experiment, run, resume_options=resume_options, verbose=verbose, mailbox=mailbox)
     # If machines go while an elastic group starts, it is soon sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
     with scratch_folder() as ray_dir:
@@ -176,7 +178,9 @@ def retry_policy(experiment: Experiment, run: Run, *, avoided: frozenset[str] = 
     )  # fmt: skip
 
 
-def make_task(experiment: Experiment, run: Run, *, resume_options: ResumeOptions, verbose: bool) -> Task:
+def make_task(
+    experiment: Experiment, run: Run, *, resume_options: ResumeOptions, verbose: bool, mailbox: Any = None
+) -> Task:
     """Return the settings for each worker of a run."""
     scaling = experiment.scaling
     return Task(
@@ -195,6 +199,7 @@ def make_task(experiment: Experiment, run: Run, *, resume_options: ResumeOptions
         max_workers=scaling.max_workers,
         timeout_s=experiment.config.parallel.timeout.amount,
         evaluates_elsewhere=scaling.evaluation_worker is not None,
+        mailbox=mailbox,
     )
 
 

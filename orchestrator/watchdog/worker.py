@@ -1,19 +1,22 @@
-"""A thread in each worker that writes a heartbeat twice a second and follows the driver's orders.
+"""A thread in each worker that sends a heartbeat twice a second and follows the driver's orders.
 
-Heartbeats and orders are small files in `watch/` of the run's folder: they remain when a process is stopped or the
-cluster is gone, need no actor, and never block a step. On an object store the interval is five seconds.
+On a local disk, heartbeats and orders are small files in `watch/` of the run's folder. Elsewhere they go through the
+mailbox (`mailbox.py`); then only the main rank writes a file, as the record of its time, and other ranks do if the
+mailbox does not answer. Neither ever blocks a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headway.trainer.loop.timing import Activity
@@ -22,6 +25,7 @@ from ..errors import StorageError
 from ..storage.events import Event
 from ..storage.folder import Folder, join
 from ..train.time_spent import time_spent
+from .mailbox import RankMailbox, Requests
 
 if TYPE_CHECKING:
     from headway.trainer.trainer import Trainer
@@ -34,9 +38,14 @@ def watch_folder(folder: Folder) -> Folder:
     return Folder(join(folder.place, "watch"))
 
 
-def heartbeat_interval_s(folder: Folder) -> float:
-    """Return the seconds between two heartbeats of a rank."""
+def file_interval_s(folder: Folder) -> float:
+    """Return the seconds between two heartbeats of a rank in a file."""
     return 0.5 if folder.is_local else 5.0
+
+
+def heartbeat_interval_s(ranks: int) -> float:
+    """Return the seconds between two heartbeats of a rank through the mailbox, which gets at most 512 a second."""
+    return max(0.5, ranks / 512)
 
 
 def heartbeat_file(rank: int) -> str:
@@ -69,9 +78,21 @@ class Watchdog:
         folder: the run's folder.
         rank: rank of this process.
         attempt: number of this attempt.
+        ranks: number of ranks.
+        mailbox: to which heartbeats are sent; None for files only.
+
+    Attributes:
+        requests: of the driver, as the mailbox gave them last.
     """
 
-    def __init__(self, folder: Folder, *, rank: int, attempt: int) -> None:
+    def __init__(
+        self, folder: Folder, *, rank: int, attempt: int, ranks: int = 1, mailbox: RankMailbox | None = None
+    ) -> None:
+        self.requests: Requests = {}
+        self._file_s = file_interval_s(folder)
+        self._interval_s = self._file_s if mailbox is None else heartbeat_interval_s(ranks)
+        self._written_s = -math.inf
+        self._mailbox = mailbox
         self._folder, self._rank, self._attempt = watch_folder(folder), rank, attempt
         self._activity = Activity()
         self._trainer: Trainer[Any] | None = None
@@ -85,7 +106,8 @@ class Watchdog:
         self._trainer, self._activity = trainer, trainer.activity
 
     def __enter__(self) -> Watchdog:
-        self._folder.prepare()
+        if self._mailbox is None or self._rank == 0:
+            self._folder.prepare()
         self._thread.start()
         return self
 
@@ -100,11 +122,24 @@ class Watchdog:
             # The training itself reports a storage that is unavailable.
             with contextlib.suppress(StorageError):
                 self._beat()
-                self._follow_order()
-            if self._ended.wait(heartbeat_interval_s(self._folder)):
+            if self._ended.wait(self._interval_s):
                 return
 
     def _beat(self, *, ended: bool = False) -> None:
+        """Send a heartbeat, and follow the driver's orders."""
+        beat = self._make_beat(ended=ended)
+        requests = None if self._mailbox is None else self._mailbox.send(beat)
+        if requests is not None:
+            self.requests = requests
+            self._follow(requests.get("order"))
+        now_s = time.monotonic()
+        if (requests is None or self._rank == 0) and (ended or now_s - self._written_s >= 0.9 * self._file_s):
+            self._written_s = now_s
+            self._folder.write(heartbeat_file(self._rank), json.dumps(beat))
+            if requests is None and not ended:
+                self._follow_file()
+
+    def _make_beat(self, *, ended: bool) -> dict[str, Any]:
         activity = self._activity
         self._beats += 1
         phase = "ended" if ended else activity.phase
@@ -124,14 +159,14 @@ class Watchdog:
         }
         if self._rank == 0:
             beat["spent"] = time_spent(activity, attempt=self._attempt, step=step)
-        self._folder.write(heartbeat_file(self._rank), json.dumps(beat))
+        return beat
 
-    def _follow_order(self) -> None:
+    def _follow_file(self) -> None:
+        with contextlib.suppress(ValueError):
+            self._follow(json.loads(self._folder.read(ORDER) or "null"))
+
+    def _follow(self, order: Mapping[str, Any] | None) -> None:
         """Write this process's stacks, and exit, as the driver's latest order says."""
-        try:
-            order = json.loads(self._folder.read(ORDER) or "null")
-        except ValueError:
-            return
         if not order or order["attempt"] != self._attempt or order["number"] <= self._last_order:
             return
         self._last_order = order["number"]

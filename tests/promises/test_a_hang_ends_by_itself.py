@@ -114,9 +114,16 @@ def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected(
     assert not is_there(stopped[0]["pid"])
 
 
-def test_a_rank_whose_data_never_comes_is_named_with_its_phase(ray_session: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_disk", [True, False])
+def test_a_rank_whose_data_never_comes_is_named_with_its_phase(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disk: bool
+) -> None:
+    """Heartbeats and orders are files on a local disk; for another folder they go through Ray."""
+    monkeypatch.setattr(Folder, "is_disk", is_disk)
     waits = experiment(tmp_path, hang_timeout="10s", max_failures=0, hang_at=7)
     with pytest.raises(TrainingFailedError, match=r"rank 1 has not moved for \d+ s, in phase 'reading data' at step 7"):
         fit(waits)
     assert "_batches" in Path(waits.run_dir, "watch", "stacks-1-rank-1.txt").read_text()
     assert "rank 0, process" in Path(waits.run_dir, "watch", "stacks-1-rank-0.txt").read_text()
+    assert Path(waits.run_dir, "watch", "rank-0.json").exists(), "the record of its time"
+    assert Path(waits.run_dir, "watch", "rank-1.json").exists() is is_disk

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -28,8 +27,6 @@ from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.trackers.jsonl import read_records
 from tests.metadata import MetadataStandIn
 from tests.on_ray import OnRay, OnRayConfig
-
-T = TypeVar("T")
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -56,17 +53,6 @@ def wait_for(what: Any) -> Any:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found
-
-
-def patiently(start: Callable[[], T]) -> T:
-    """Start a node, with retries: Ray gives up after 30 s, too soon on a busy machine."""
-    for _ in range(3):
-        try:
-            return start()
-        except Exception as error:
-            if "timed out during startup" not in str(error):
-                raise
-    return start()
 
 
 def watched(log: Path) -> list[str]:
@@ -103,8 +89,8 @@ def main(storage: str) -> None:
         return max((record["step"] for record in read_records(f"{experiment.run_dir}/metrics.jsonl")), default=0)
 
     # One CPU per node: one worker per node.
-    cluster = patiently(lambda: start_head(num_cpus=1))
-    second = patiently(lambda: cluster.add_node(num_cpus=1))
+    cluster = start_head(num_cpus=1)
+    second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     told: dict[str, Any] = {}
 
@@ -131,7 +117,7 @@ def main(storage: str) -> None:
         wait_for(lambda: step() >= saved[0]["step"] + 20)
         told["saved_until_it_went"] = len(events("checkpoint_saved"))
         cluster.remove_node(second, allow_graceful=False)
-        patiently(lambda: cluster.add_node(num_cpus=1))
+        cluster.add_node(num_cpus=1)
         wait_for(lambda: len(events("training")) == 2)
     finally:
         Path(experiment.run_dir, "enough").touch()

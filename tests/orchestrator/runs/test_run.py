@@ -189,7 +189,8 @@ def test_a_driver_elsewhere_is_known_by_its_heartbeats_whatever_its_clock(
 ) -> None:
     """Two hosts whose clocks differ by an hour; in containers both drivers often are process 1."""
     monkeypatch.setattr(claims, "BEAT_EVERY_S", 0.05)
-    monkeypatch.setattr(claims, "ABANDONED_AFTER_S", 0.6)
+    # The first heartbeat seen ends the watch.
+    monkeypatch.setattr(claims, "ABANDONED_AFTER_S", 600.0)
     monkeypatch.setattr(claims, "_LOOK_EVERY_S", 0.02)
     run = open_run(experiment(tmp_path)).run
     mine = run.lease
@@ -205,6 +206,7 @@ def test_a_driver_elsewhere_is_known_by_its_heartbeats_whatever_its_clock(
     with pytest.raises(RunConflictError, match=f"by process {os.getpid()} on another"):
         open_run(experiment(tmp_path))
     # It dies.
+    monkeypatch.setattr(claims, "ABANDONED_AFTER_S", 0.6)
     owner._ended.set()
     owner._thread.join()
     lines: list[str] = []

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,30 @@ def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without(tmp_path: Path) 
     assert checkpoints(other) == []
 
 
+def test_requests_through_ray_need_no_file(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    stop = asdict(StopRequest(reason="enough", status="time_limit"))
+    callback = RunCallback(
+        run.folder, EventWriter(run.folder, "rank-0"), is_main=True, lease=run.lease, polls_preemption=False,
+        requests=lambda: {"stop": stop},
+    )  # fmt: skip
+    config = TinyConfig(max_steps=10**9, checkpoint=CheckpointConfig(every=None))
+    with claimed_by_driver(run.run_dir):
+        result = TinyTrainer(config, run_dir=run.run_dir, world=World.single("cpu"), callbacks=[callback]).fit()
+    assert (result.status, result.reason) == ("time_limit", "enough")
+    assert len(checkpoints(run)) == 1
+
+
+def test_requests_through_ray_to_scale_up_are_for_one_attempt(tmp_path: Path) -> None:
+    run = open_run(experiment(tmp_path)).run
+    callback = RunCallback(
+        run.folder, EventWriter(run.folder, "rank-0"), is_main=True, lease=run.lease, polls_preemption=False,
+        scalable_attempt=2,
+    )  # fmt: skip
+    asked = [callback._workers_to_scale_to({"scale_up": {"attempt": attempt, "workers": 4}}) for attempt in (1, 2)]
+    assert asked == [0, 4]
+
+
 def test_who_has_lost_the_run_to_another_driver_ends_at_once(tmp_path: Path) -> None:
     """Two attempts must not write to one run, even if the first was not ended otherwise."""
     run = open_run(experiment(tmp_path)).run
@@ -127,15 +152,22 @@ def test_who_has_lost_the_run_to_another_driver_ends_at_once(tmp_path: Path) -> 
 
 
 class Noticed(TinyTrainer):
-    """Trains slowly enough to receive a notice."""
+    """Trains slowly enough to receive a notice, and does not pass the steps by which one must have been handled."""
 
     save_took: float | None = None
+    polls: list[int]
 
     def on_fit_start(self) -> None:
         self._engine.loop.saver.took_s = self.save_took
 
     def on_step_end(self) -> None:
         time.sleep(0.01)
+        for first, last in ((10, 40), (41, 90)):
+            # A notice has been handled when the listener polls again.
+            deadline = time.monotonic() + 120
+            while self.global_step == last and sum(first <= step <= last for step in self.polls) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
 
 
 def noticed(
@@ -145,10 +177,12 @@ def noticed(
     deadline_ms: list[int] = []
 
     def get_preemption_info() -> Any:
-        if trainer.global_step < 10:
+        step = trainer.global_step
+        trainer.polls.append(step)
+        if step < 10:
             return None
         deadline_ms.append(int((time.time() + left_s) * 1000))
-        if trainer.global_step <= 40:
+        if step <= 40:
             return ray.train.PreemptionInfo(deadline_ms[0], {"a": [1]})
         other_ms = deadline_ms[0] if then_s is None else int((time.time() + then_s) * 1000)
         return ray.train.PreemptionInfo(other_ms, {"a": [1], "b": [0]})
@@ -161,7 +195,7 @@ def noticed(
         config, run_dir=run.run_dir, world=World.single("cpu"), callbacks=[bridge(run.folder, noticed=True)],
         printer=said.append,
     )  # fmt: skip
-    trainer.save_took = save_took_s
+    trainer.save_took, trainer.polls = save_took_s, []
     assert trainer.fit().status == "completed", "a notice ends nothing"
     return [*read_events(run.folder), {"event": "said", "lines": said}]
 

@@ -126,14 +126,19 @@ def test_a_process_in_a_real_pid_namespace_of_this_host_is_not_judged_by_its_num
     assert is_alive is None
 
 
-def test_an_owner_elsewhere_is_known_by_its_heartbeats(place: str, quick: None) -> None:
+def test_an_owner_elsewhere_is_known_by_its_heartbeats(
+    place: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the clocks say: nothing in a claim is a time."""
     made = elsewhere(place)
+    # The first heartbeat seen ends the watch.
+    monkeypatch.setattr(claims, "ABANDONED_AFTER_S", 600.0)
     owner = Ownership(ClaimFiles(place), made)
     with pytest.raises(RunConflictError, match="on another is training"):
         acquire(place)
     owner._ended.set()
     owner._thread.join()
+    monkeypatch.setattr(claims, "ABANDONED_AFTER_S", 0.6)
     with acquire(place) as mine:
         assert owner.problem() == f"process {os.getpid()} on {ProcessId.this().host} has taken over {mine._files.place}"
 
@@ -143,7 +148,7 @@ def test_a_suspended_owner_learns_that_it_has_lost_the_folder(place: str, quick:
     told = threading.Event()
     first = acquire(place, on_lost=lambda problem: (lost.append(problem), told.set()))  # type: ignore[func-returns-value]
     with acquire(place, take_over=True) as second:
-        assert told.wait(10)
+        assert told.wait(60)
         assert "has taken over" in lost[0]
         first.release()
         assert second.problem() is None

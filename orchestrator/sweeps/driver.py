@@ -25,7 +25,7 @@ from ..runs.requests import StopRequest, read_stop_request, request_stop
 from ..runs.run import Run, now
 from ..storage.events import read_events
 from ..storage.folder import Folder, StorageOutage, retry_storage
-from ..train.fit import check_training, summarize_error
+from ..train.fit import check_training, keep_error, summarize_error
 from .pbt_checkpoints import PBTCheckpoints
 from .record import Sweep, Trial
 from .result import SweepResult
@@ -121,7 +121,8 @@ def _run_sweep(
             # The sweep's files belong to another driver now.
             raise
         except BaseException as error:
-            opened.update(status="failed", reason=summarize_error(error), ended=now())
+            with keep_error(error):
+                opened.update(status="failed", reason=summarize_error(error), ended=now())
             raise
         finally:
             display.close()

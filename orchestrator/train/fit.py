@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -136,8 +136,9 @@ def _train(
             raise
         except BaseException as error:
             display.close()
-            run.update(status="failed", reason="", error=summarize_error(error), ended=now())
-            write_driver_ended(run, "failed")
+            with keep_error(error):
+                run.update(status="failed", reason="", error=summarize_error(error), ended=now())
+                write_driver_ended(run, "failed")
             _add_next_steps(error, run, without=" without --resume never" if is_never else "")
             raise
         close(run, result, display, without=" without --resume never" if is_never else "")
@@ -240,6 +241,15 @@ def _add_next_steps(error: BaseException, run: Run, *, without: str) -> None:
         saved = [name for name in checkpoints.folders() if name.startswith("step-")]
         where = f"it resumes from {checkpoints.path(saved[-1])}" if saved else "without a checkpoint, from step 0"
         error.add_note(f"to resume, start it again{without}: {where}")
+
+
+@contextlib.contextmanager
+def keep_error(error: BaseException) -> Iterator[None]:
+    """Record an error in this context: a storage that is unavailable becomes a note on it, and does not replace it."""
+    try:
+        yield
+    except StorageError as unavailable:
+        error.add_note(f"its record could not be updated, and may still say that it runs: {unavailable}")
 
 
 def write_driver_ended(run: Run, status: str) -> None:

@@ -263,6 +263,24 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
     assert left == [(folder.read("run.json"), read_events(folder))]
 
 
+def test_a_storage_that_is_away_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: RunDriver) -> Any:
+        monkeypatch.setattr(Folder, "write", unavailable)
+        raise TrainingFailedError("rank 1 was killed")
+
+    def unavailable(self: Folder, name: str, text: str, **options: Any) -> None:
+        raise StorageError(f"{name} cannot be written: the store is away")
+
+    monkeypatch.setattr(RunDriver, "run", fail)
+    monkeypatch.setattr(driver, "placed_groups", set)
+    monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
+    monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
+    with pytest.raises(TrainingFailedError, match="rank 1 was killed") as raised:
+        fit(experiment(tmp_path), display=RunConsole(Console(quiet=True)))
+    assert "its record could not be updated, and may still say that it runs: run.json" in raised.value.__notes__[0]
+    assert "to resume, start it again" in raised.value.__notes__[-1]
+
+
 def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:
     for index, name in enumerate("abc"):
         found = open_run(Experiment(name=name, trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path)))

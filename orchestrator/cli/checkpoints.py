@@ -221,6 +221,8 @@ def prune(
             with contextlib.suppress(FileNotFoundError):
                 saved.storage.remove(entry.name)
         print(f"{entry.name} {'would be' if dry_run else 'is'} deleted")
+    if not to_delete:
+        print("nothing to delete")
 
 
 @checkpoints_app.command("export")

@@ -106,7 +106,7 @@ def test_prune_keeps_what_is_good_pinned_or_wanted(capsys: pytest.CaptureFixture
     assert best is not None
     run(capsys, "pin", "one", "2", *place)
     # By the run's own rules, which keep all.
-    assert run(capsys, "prune", "one", *place)[:2] == (0, "")
+    assert run(capsys, "prune", "one", *place)[:2] == (0, "nothing to delete\n")
     damage(storage, 6, "*.safetensors")
     code, out, _ = run(capsys, "prune", "one", "--keep-last", "1", "--dry-run", *place)
     assert (code, there(storage)) == (0, [1, 2, 3, 4, 5, 6])

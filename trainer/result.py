@@ -34,8 +34,9 @@ class FitResult:
         best_metric: best value of that metric in any evaluation, saved or not; None if none was finite.
         best_step: update after which `best_metric` was measured.
         resumed_from: path of the checkpoint from which this call of `fit` resumed.
-        data_guarantee: where in the training data a run can resume: "exact", anywhere; "epoch", at the start of the
-            current epoch, so that samples may be seen twice; "none", nowhere.
+        data_guarantee: where in the training data a run can resume: "exact", anywhere; "state", where the state of the
+            data says, on the same number of ranks; "epoch", at the start of the current epoch, so that samples may be
+            seen twice; "none", nowhere.
     """
 
     status: Status

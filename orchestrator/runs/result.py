@@ -27,7 +27,8 @@ class RunResult:
         last_checkpoint, best_checkpoint: paths of checkpoints in it.
         best_metric, best_step: best value of the metric that selects checkpoints, and its step.
         resumed_from: the checkpoint from which the last attempt resumed.
-        data_guarantee: how exactly a resumed run finds its position in the training data: "exact", "epoch" or "none".
+        data_guarantee: how exactly a resumed run finds its position in the training data: "exact", "state",
+            "epoch" or "none".
         signal: number of the signal that interrupted it, if any.
     """
 

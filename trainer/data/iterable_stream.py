@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..checkpoints.rng import preserve_rng, seed_for
 from ..errors import ConfigError, DataError
 from .dataloader_stream import ceil_div, shut_down_workers, unsupported_part
-from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
+from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo, Stateful
 from .tree import batch_size
 
 
@@ -20,6 +21,9 @@ class IterableStream:
 
     An iterable that can be restarted (a list, a DataLoader over an `IterableDataset`, a function that returns an
     iterator) guarantees "epoch": after an interruption its epoch restarts. An iterator guarantees "none".
+
+    Data with a `state_dict` guarantees "state": checkpoints have the state of each rank, and as many ranks resume where
+    it says. See `state_of`.
     """
 
     def __init__(self, data: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
@@ -31,11 +35,24 @@ class IterableStream:
         self._loader: DataLoader[Any] | None = None
         self._epoch: int | None = None
         self._num_batches = _length(data)
+        self._position: _RankPosition | None = None
 
     @property
     def guarantee(self) -> Guarantee:
-        """Return "epoch" if the iterable can be restarted, "none" if it is an iterator."""
+        """Return "state" if the data has one, "epoch" if it can be restarted, "none" if it is an iterator."""
+        if state_of(self._data) is not None:
+            return "state"
         return "none" if self._is_iterator else "epoch"
+
+    @property
+    def rank_state(self) -> Stateful | None:
+        """The position of this rank in data with a state; None for other data, and for evaluation data."""
+        return self._position
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether a loaded position was saved on the same number of ranks."""
+        return self._position is not None and self._position.is_restored
 
     @property
     def fingerprint(self) -> None:
@@ -60,6 +77,8 @@ class IterableStream:
             )
         if shard.training and self._num_batches == 0:
             raise DataError(f"the training data, a {type(self._data).__name__}, has no batches")
+        if shard.training and self.guarantee == "state":
+            self._position = _RankPosition(shard)
         if shard.rank == 0 and shard.world_size > 1:
             self._warn_if_rows_repeat()
 
@@ -80,13 +99,19 @@ class IterableStream:
             self.close()
         self._epoch = epoch
         group: list[Any] = []
-        self._batches = batches = iter(made)
+        position = self._position
+        batches = iter(made) if position is None else position.open(made, epoch=epoch, num_batches=self._num_batches)
+        self._batches = batches
         try:
             for batch in batches:
                 group.append(batch)
                 if len(group) == self._batches_per_step:
+                    if position is not None:
+                        position.keep(len(group))
                     yield self._global_batch(group)
                     group = []
+            if position is not None:
+                position.keep(len(group), has_ended=True)
             if group:
                 yield self._global_batch(group)
         finally:
@@ -131,6 +156,89 @@ class IterableStream:
     def _global_batch(self, group: list[Any]) -> LoadedBatch:
         num_samples = [batch_size(batch) for batch in group]
         return LoadedBatch(group, num_samples, sum(num_samples) if self._shard.world_size == 1 else None)
+
+
+class _RankPosition:
+    """The position of one rank, as a `Stateful`: the state of the data after the last batch that was yielded.
+
+    Args:
+        shard: of the run; its ranks are those that read different rows.
+
+    Attributes:
+        is_restored: whether the state that was loaded is one of this rank, on this number of ranks.
+    """
+
+    def __init__(self, shard: ShardInfo) -> None:
+        self._here, self._seed = {"rank": shard.rank, "world_size": shard.world_size}, shard.seed
+        self._source: Stateful | None = None
+        self._kept: dict[str, Any] = {"epoch": -1, "batches": 0, "has_ended": False, "data": None}
+        self._loaded: dict[str, Any] | None = None
+        self.is_restored = False
+
+    def open(self, data: Iterable[Any], *, epoch: int, num_batches: int | None) -> Iterator[Any]:
+        """Return an iterator over the rest of an epoch, or over a new one.
+
+        Args:
+            data: to read.
+            epoch: in which to read; another one than that of a loaded state begins after it.
+            num_batches: in an epoch, if known.
+        """
+        loaded = self._loaded if self.is_restored else None
+        self._source = state_of(data)
+        assert self._source is not None
+        resumes = loaded is not None and loaded["epoch"] == epoch
+        if loaded is not None and resumes and loaded["has_ended"]:
+            # Nothing is left of this epoch; the state is for the next one.
+            self._source = None
+            return iter(())
+        self._loaded, self._kept = None, {**self._kept, "epoch": epoch, "batches": 0, "has_ended": False}
+        # What creating an iterator draws, such as the seed of a sampler, is a function of the epoch.
+        with preserve_rng():
+            if loaded is not None and loaded["data"] is not None:
+                self._source.load_state_dict(copy.deepcopy(loaded["data"]))
+                if resumes:
+                    self._kept = {name: loaded[name] for name in self._kept}
+                elif not loaded["has_ended"]:
+                    # The run that saved would have left the epoch here, or have found that nothing is left of it.
+                    before = iter(data)
+                    if loaded["batches"] == num_batches:
+                        next(before, None)
+                    shut_down_workers(before)
+            seed_for(self._seed, "data", self._here["rank"], epoch)
+            return iter(data)
+
+    def keep(self, num_batches: int = 0, *, has_ended: bool = False) -> None:
+        """Keep the state for a save, after so many more batches.
+
+        It is not asked for when a save begins, because that may be during a read.
+        """
+        if self._source is not None:
+            batches, state = self._kept["batches"] + num_batches, copy.deepcopy(self._source.state_dict())
+            self._kept = {**self._kept, "batches": batches, "has_ended": has_ended, "data": state}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position; one that was loaded, and not read from yet, as it was saved."""
+        return {**self._here, **self._kept} if self._loaded is None else self._loaded
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at a position, if it is that of this rank on this number of ranks."""
+        self._loaded, self.is_restored = state_dict, self._here.items() <= state_dict.items()
+
+
+def state_of(data: Any) -> Stateful | None:
+    """Return the object whose state is the position in `data`, or None.
+
+    The data itself, such as torchdata's `StatefulDataLoader`, a dataset or an iterator. Or the dataset of a DataLoader,
+    if it is iterable, or its sampler, if the loader reads in this process: worker processes read ahead.
+    """
+    if isinstance(data, Stateful):
+        return data
+    if not isinstance(data, DataLoader) or data.num_workers:
+        return None
+    if isinstance(data.dataset, IterableDataset):
+        return data.dataset if isinstance(data.dataset, Stateful) else None
+    samplers = (data.batch_sampler, getattr(data.batch_sampler, "sampler", None), data.sampler)
+    return next((each for each in samplers if isinstance(each, Stateful)), None)
 
 
 def _set_epoch(data: Any, epoch: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from ..config import TrainerConfig
 from ..errors import ConfigError
 
-Guarantee = Literal["exact", "epoch", "none"]
+Guarantee = Literal["exact", "state", "epoch", "none"]
 
 
 @runtime_checkable
@@ -116,6 +116,19 @@ class Mergeable(Protocol):
 
 
 @runtime_checkable
+class HasRankState(Protocol):
+    """A `BatchStream` with a `Stateful` position of each rank besides the samples that all ranks have consumed."""
+
+    @property
+    def rank_state(self) -> Stateful | None:
+        """The position of this rank; None if the data has no state."""
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether a loaded position continues here, as it was saved on the same number of ranks; equal on all ranks."""
+
+
+@runtime_checkable
 class SupportsShards(Protocol):
     """A `BatchStream` that can split every global batch by logical shards, the same on any number of ranks.
 
@@ -178,7 +191,11 @@ class BatchStream(Protocol):
 
     @property
     def guarantee(self) -> Guarantee:
-        """Where a run can resume: "exact" at any position, "epoch" at the start of an epoch, "none" nowhere."""
+        """Where a run can resume.
+
+        "exact": at any position, on any number of ranks; "state": where the `state_dict` of the data says, on the same
+        number of ranks; "epoch": at the start of an epoch; "none": nowhere.
+        """
 
     @property
     def fingerprint(self) -> str | None:

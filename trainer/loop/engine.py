@@ -414,6 +414,8 @@ class Engine:
         if self.run_dir is None or self.data.guarantee == "exact":
             return
         effect = {
+            "state": "a resumed run continues where the state_dict of the data says, on the same number of ranks; on "
+            "another it restarts the epoch in progress",
             "epoch": "a resumed run restarts the epoch in progress, and may see its samples twice",
             "none": "a resumed run continues with the batches that the data yields then",
         }

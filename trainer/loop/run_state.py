@@ -24,7 +24,7 @@ from ..checkpoints.scan import split_path
 from ..checkpoints.state_in_memory import capture_state, check_is_own_state, restore_state
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning
 from ..config import CheckpointConfig, as_plain
-from ..data.protocols import BatchStream, Stateful, SupportsDiff, is_exhausted
+from ..data.protocols import BatchStream, HasRankState, Stateful, SupportsDiff, is_exhausted
 from ..distributed.world import World
 from ..errors import ConfigError, DataError
 from ..exact.numerics import Numerics
@@ -455,9 +455,11 @@ class RunState:
         """Restart the epoch if the data cannot resume inside it; return whether the position was kept."""
         progress = self._ctx.progress
         begun = progress.step_in_epoch > 0 and not begin_epoch_again
-        if begun and self._data.guarantee != "exact" and not self.is_epoch_complete():
+        continues = self._data.guarantee == "exact" or (isinstance(self._data, HasRankState) and self._data.is_restored)
+        if begun and not continues and not self.is_epoch_complete():
+            why = ", and its state was not saved on this number of ranks" if self._data.guarantee == "state" else ""
             warnings.warn(
-                f"the training data guarantees {self._data.guarantee!r}, not 'exact': epoch {progress.epoch + 1} "
+                f"the training data guarantees {self._data.guarantee!r}, not 'exact'{why}: epoch {progress.epoch + 1} "
                 f"restarts, and the samples of its first {progress.step_in_epoch} steps may be seen twice",
                 stacklevel=3,
             )
@@ -523,7 +525,8 @@ class RunState:
         }
 
     def _rank_parts(self) -> dict[str, Stateful]:
-        return {"rng": self.generators, "metrics": self._metrics}
+        position = self._data.rank_state if isinstance(self._data, HasRankState) else None
+        return {"rng": self.generators, "metrics": self._metrics, **({"data": position} if position else {})}
 
 
 def _component(part: str) -> str:

@@ -36,7 +36,7 @@ class GlobalBatch:
     name_rows: Callable[[], Sequence[str]]
 
     def row_ids(self) -> list[Sequence[str]]:
-        """Return the row ids of each micro-batch as "<file>[<row group>]:<row in it>". Computed on demand."""
+        """Return the row ids of each micro-batch, such as "<file>[<row group>]:<row in it>". Computed on demand."""
         names, ends = self.name_rows(), list(accumulate(self.num_samples))
         return [names[end - size : end] for size, end in zip(self.num_samples, ends, strict=True)]
 

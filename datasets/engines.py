@@ -101,8 +101,8 @@ def _tasks(epochs: Iterable[Iterable[ReadJob]], rows_per_task: int) -> Iterator[
     for jobs in epochs:
         for job in jobs:
             task.append(job)
-            # Not `job.rows`: the whole group is decoded, even if a resumed epoch needs only a few of its rows.
-            rows += job.num_rows
+            # Not `job.rows`: the whole fragment is decoded, even if a resumed epoch needs only a few of its rows.
+            rows += job.fragment.num_rows
             if rows >= rows_per_task:
                 yield task
                 task, rows = [], 0

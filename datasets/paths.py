@@ -6,6 +6,7 @@ import difflib
 import os
 import posixpath
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +17,9 @@ from .errors import DataError
 PathLike: TypeAlias = str | os.PathLike[str]
 Paths: TypeAlias = PathLike | Sequence[PathLike]
 
-SUFFIXES = (".parquet", ".pq", ".parq")
+Suffixes: TypeAlias = tuple[str, ...]
+
+SUFFIXES: Suffixes = (".parquet", ".pq", ".parq")
 
 
 class Found(NamedTuple):
@@ -41,8 +44,8 @@ def absolute(path: Paths) -> tuple[str, ...]:
     return tuple(_absolute(text) for text in texts)
 
 
-def find(path: str) -> list[Found]:
-    """Return the files that an absolute path or a URI stands for.
+def find(path: str, *, suffixes: Suffixes = SUFFIXES) -> list[Found]:
+    """Return the files that an absolute path or a URI stands for; of a folder, those that end in one of `suffixes`.
 
     Raises:
         DataError: there are none, or the file system cannot be reached.
@@ -55,11 +58,11 @@ def find(path: str) -> list[Found]:
         if fs.isfile(inner):
             return _named([inner], fs, path)
         if fs.isdir(inner):
-            return _named(_parquet_in(fs, inner, path), fs, path)
+            return _named(_files_in(fs, inner, path, suffixes), fs, path)
         if any(mark in inner for mark in "*?["):
-            if matches := _matching(fs, inner):
+            if matches := _matching(fs, inner, suffixes):
                 return _named(matches, fs, path)
-            raise DataError(f"no file matches {path}, and no folder with {' or '.join(SUFFIXES)} files")
+            raise DataError(f"no file matches {path}, and no folder with {' or '.join(suffixes)} files")
     except OSError as error:
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     parent = posixpath.dirname(inner.rstrip("/"))
@@ -69,6 +72,20 @@ def find(path: str) -> list[Found]:
     raise DataError(
         f"{path} does not exist; {nearest(posixpath.basename(inner.rstrip('/')), there)} in {parent or '/'}"
     )
+
+
+def find_all(path: Paths, *, suffixes: Suffixes = SUFFIXES) -> list[Found]:
+    """Return the files that some paths stand for, sorted.
+
+    Raises:
+        DataError: there are none, or one is listed twice.
+    """
+    if not (wanted := absolute(path)):
+        raise DataError("path is empty: it must name at least one file (did a glob match nothing?)")
+    found = sorted((each for one in wanted for each in find(one, suffixes=suffixes)), key=lambda each: each.path)
+    if twice := [one.path for one, other in pairwise(found) if one.path == other.path]:
+        raise DataError(f"{twice[0]} is listed twice in path, so its rows would be read twice; list it once")
+    return found
 
 
 def name_files(found: Sequence[Found]) -> list[str]:
@@ -122,14 +139,14 @@ def _in_chain(path: str, inner: str) -> str:
     return f"{head}::{_in_chain(tail, inner)}" if chained else inner  # "simplecache::" has no path
 
 
-def _matching(fs: Any, pattern: str) -> list[str]:
-    """Return the files that a glob matches, and the Parquet files in folders it matches, such as Spark writes."""
+def _matching(fs: Any, pattern: str, suffixes: Suffixes) -> list[str]:
+    """Return the files that a glob matches, and the files of the format in folders it matches, such as Spark writes."""
     files: list[str] = []
     for match in fs.glob(pattern):
         if fs.isfile(match):
             files.append(match)
         elif posixpath.basename(match.rstrip("/"))[:1] not in "._":
-            files += [each for each in _visible_in(fs, match) if each.endswith(SUFFIXES)]
+            files += [each for each in _visible_in(fs, match) if each.endswith(suffixes)]
     return list(dict.fromkeys(files))  # `**` matches a folder and also its contents
 
 
@@ -141,12 +158,12 @@ def _visible_in(fs: Any, folder: str) -> list[str]:
     ]
 
 
-def _parquet_in(fs: Any, folder: str, shown: str) -> list[str]:
+def _files_in(fs: Any, folder: str, shown: str, suffixes: Suffixes) -> list[str]:
     visible = _visible_in(fs, folder)
-    if files := [each for each in visible if each.endswith(SUFFIXES)]:
+    if files := [each for each in visible if each.endswith(suffixes)]:
         return files
     there = ", ".join(sorted(posixpath.relpath(each, folder) for each in visible)[:5])
+    advice = ". `headway data prepare` converts text to Parquet" if suffixes == SUFFIXES else ""
     raise DataError(
-        f"the folder {shown} has no file that ends in {', '.join(SUFFIXES)}; there is: {there or 'nothing'}. "
-        "`headway data prepare` converts text to Parquet"
+        f"the folder {shown} has no file that ends in {', '.join(suffixes)}; there is: {there or 'nothing'}{advice}"
     )

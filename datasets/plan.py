@@ -49,10 +49,17 @@ class Slice(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One read of a fragment: the slices it returns, in this order."""
+    """One read of a fragment.
+
+    Attributes:
+        fragment: index of the fragment in the source.
+        slices: the rows to return, in this order.
+        order: the key of the fragment's row order, (seed, epoch, fragment); None for the order of the source.
+    """
 
     fragment: int
     slices: tuple[Slice, ...]
+    order: tuple[int, int, int] | None
 
     @property
     def rows(self) -> int:
@@ -206,7 +213,7 @@ class EpochPlan:
             newest[of] = read
         return [
             Read(
-                int(fragments[place[indices[0]]]),
+                fragment,
                 tuple(
                     Slice(
                         int(shard[i]),
@@ -216,8 +223,9 @@ class EpochPlan:
                     )
                     for i in indices
                 ),
+                (self.seed, self.epoch, fragment) if self.shuffle else None,
             )
-            for indices in reads
+            for indices, fragment in ((each, int(fragments[place[each[0]]])) for each in reads)
         ]
 
     def batches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +18,9 @@ from .arrow import Rows
 from .batching import GlobalBatch, ShardBuffers
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
-from .plan import Batch, EpochPlan, Read, Slice, Tail
+from .formats import RowSource
+from .plan import Batch, EpochPlan, Read, Tail
 from .row_groups import ReadJob, read
-from .sources import Source
 from .transforms import Transform
 
 # Small batches are made several at a time, which is cheaper.
@@ -59,7 +59,7 @@ class StreamSpec:
 
     Attributes:
         shard: rank, seed, batch size and device of the run.
-        source: the files.
+        source: the opened dataset.
         global_batch_size, shards, shuffle, tail: see `EpochPlan`.
         transforms: applied to the rows in this order.
         readers: concurrent reading tasks.
@@ -67,7 +67,7 @@ class StreamSpec:
     """
 
     shard: ShardInfo
-    source: Source
+    source: RowSource
     global_batch_size: int
     shards: int
     shuffle: bool
@@ -95,28 +95,18 @@ class StreamSpec:
             if each.slices[0].first_need < end:
                 yield each
 
-    def job(self, epoch: int, fragment: int, slices: Sequence[Slice]) -> ReadJob:
-        """Return the job that reads these slices of a fragment."""
-        source = self.source
-        file = source.files[source.fragment_files[fragment]]
-        return ReadJob(
-            path=file.path,
-            digest=file.digest,
-            group=int(source.fragment_groups[fragment]),
-            num_rows=int(source.fragment_rows[fragment]),
-            columns=tuple(source.columns),
-            order=(self.shard.seed, epoch, fragment) if self.shuffle else None,
-            ranges=tuple((each.start, each.stop) for each in slices),
-        )
+    def job(self, read: Read) -> ReadJob:
+        """Return the job of a read."""
+        ranges = tuple((each.start, each.stop) for each in read.slices)
+        return ReadJob(self.source.fragment(read.fragment), read.order, ranges)
 
     def filler_row(self) -> Rows:
         """Return one row, to fill a micro-batch of a rank that has no rows."""
-        return read(self.job(0, 0, [Slice(0, 0, 1, 0)]), self.transforms)
+        return read(ReadJob(self.source.fragment(0), None, ((0, 1),)), self.transforms)
 
     def row_names(self, places: Iterable[tuple[int, int]]) -> list[str]:
-        """Return the ids "<file>[<row group>]:<row in it>" of rows given as (fragment, row in the fragment)."""
-        files, groups = self.source.fragment_files, self.source.fragment_groups
-        return [f"{self.source.files[files[each]].name}[{groups[each]}]:{row}" for each, row in places]
+        """Return the ids of rows given as (fragment, row in the fragment)."""
+        return [self.source.row_name(fragment, row) for fragment, row in places]
 
     def own_rows(self, epoch: int, offset: int, count: int) -> list[str]:
         """Return the ids of this rank's part of some samples, in the order of its batch."""
@@ -215,7 +205,7 @@ class Prefetcher:
         def jobs(of: int) -> Iterator[ReadJob]:
             for one in spec.reads(of, offset if of == epoch else 0):
                 asked.append(one)
-                yield spec.job(of, one.fragment, one.slices)
+                yield spec.job(one)
 
         cuda = shard.device.type == "cuda"
         copies = torch.cuda.Stream(shard.device) if cuda else None  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Reads rows of row groups. Also runs in Ray Data's worker processes, so it imports neither torch nor Ray."""
+"""Reads rows of fragments. Also runs in Ray Data's worker processes, so it imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import pyarrow.parquet as pq
 
 from .arrow import Rows, concat, from_table, to_rows, to_table
 from .errors import DataError
+from .formats import Fragment
 from .plan import row_order
 from .transforms import Transform, apply, name_of
 
 
-class ReadJob(NamedTuple):
-    """A row group and the rows to read of it. Self-contained, so it can be sent to another process.
+class RowGroup(NamedTuple):
+    """A row group of a Parquet file. Self-contained, so it can be sent to another process.
 
     Attributes:
         path, digest: the file, and its digest when the plan was made.
         group, num_rows: the row group, and its number of rows when the plan was made.
         columns: columns to read.
-        order: (seed, epoch, fragment) of the permutation of its rows; None keeps the order of the file.
-        ranges: (start, stop) ranges in that order.
     """
 
     path: str
@@ -33,6 +32,30 @@ class ReadJob(NamedTuple):
     group: int
     num_rows: int
     columns: tuple[str, ...]
+
+    def read(self) -> Rows:
+        """Return all rows, in the order of the file.
+
+        Raises:
+            DataError: the file is missing or has changed, or a numeric column has nulls.
+        """
+        table = read_group(self)
+        try:
+            return to_rows(table)
+        except DataError as error:
+            raise DataError(f"row group {self.group} of {self.path}: {error}") from error
+
+
+class ReadJob(NamedTuple):
+    """A fragment and the rows to read of it. Self-contained, so it can be sent to another process.
+
+    Attributes:
+        fragment: the fragment.
+        order: (seed, epoch, fragment) of the permutation of its rows; None keeps the order of the file.
+        ranges: (start, stop) ranges in that order.
+    """
+
+    fragment: Fragment
     order: tuple[int, int, int] | None
     ranges: tuple[tuple[int, int], ...]
 
@@ -46,37 +69,37 @@ def read(job: ReadJob, transforms: Sequence[Transform] = ()) -> Rows:
     """Return the rows of a job, transformed.
 
     Raises:
-        DataError: the file is missing or has changed, or a transform returned something invalid.
+        DataError: the data is missing or has changed, or a transform returned something invalid.
     """
-    table = read_group(job)
-    try:
-        rows = to_rows(table)
-    except DataError as error:
-        raise DataError(f"row group {job.group} of {job.path}: {error}") from error
+    rows = job.fragment.read()
     if job.order is None and len(job.ranges) == 1:
         start, stop = job.ranges[0]
         rows = {name: column[start:stop] for name, column in rows.items()}
     else:
         seed, epoch, fragment = job.order or (0, 0, 0)
-        order = row_order(job.num_rows, seed=seed, epoch=epoch, fragment=fragment, shuffle=job.order is not None)
+        order = row_order(
+            job.fragment.num_rows, seed=seed, epoch=epoch, fragment=fragment, shuffle=job.order is not None
+        )
         wanted = np.concatenate([order[start:stop] for start, stop in job.ranges])
         rows = {name: column[wanted] for name, column in rows.items()}
     return transform(rows, transforms)
 
 
-def read_group(job: ReadJob) -> pa.Table:
-    """Return the whole row group of a job, in the order of the file.
+def read_group(group: RowGroup) -> pa.Table:
+    """Return a whole row group, in the order of the file.
 
     Raises:
         DataError: the file is missing or has changed.
     """
     try:
-        table = _read_group(job)
+        table = _read_group(group)
     except (OSError, pa.ArrowException, IndexError) as error:
-        raise DataError(f"cannot read row group {job.group} of {job.path}: {type(error).__name__}: {error}") from error
-    if table.num_rows != job.num_rows:
         raise DataError(
-            f"row group {job.group} of {job.path} had {job.num_rows} rows when the run started and has "
+            f"cannot read row group {group.group} of {group.path}: {type(error).__name__}: {error}"
+        ) from error
+    if table.num_rows != group.num_rows:
+        raise DataError(
+            f"row group {group.group} of {group.path} had {group.num_rows} rows when the run started and has "
             f"{table.num_rows} now; the data was rewritten. Start a new run for new data"
         )
     return table
@@ -105,18 +128,18 @@ def chunks(table: pa.Table) -> Iterator[Rows]:
         yield from_table(pa.Table.from_batches([batch]))
 
 
-def _read_group(job: ReadJob) -> pa.Table:
-    metadata = _metadata(job.path, job.digest)
+def _read_group(group: RowGroup) -> pa.Table:
+    metadata = _metadata(group.path, group.digest)
     # One thread: jobs run in parallel. A local file is memory-mapped, so only the needed pages are read.
-    if "://" not in job.path:
-        with pq.ParquetFile(job.path, metadata=metadata, memory_map=True) as file:
-            return _ordered(file, job)
-    with fsspec.open(job.path, "rb") as raw, pq.ParquetFile(raw, metadata=metadata, pre_buffer=True) as file:
-        return _ordered(file, job)
+    if "://" not in group.path:
+        with pq.ParquetFile(group.path, metadata=metadata, memory_map=True) as file:
+            return _ordered(file, group)
+    with fsspec.open(group.path, "rb") as raw, pq.ParquetFile(raw, metadata=metadata, pre_buffer=True) as file:
+        return _ordered(file, group)
 
 
-def _ordered(file: Any, job: ReadJob) -> pa.Table:
-    return file.read_row_group(job.group, columns=list(job.columns), use_threads=False).select(list(job.columns))
+def _ordered(file: Any, group: RowGroup) -> pa.Table:
+    return file.read_row_group(group.group, columns=list(group.columns), use_threads=False).select(list(group.columns))
 
 
 @lru_cache(maxsize=256)

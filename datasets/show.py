@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import DataError
 from .paths import Paths, nearest
-from .row_groups import ReadJob, read_group
+from .row_groups import read_group
 from .sources import Source, read_source
 
 
@@ -103,18 +103,7 @@ def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> 
 
 def _row(source: Source, fragment: int, number: int) -> dict[str, Any]:
     """Return a row exactly as it is in the file, including nulls, which training would reject."""
-    file = source.files[source.fragment_files[fragment]]
-    table = read_group(
-        ReadJob(
-            path=file.path,
-            digest=file.digest,
-            group=int(source.fragment_groups[fragment]),
-            num_rows=int(source.fragment_rows[fragment]),
-            columns=tuple(source.columns),
-            order=None,
-            ranges=(),
-        )
-    )
+    table = read_group(source.fragment(fragment))
     row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
     return row
 

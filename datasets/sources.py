@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .errors import DataError
-from .paths import Found, Paths, absolute, find, name_files, nearest
+from .paths import Found, Paths, absolute, find_all, name_files, nearest
+from .row_groups import RowGroup
 
 _FOOTER_GUESS_BYTES = 64 * 1024
 _SAMPLE_BYTES = 4096
@@ -72,6 +72,11 @@ class Source:
         """Names of the selected columns, in file order."""
         return list(self.schema.names)
 
+    @property
+    def skipped_rows(self) -> int:
+        """No row of a Parquet file is left out."""
+        return 0
+
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits that change when the data changes, but not when it is moved.
@@ -83,6 +88,49 @@ class Source:
         for file in self.files:
             digest.update(f"{file.name}\0{file.size_bytes}\0{file.digest}\0".encode())
         return digest.hexdigest()[:16]
+
+    def fragment(self, index: int) -> RowGroup:
+        """Return a row group."""
+        file = self.files[self.fragment_files[index]]
+        return RowGroup(
+            path=file.path,
+            digest=file.digest,
+            group=int(self.fragment_groups[index]),
+            num_rows=int(self.fragment_rows[index]),
+            columns=tuple(self.columns),
+        )
+
+    def row_name(self, index: int, row: int) -> str:
+        """Return the id "<file>[<row group>]:<row in it>" of a row of a fragment."""
+        return f"{self.files[self.fragment_files[index]].name}[{self.fragment_groups[index]}]:{row}"
+
+
+@dataclass(frozen=True)
+class Parquet:
+    """Parquet files, to be read by a `Stream`, alone or as a part of a mixture.
+
+    Args:
+        path: a file, a folder (searched recursively), a glob, an fsspec URI of one of these, or a list of them.
+        columns: columns to read; None for all. Files may differ in other columns.
+
+    Example:
+        >>> from headway.datasets.sources import Parquet
+        >>> str(Parquet("/data/train", columns=["tokens"]))
+        '/data/train'
+    """
+
+    path: Paths
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", absolute(self.path))
+
+    def open(self) -> Source:
+        """Read the files' footers; see `read_source`."""
+        return read_source(self.path, columns=self.columns)
+
+    def __str__(self) -> str:
+        return ", ".join(absolute(self.path))
 
 
 def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
@@ -96,12 +144,8 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
         DataError: there are no files or no rows, a file is not Parquet, a column is missing, or the schemas
             differ.
     """
-    if not (wanted := absolute(path)):
-        raise DataError("path is empty: it must name at least one file (did a glob match nothing?)")
-    found = sorted((each for one in wanted for each in find(one)), key=lambda each: each.path)
+    found = find_all(path)
     paths = [each.path for each in found]
-    if twice := [one for one, other in pairwise(paths) if one == other]:
-        raise DataError(f"{twice[0]} is listed twice in path, so its rows would be read twice; list it once")
     # Reading a footer is mostly latency, so many are read concurrently.
     with ThreadPoolExecutor(max_workers=min(32, len(paths))) as pool:
         footers = list(pool.map(_read_footer, found))

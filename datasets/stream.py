@@ -1,4 +1,4 @@
-"""`ParquetStream`: batches from Parquet files, which can resume at any row of an epoch on any number of ranks.
+"""`Stream`: batches that can resume at any row of an epoch on any number of ranks.
 
 `plan` computes which rows come next, an engine reads them, and `batching` makes batches of them. The class implements
 the trainer's `BatchStream` protocol structurally; nothing here imports the trainer.
@@ -14,10 +14,11 @@ from typing import Any, Literal
 from .batching import GlobalBatch
 from .engines import connected_to_ray
 from .errors import DataError
-from .paths import Paths, absolute
+from .formats import DataFormat, RowSource
+from .paths import Paths
 from .plan import Tail, check_shards, default_shards
 from .prefetch import Prefetcher, ShardInfo, StreamSpec
-from .sources import Source, read_source
+from .sources import Parquet
 from .transforms import Transform
 
 logger = logging.getLogger("headway.datasets")
@@ -25,14 +26,13 @@ logger = logging.getLogger("headway.datasets")
 Engine = Literal["auto", "ray", "threads"]
 
 
-class ParquetStream:
-    """Stream Parquet rows to one rank, in an order that does not depend on the number of ranks.
+class Stream:
+    """Stream rows to one rank, in an order that does not depend on the number of ranks.
 
-    The constructor does no I/O, so a stream can be created anywhere and pickled. `setup` reads the files' footers.
+    The constructor does no I/O, so a stream can be created anywhere and pickled. `setup` opens the data.
 
     Args:
-        path: a file, a folder (searched recursively), a glob, an fsspec URI of one of these, or a list of them.
-        columns: columns to read; None for all.
+        data: what to read, such as `JsonLines`, `Parquet`, or a mixture of them.
         transforms: row-wise functions over {column: array}, applied in order; see `headway.datasets.transforms`.
         shuffle: reshuffle the training data every epoch. Evaluation never shuffles.
         tail: rows that do not fill the last global batch of a training epoch: "drop" leaves them out (different rows
@@ -43,19 +43,19 @@ class ParquetStream:
         engine: "ray" reads with Ray Data, "threads" in this process; "auto" uses Ray Data if Ray is connected.
 
     Example:
-        >>> from headway.datasets.stream import ParquetStream
+        >>> from headway.datasets.jsonl import JsonLines
+        >>> from headway.datasets.stream import Stream
         >>> class Streamed(Digits):
         ...     def configure_dataloaders(self):
-        ...         return ParquetStream("data/train", columns=["tokens"]), ParquetStream("data/held-out")
+        ...         return Stream(JsonLines("data/train")), Stream(JsonLines("data/held-out.jsonl.gz"))
     """
 
     guarantee: Literal["exact"] = "exact"
 
     def __init__(
         self,
-        path: Paths,
+        data: DataFormat,
         *,
-        columns: Sequence[str] | None = None,
         transforms: Sequence[Transform] = (),
         shuffle: bool = True,
         tail: Tail = "drop",
@@ -69,8 +69,7 @@ class ParquetStream:
             raise DataError(f"engine must be 'auto', 'ray' or 'threads', got {engine!r}")
         if readers < 1:
             raise DataError(f"readers must be an integer >= 1, got {readers}")
-        self.path = absolute(path)
-        self.columns = None if columns is None else tuple(columns) if not isinstance(columns, str) else (columns,)
+        self.data = data
         self.transforms = tuple(transforms)
         self.shuffle, self.tail, self.shards, self.readers, self.engine = shuffle, tail, shards, readers, engine
         self._opened: StreamSpec | None = None
@@ -93,34 +92,35 @@ class ParquetStream:
         parsed = re.fullmatch(r"(\S+) in (\d+) shards( unshuffled)?", before)
         if parsed is None or parsed[1] != opened.source.fingerprint or before == self.fingerprint:
             return None
-        shards, shuffle = int(parsed[2]), parsed[3] is None
+        shards, shuffle, name = int(parsed[2]), parsed[3] is None, type(self).__name__
         if shuffle != opened.shuffle:
-            return f"the files are the same, but shuffle was {shuffle}: set shuffle={shuffle} on the ParquetStream"
+            return f"the files are the same, but shuffle was {shuffle}: set shuffle={shuffle} on the {name}"
         multiple = f", and global_batch_size (now {size}) to a multiple of it" if size % shards else ""
         return (
             f"the files are the same, but had {shards} logical shards and now have {opened.shards} (the default "
-            f"follows global_batch_size): set shards={shards} on the ParquetStream{multiple}"
+            f"follows global_batch_size): set shards={shards} on the {name}{multiple}"
         )
 
     @property
-    def source(self) -> Source:
-        """Files and row groups of the dataset."""
+    def source(self) -> RowSource:
+        """The opened dataset."""
         return self._open.source
 
     def setup(self, shard: ShardInfo) -> None:
-        """Read the files' footers and check that they fit the run.
+        """Open the data and check that it fits the run.
 
         Raises:
             DataError: the data is missing, has other columns, or is smaller than one global batch.
         """
         self.close()
-        source = read_source(self.path, columns=self.columns)
+        source = self.data.open()
         size = shard.global_batch_size
         if size is None and not shard.training and shard.micro_batch_size:
             size = shard.micro_batch_size * shard.world_size
         if size is None:
             raise DataError(
-                "config.global_batch_size is not set: a ParquetStream needs it (samples of one update over all ranks)"
+                f"config.global_batch_size is not set: a {type(self).__name__} needs it (samples of one update over "
+                "all ranks)"
             )
         shards = self.shards or default_shards(size)
         check_shards(shards, global_batch_size=size, world_size=shard.world_size)
@@ -137,10 +137,12 @@ class ParquetStream:
         )
         if opened.plan(0).steps(size) == 0:
             raise DataError(
-                f"global_batch_size {size} exceeds the {source.rows} rows of {', '.join(self.path)}, and tail='drop' "
+                f"global_batch_size {size} exceeds the {source.rows} rows of {self.data}, and tail='drop' "
                 "would drop them all. Use a smaller global_batch_size, or tail='keep'"
             )
         self._opened = opened
+        if shard.rank == 0 and source.skipped_rows:
+            logger.warning("%d damaged rows of %s are skipped", source.skipped_rows, self.data)
         if shard.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):
             logger.info(
                 "%d rows make %d batches of %d; %d rows are dropped, different ones each epoch",
@@ -174,7 +176,7 @@ class ParquetStream:
         return self._open.global_batch_size
 
     def next_rows(self, epoch: int, *, offset: int, count: int) -> list[str]:
-        """Return the ids of the next rows over all ranks, in sample order, as "<file>[<row group>]:<row in it>"."""
+        """Return the ids of the next rows over all ranks, in sample order."""
         opened = self._open
         plan = opened.plan(epoch)
         left = plan.samples(opened.global_batch_size, offset=offset) - offset
@@ -221,3 +223,35 @@ class ParquetStream:
     def _open(self) -> StreamSpec:
         assert self._opened is not None, "setup(shard) must be called first"
         return self._opened
+
+
+class ParquetStream(Stream):
+    """A `Stream` of Parquet files.
+
+    Args:
+        path, columns: see `headway.datasets.sources.Parquet`.
+        transforms, shuffle, tail, shards, readers, engine: see `Stream`.
+
+    Example:
+        >>> from headway.datasets.stream import ParquetStream
+        >>> class Streamed(Digits):
+        ...     def configure_dataloaders(self):
+        ...         return ParquetStream("data/train", columns=["tokens"]), ParquetStream("data/held-out")
+    """
+
+    def __init__(
+        self,
+        path: Paths,
+        *,
+        columns: Sequence[str] | None = None,
+        transforms: Sequence[Transform] = (),
+        shuffle: bool = True,
+        tail: Tail = "drop",
+        shards: int | None = None,
+        readers: int = 2,
+        engine: Engine = "auto",
+    ) -> None:
+        data = Parquet(path, (columns,) if isinstance(columns, str) else columns)
+        super().__init__(
+            data, transforms=transforms, shuffle=shuffle, tail=tail, shards=shards, readers=readers, engine=engine
+        )

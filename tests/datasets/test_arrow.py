@@ -15,7 +15,7 @@ import torch
 
 from headway.datasets.arrow import Rows, concat, from_table, to_rows, to_table
 from headway.datasets.errors import DataError
-from headway.datasets.row_groups import ReadJob, chunks, read, read_table, transform
+from headway.datasets.row_groups import ReadJob, RowGroup, chunks, read, read_table, transform
 from headway.datasets.sources import read_source
 from headway.datasets.stream import ParquetStream
 
@@ -108,7 +108,7 @@ def _write(path: Path, arrow: pa.DataType, groups: list[Any]) -> list[ReadJob]:
             writer.write_table(pa.table({"c": pa.array(group, arrow)}))
     file = read_source(path).files[0]
     return [
-        ReadJob(file.path, file.digest, index, len(group), ("c",), None, ((0, len(group)),))
+        ReadJob(RowGroup(file.path, file.digest, index, len(group), ("c",)), None, ((0, len(group)),))
         for index, group in enumerate(groups)
     ]
 

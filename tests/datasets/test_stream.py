@@ -294,12 +294,12 @@ def test_a_task_decodes_no_more_where_a_resumed_epoch_wants_little_of_each_row_g
     stream = opened(tmp_path / "many.parquet", context={"global_batch_size": 32})
     spec = stream._opened
     assert spec is not None
-    jobs = [spec.job(0, each.fragment, each.slices) for each in spec.reads(0, 49_504)]
+    jobs = [spec.job(each) for each in spec.reads(0, 49_504)]
     assert len(jobs) > 16
-    assert sum(job.rows for job in jobs) < sum(job.num_rows for job in jobs) / 2
+    assert sum(job.rows for job in jobs) < sum(job.fragment.num_rows for job in jobs) / 2
     tasks = list(_tasks([jobs], 200))
     assert [job for task in tasks for job in task] == jobs
-    assert max(sum(job.num_rows for job in task) for task in tasks) == 200
+    assert max(sum(job.fragment.num_rows for job in task) for task in tasks) == 200
 
 
 @pytest.mark.ray

@@ -1,0 +1,72 @@
+"""What a format must provide so that a stream can read it: fragments with row counts, and a fingerprint.
+
+Runs in Ray Data's workers too, so it imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .arrow import Rows
+
+
+class Fragment(Protocol):
+    """The smallest unit that is read: a row group, or a range of lines. Can be pickled."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+
+    def read(self) -> Rows:
+        """Return all rows, in the order of the file.
+
+        Raises:
+            DataError: the data is missing, has changed or is damaged. Names the file and the place in it.
+        """
+
+
+class RowSource(Protocol):
+    """An opened dataset: a list of fragments."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all fragments."""
+
+    @property
+    def fragment_rows(self) -> npt.NDArray[np.int64]:
+        """Rows of each fragment; at least 1."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Approximate size of a row in memory."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the rows change, but not when the data is moved."""
+
+    @property
+    def skipped_rows(self) -> int:
+        """Rows that are left out because they are damaged, as the user has asked."""
+
+    def fragment(self, index: int) -> Fragment:
+        """Return a fragment."""
+
+    def row_name(self, index: int, row: int) -> str:
+        """Return the id of a row of a fragment, for errors."""
+
+
+class DataFormat(Protocol):
+    """A dataset as users name it. Creating it does no I/O."""
+
+    def open(self) -> RowSource:
+        """Find the data, and read or build its index.
+
+        Raises:
+            DataError: the data is missing or damaged, or does not fit the options.
+        """
+
+    def __str__(self) -> str:
+        """Return a short name for errors, such as the path."""

@@ -1,0 +1,119 @@
+"""Indexes of data files: made once by one process, cached in a folder, and checked against the file before use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import DataError
+from .locking import locked
+from .paths import Found, PathLike
+
+FOLDER = ".headway-index"
+_SAMPLE_BYTES = 4096
+
+
+class Index(NamedTuple):
+    """What is known of a file.
+
+    Attributes:
+        arrays: such as the offsets of its fragments.
+        facts: plain values that JSON can hold.
+    """
+
+    arrays: dict[str, npt.NDArray[Any]]
+    facts: dict[str, Any]
+
+
+def index_folder(found: Found, index: PathLike | None) -> Path:
+    """Return the folder for the index of a file: beside the file unless `index` names another one.
+
+    Raises:
+        DataError: the file is remote, and `index` is None.
+    """
+    if index is not None:
+        return Path(index).expanduser().absolute()
+    if "://" in found.path:
+        raise DataError(f"{found.path} is remote, so its index needs a local folder: set index='some/folder'")
+    return Path(found.path).parent / FOLDER
+
+
+def sample_digest(found: Found) -> str:
+    """Return a digest of a file's size and of 4 KiB from its start, middle and end."""
+    try:
+        with open_file(found) as file:
+            size = file.seek(0, os.SEEK_END)
+            digest = hashlib.sha256(str(size).encode())
+            for place in (0, size // 2 - _SAMPLE_BYTES // 2, size - _SAMPLE_BYTES):
+                file.seek(max(0, place))
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(f"cannot read {found.path}: {type(error).__name__}: {error}") from error
+    return digest.hexdigest()
+
+
+def open_file(found: Found) -> Any:
+    """Open a local or remote file for reading bytes."""
+    return found.fs.open(found.inner, "rb") if "://" in found.path else open(found.path, "rb")
+
+
+def cached_file(found: Found, folder: Path, suffix: str, make: Callable[[Path], None]) -> Path:
+    """Return a file in `folder` that `make(path)` has written for the data file as it is now.
+
+    Processes that need it at the same time wait for the one that makes it.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    key = hashlib.sha256(f"{found.path}\0{sample_digest(found)}".encode()).hexdigest()[:16]
+    path = folder / f"{Path(found.inner).name}.{key}{suffix}"
+    if path.exists():
+        return path
+    try:
+        with locked(folder):
+            if not path.exists():
+                temporary = path.with_name(f"{path.stem}.writing{suffix}")
+                try:
+                    make(temporary)
+                    temporary.replace(path)
+                finally:
+                    with suppress(FileNotFoundError):
+                        temporary.unlink()
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index of {found.path} to {folder} ({error.strerror or error}): set index to a folder "
+            "that can be written"
+        ) from error
+    return path
+
+
+def cached_index(found: Found, folder: Path, kind: str, make: Callable[[], Index]) -> Index:
+    """Return the index that `make` returns for a file, from the folder if it is there.
+
+    Args:
+        found: the data file.
+        folder: of the cache.
+        kind: name and version of the index, such as "lines-1".
+        make: builds the index.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+
+    def write(path: Path) -> None:
+        arrays, facts = make()
+        with path.open("wb") as file:
+            everything: dict[str, Any] = {**arrays, "facts": np.array(json.dumps(facts))}
+            np.savez(file, **everything)
+
+    with np.load(cached_file(found, folder, f".{kind}.npz", write), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files if name != "facts"}
+        return Index(arrays, json.loads(str(file["facts"])))

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from .arrow import NUMBERS, Rows, is_stackable, num_rows
+from .errors import DataError
 from .plan import Batch, Read
 
 Part: TypeAlias = tuple[Rows, int, int]
@@ -55,15 +56,25 @@ class ShardBuffers:
         asked: reads whose rows are still to arrive, in this order; grows while rows arrive.
         chunks: the rows of these reads in order, in chunks of any length.
         filler_row: returns one row, to fill a micro-batch of a rank that has not had any.
+        same_types: refuse rows whose columns or types of numbers differ from those of the first ones.
     """
 
-    def __init__(self, asked: deque[Read], chunks: Iterator[Rows], filler_row: Callable[[], Rows]) -> None:
+    def __init__(
+        self,
+        asked: deque[Read],
+        chunks: Iterator[Rows],
+        filler_row: Callable[[], Rows],
+        *,
+        same_types: bool = False,
+    ) -> None:
         self._asked = asked
         self._chunks = chunks
         self._filler_row = filler_row
         self._arrived: Part = {}, 0, 0
         self._buffers: defaultdict[int, deque[Part]] = defaultdict(deque)
         self._last: Rows | None = None
+        self._same_types = same_types
+        self._types: dict[str, str] | None = None
 
     def clear(self) -> None:
         """Discard the rows that the tail policy dropped, before the next epoch's rows arrive."""
@@ -152,7 +163,23 @@ class ShardBuffers:
         _, at, end = self._arrived
         if at == end:
             rows = next(self._chunks)
+            if self._same_types:
+                types = {name: _type_name(column) for name, column in rows.items()}
+                self._types = self._types or types
+                if types != self._types:
+                    raise DataError(
+                        f"some rows have the columns {self._types} and others {types}: the sources of a mixture must "
+                        "give the same. Select columns, or convert them in a transform"
+                    )
             self._arrived = rows, 0, num_rows(rows)
+
+
+def _type_name(column: npt.NDArray[Any]) -> str:
+    """Return the type of a column; arrays of one length and of several are both "list of int64"."""
+    if column.dtype != object:
+        return str(column.dtype) if column.ndim == 1 else f"list of {column.dtype}"
+    first = next((each for each in column if each is not None), None)
+    return f"list of {first.dtype}" if isinstance(first, np.ndarray) else "objects"
 
 
 def gather_column(

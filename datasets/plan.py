@@ -142,6 +142,8 @@ class EpochPlan:
         shuffle: False keeps the order of the source.
         shards: number of logical shards, fixed for the run.
         tail: "keep" yields every row exactly once; "drop" ends after the last full global batch.
+        bounds: int64, where each logical shard begins, and where the last one ends; None for equal lengths. The lengths
+            may differ by one.
 
     Example:
         >>> import numpy as np
@@ -157,6 +159,7 @@ class EpochPlan:
     shards: int
     shuffle: bool = True
     tail: Tail = "drop"
+    bounds: npt.NDArray[np.int64] | None = None
 
     @property
     def rows(self) -> int:
@@ -171,13 +174,21 @@ class EpochPlan:
         """Return the number of global batches of the epoch. With tail="keep" the last one may be smaller."""
         return -(-self.samples(global_batch_size) // global_batch_size)
 
-    def reads(self, *, rank: int, world_size: int, offset: int = 0) -> list[Read]:
+    def reads(self, *, rank: int, world_size: int, offset: int = 0, end: int | None = None) -> list[Read]:
         """Return the reads of one rank from `offset` to the end of the epoch, in the order of first need.
 
-        Time and memory are proportional to the rank's fragments, not to its rows. With tail="drop" the list includes
-        the few rows that are dropped, so that it does not depend on the batch size.
+        Time and memory are proportional to the rank's fragments, not to its rows. `end` leaves out the reads that only
+        samples from there on need; without it, the list does not depend on the batch size.
         """
+        shards = np.arange(self.shards)
         first, last = shard_range(self.shards, rank=rank, world_size=world_size)
+        reads = self.reads_between(first, last, self.consumed(shards, offset), np.diff(self._shard_bounds))
+        return reads if end is None else [each for each in reads if each.slices[0].first_need < end]
+
+    def reads_between(
+        self, first: int, last: int, consumed: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> list[Read]:
+        """Return the reads of the shards from `first` to before `last`, from row `consumed` of each to row `stop`."""
         cuts = self._shard_bounds
         order = permutation(len(self.fragment_rows), _FRAGMENTS, self.seed, self.epoch) if self.shuffle else None
         fragments = np.arange(len(self.fragment_rows)) if order is None else order
@@ -189,7 +200,8 @@ class EpochPlan:
         edges = edges[(edges >= cuts[first]) & (edges <= cuts[last])]
         begin, end = edges[:-1], edges[1:]
         shard = np.searchsorted(cuts, begin, side="right") - 1
-        begin = np.maximum(begin, cuts[shard] + self._consumed(shard, offset))
+        begin = np.maximum(begin, cuts[shard] + consumed[shard])
+        end = np.minimum(end, cuts[shard] + stop[shard])
         keep = begin < end
         begin, end, shard = begin[keep], end[keep], shard[keep]
         place = np.searchsorted(ends, begin, side="right")
@@ -248,10 +260,10 @@ class EpochPlan:
         runs = np.array([shard_range(self.shards, rank=r, world_size=world_size)[0] for r in range(world_size)])
         end = self.samples(global_batch_size, offset=offset)
         cached: tuple[bytes, Batch] | None = None
-        before = self._consumed(shards, offset)
+        before = self.consumed(shards, offset)
         while offset < end:
             size = min(global_batch_size, end - offset)
-            after = self._consumed(shards, offset + size)
+            after = self.consumed(shards, offset + size)
             taken = after - before
             # Almost all batches of an epoch are equal.
             if cached is None or cached[0] != taken.tobytes():
@@ -270,17 +282,17 @@ class EpochPlan:
 
         Computes the permutation of each fragment involved.
         """
-        return self._locate(*self._next_samples(offset, count))
+        return self._locate(*self.next_samples(offset, count))
 
     def locate_on_rank(self, offset: int, count: int, *, rank: int, world_size: int) -> list[tuple[int, int]]:
         """Return the same for one rank's part of these samples, in the order of its batch."""
         first, last = shard_range(self.shards, rank=rank, world_size=world_size)
-        samples, shard = self._next_samples(offset, count)
+        samples, shard = self.next_samples(offset, count)
         order = np.argsort(shard, kind="stable")
         own = order[(shard[order] >= first) & (shard[order] < last)]
         return self._locate(samples[own], shard[own])
 
-    def _next_samples(self, offset: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def next_samples(self, offset: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the next samples and the shard of each."""
         samples = np.arange(offset, min(offset + count, self.rows))
         shard, over = samples % self.shards, samples - self.rows // self.shards * self.shards
@@ -291,7 +303,11 @@ class EpochPlan:
 
     def _locate(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
         """Return (fragment, row in the fragment) of samples that come from these shards."""
-        place = self._shard_bounds[shard] + samples // self.shards
+        return self.locate_rows(shard, samples // self.shards)
+
+    def locate_rows(self, shard: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return (fragment, row in the fragment) of rows of logical shards."""
+        place = self._shard_bounds[shard] + row
         fragments = np.arange(len(self.fragment_rows))
         if self.shuffle:
             fragments = permutation(len(self.fragment_rows), _FRAGMENTS, self.seed, self.epoch)
@@ -309,15 +325,17 @@ class EpochPlan:
                     shuffle=self.shuffle,
                 )
         return [
-            (fragment, int(orders[fragment][row]))
-            for fragment, row in zip(fragments[at].tolist(), within.tolist(), strict=True)
+            (fragment, int(orders[fragment][at]))
+            for fragment, at in zip(fragments[at].tolist(), within.tolist(), strict=True)
         ]
 
     @property
     def _shard_bounds(self) -> npt.NDArray[np.int64]:
+        if self.bounds is not None:
+            return self.bounds
         return self.rows * np.arange(self.shards + 1, dtype=np.int64) // self.shards
 
-    def _consumed(self, shard: npt.NDArray[np.int64], offset: int) -> npt.NDArray[np.int64]:
+    def consumed(self, shard: npt.NDArray[np.int64], offset: int) -> npt.NDArray[np.int64]:
         """Return how many of the first `offset` samples come from each of these shards."""
         common = self.rows // self.shards
         if offset <= common * self.shards:

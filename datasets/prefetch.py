@@ -19,6 +19,8 @@ from .batching import GlobalBatch, ShardBuffers
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
 from .formats import RowSource
+from .mixture import MixedSource
+from .mixture_plan import MixturePlan
 from .plan import Batch, EpochPlan, Read, Tail
 from .row_groups import ReadJob, read
 from .transforms import Transform
@@ -76,8 +78,10 @@ class StreamSpec:
     readers: int
     engine: Literal["ray", "threads"]
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """Return the order of one epoch."""
+    def plan(self, epoch: int) -> EpochPlan | MixturePlan:
+        """Return the order of one epoch. An evaluation reads each row of a mixture once, one source after the other."""
+        if isinstance(self.source, MixedSource) and self.shard.training:
+            return self.source.plan(self.shard.seed, epoch, shuffle=self.shuffle, tail=self.tail)
         return EpochPlan(
             self.source.fragment_rows,
             self.shard.seed,
@@ -87,13 +91,11 @@ class StreamSpec:
             tail=self.tail,
         )
 
-    def reads(self, epoch: int, offset: int) -> Iterator[Read]:
-        """Yield this rank's reads of an epoch, without those that only the dropped tail needs."""
+    def reads(self, epoch: int, offset: int) -> Iterable[Read]:
+        """Return this rank's reads of an epoch, without those that only the dropped tail needs."""
         plan = self.plan(epoch)
         end = plan.samples(self.global_batch_size, offset=offset)
-        for each in plan.reads(rank=self.shard.rank, world_size=self.shard.world_size, offset=offset):
-            if each.slices[0].first_need < end:
-                yield each
+        return plan.reads(rank=self.shard.rank, world_size=self.shard.world_size, offset=offset, end=end)
 
     def job(self, read: Read) -> ReadJob:
         """Return the job of a read."""
@@ -127,8 +129,10 @@ class StreamSpec:
 
     @property
     def ahead_rows(self) -> int:
-        """Rows to read ahead: one row group for each of the rank's shards, which the start of an epoch needs."""
+        """Rows to read ahead: a fragment for each shard of the rank and source, which the start of an epoch needs."""
         shards = -(-self.shards // self.shard.world_size)
+        if isinstance(self.source, MixedSource):
+            shards *= len(self.source.sources)
         wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.shard.world_size)
         return min(wave, _BYTES_AHEAD // self.source.row_bytes)
 
@@ -210,7 +214,7 @@ class Prefetcher:
         cuda = shard.device.type == "cuda"
         copies = torch.cuda.Stream(shard.device) if cuda else None  # type: ignore[no-untyped-call]
         with closing(spec.rows(map(jobs, epochs()))) as rows:
-            buffers = ShardBuffers(asked, rows, spec.filler_row)
+            buffers = ShardBuffers(asked, rows, spec.filler_row, same_types=isinstance(spec.source, MixedSource))
             for each in epochs():
                 place = offset if each == epoch else 0
                 batches = spec.plan(each).batches(

@@ -15,6 +15,7 @@ from .batching import GlobalBatch
 from .engines import connected_to_ray
 from .errors import DataError
 from .formats import DataFormat, RowSource
+from .mixture import MixedSource, Mixture
 from .paths import Paths
 from .plan import Tail, check_shards, default_shards
 from .prefetch import Prefetcher, ShardInfo, StreamSpec
@@ -90,6 +91,13 @@ class Stream:
         """Return how the order differs from an earlier fingerprint, and the fix; None if the files differ."""
         opened, size = self._open, self._open.global_batch_size
         parsed = re.fullmatch(r"(\S+) in (\d+) shards( unshuffled)?", before)
+        now = opened.source.fingerprint
+        if parsed and isinstance(self.data, Mixture) and parsed[1] != now and parsed[1][:16] == now[:16]:
+            return (
+                "the sources are the same, but their mixture (sample:weights;...;on_end;rows of an epoch) was "
+                f"{parsed[1][16:]} and is {now[16:]}: restore weights, weights_by_step, on_end, rows_per_epoch and "
+                "global_batch_size"
+            )
         if parsed is None or parsed[1] != opened.source.fingerprint or before == self.fingerprint:
             return None
         shards, shuffle, name = int(parsed[2]), parsed[3] is None, type(self).__name__
@@ -124,6 +132,8 @@ class Stream:
             )
         shards = self.shards or default_shards(size)
         check_shards(shards, global_batch_size=size, world_size=shard.world_size)
+        if isinstance(source, MixedSource) and shard.training:
+            source = source.interleaved(shards, seed=shard.seed, global_batch_size=size, tail=self.tail)
         opened = StreamSpec(
             shard=shard,
             source=source,
@@ -135,19 +145,20 @@ class Stream:
             readers=self.readers,
             engine=self._choose_engine(),
         )
-        if opened.plan(0).steps(size) == 0:
+        plan = opened.plan(0)
+        if plan.steps(size) == 0:
             raise DataError(
-                f"global_batch_size {size} exceeds the {source.rows} rows of {self.data}, and tail='drop' "
+                f"global_batch_size {size} exceeds the {plan.rows} rows of {self.data}, and tail='drop' "
                 "would drop them all. Use a smaller global_batch_size, or tail='keep'"
             )
         self._opened = opened
         if shard.rank == 0 and source.skipped_rows:
             logger.warning("%d damaged rows of %s are skipped", source.skipped_rows, self.data)
-        if shard.rank == 0 and (dropped := source.rows - opened.plan(0).samples(size)):
+        if shard.rank == 0 and (dropped := plan.rows - plan.samples(size)):
             logger.info(
                 "%d rows make %d batches of %d; %d rows are dropped, different ones each epoch",
-                source.rows,
-                source.rows // size,
+                plan.rows,
+                plan.rows // size,
                 size,
                 dropped,
             )
@@ -163,8 +174,8 @@ class Stream:
 
     def dropped_in_epoch(self, epoch: int, *, offset: int = 0) -> int:
         """Return the number of rows that the tail policy drops from an epoch resumed at `offset`."""
-        opened = self._open
-        return opened.source.rows - opened.plan(epoch).samples(opened.global_batch_size, offset=offset)
+        plan = self._open.plan(epoch)
+        return plan.rows - plan.samples(self._open.global_batch_size, offset=offset)
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Return the number of global batches of one epoch."""
@@ -192,8 +203,8 @@ class Stream:
             offset: samples of this epoch that all ranks together have consumed.
         """
         opened = self._open
-        if not 0 <= offset <= opened.source.rows:
-            raise DataError(f"offset must be from 0 to {opened.source.rows}, the rows of an epoch, got {offset}")
+        if not 0 <= offset <= (rows := opened.plan(epoch).rows):
+            raise DataError(f"offset must be from 0 to {rows}, the rows of an epoch, got {offset}")
         if self._prefetcher is None or self._prefetcher.next_position != (epoch, offset):
             self.close()
             self._prefetcher = Prefetcher(opened, epoch, offset)

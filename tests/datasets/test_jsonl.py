@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +180,18 @@ def test_the_index_is_built_once_and_again_for_a_changed_file(tmp_path: Path, mo
     assert len(built) == 2
 
 
-def _open(path: Path) -> tuple[int, str]:
-    source = JsonLines(path).open()
-    return source.rows, source.fingerprint
-
-
 def test_processes_that_need_the_index_at_the_same_time_get_the_same(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl.gz", range(3000), compression="gz")
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        opened = pool.map(_open, [path] * 4, chunksize=1)
-    assert opened == [(3000, opened[0][1])] * 4
+    program = (
+        "import sys; from headway.datasets.jsonl import JsonLines; source = JsonLines(sys.argv[1]).open(); "
+        "print(source.rows, source.fingerprint)"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [process.communicate()[0].strip() for process in started]
+    assert told == [f"3000 {JsonLines(path).open().fingerprint}"] * 2
     assert len(list((tmp_path / ".headway-index").glob("*.npz"))) == 1
 
 

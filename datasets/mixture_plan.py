@@ -1,0 +1,317 @@
+"""The order of the rows of a mixture, and where it finds them in its sources. Pure arithmetic, like `plan`.
+
+Logical shard j of a mixture takes its rows from logical shard j of every source, in the order of an `Interleave`. Row k
+of a source's shard is in pass k // length over the source, and each pass has its own order, as epochs have. All of this
+can be evaluated at any position, so the position of a mixture is one number too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .interleave import Interleave, edges_of
+from .plan import Batch, EpochPlan, Read, Tail, shard_range
+
+OnEnd = Literal["repeat", "stop", "drop"]
+
+# An interleave gives a shard at most so many rows more or less of a source than its weight says.
+_DISCREPANCY = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all epochs of a mixture have in common.
+
+    Attributes:
+        fragment_rows: rows of each fragment, for each source.
+        lengths: int64 [sources, shards], rows of each source's logical shards.
+        interleave: the source of each row.
+        rows: rows of one epoch.
+        mixed: rows of each shard that the interleave orders; with "drop" the last few rows of the sources come after
+            them, one source after the other.
+        on_end: what follows the last row of a source: "repeat", "stop" or "drop".
+    """
+
+    fragment_rows: tuple[npt.NDArray[np.int64], ...]
+    lengths: npt.NDArray[np.int64]
+    interleave: Interleave
+    rows: int
+    mixed: int
+    on_end: OnEnd
+
+    @property
+    def shards(self) -> int:
+        """Number of logical shards."""
+        return self.interleave.shards
+
+
+def lay_out(
+    fragment_rows: Sequence[npt.NDArray[np.int64]],
+    weights: Sequence[tuple[int, Sequence[float]]],
+    *,
+    shards: int,
+    rotation: int,
+    rows_per_epoch: int,
+    on_end: OnEnd,
+) -> Layout:
+    """Return the layout of a mixture.
+
+    Args:
+        fragment_rows: rows of each fragment, for each source; every source has at least one row for each shard.
+        weights: (first row of each shard, weight of each source); the first from row 0 on. One entry, with positive
+            weights, unless on_end is "repeat".
+        shards: number of logical shards.
+        rotation: see `Interleave`.
+        rows_per_epoch: of an epoch if on_end is "repeat"; rounded up to a multiple of the shards.
+        on_end: what follows the last row of a source.
+    """
+    lengths = _lengths([int(each.sum()) for each in fragment_rows], shards)
+    starts, edges = [at for at, _ in weights], [edges_of(each) for _, each in weights]
+    mixed = -(-rows_per_epoch // shards)
+    if on_end != "repeat":
+        (_, current), active = weights[0], list(range(len(lengths)))
+        while active:
+            interleave = Interleave(shards, tuple(starts), tuple(edges), rotation)
+            ends = _ends(interleave, lengths, active, starts[-1])
+            mixed = min(ends.values())
+            active = [each for each in active if ends.get(each) != mixed]
+            if on_end == "stop" or not active:
+                break
+            left = edges_of([weight if each in active else 0.0 for each, weight in enumerate(current)])
+            if mixed == starts[-1]:
+                edges[-1] = left
+            else:
+                starts.append(mixed)
+                edges.append(left)
+    rows = int(lengths.sum()) if on_end == "drop" else mixed * shards
+    interleave = Interleave(shards, tuple(starts), tuple(edges), rotation)
+    return Layout(tuple(fragment_rows), lengths, interleave, rows, mixed, on_end)
+
+
+def _lengths(rows: Sequence[int], shards: int) -> npt.NDArray[np.int64]:
+    """Return the rows of each source's shards; those of all sources together also differ by at most one."""
+    lengths = np.repeat(np.array(rows)[:, None] // shards, shards, axis=1)
+    first = 0
+    for source, extra in enumerate(each % shards for each in rows):
+        lengths[source, (first + np.arange(extra)) % shards] += 1
+        first += extra
+    return lengths
+
+
+def _ends(interleave: Interleave, lengths: npt.NDArray[np.int64], active: Sequence[int], at: int) -> dict[int, int]:
+    """Return, for each source that may be the next to end, the last row before one of its shards lacks a row."""
+    done = interleave.expected(at)
+    share = interleave.expected(at + 1) - done
+    left = np.array([lengths[each].min() - done[each] for each in active])
+    rate = np.array([share[each] for each in active])
+    soonest, latest = (left - _DISCREPANCY) / rate, (left + _DISCREPANCY) / rate
+    ends = {}
+    for source, last in zip(active, latest.tolist(), strict=True):
+        if soonest[active.index(source)] > latest.min():
+            continue
+        low, high = at, at + max(0, int(last)) + 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = all(
+                interleave.count(shard, middle, source) <= lengths[source, shard] for shard in range(interleave.shards)
+            )
+            low, high = (middle, high) if enough else (low, middle)
+        ends[source] = low
+    return ends
+
+
+@dataclass(frozen=True)
+class MixturePlan:
+    """The order of one epoch of a mixture, with the interface of `EpochPlan`.
+
+    Fragments are numbered through all sources. A shard of a source is numbered `source * shards + shard`.
+
+    Attributes:
+        layout: of the mixture.
+        seed, epoch: seed of the order.
+        shuffle: False keeps the order of each source.
+        tail: "keep" yields every row of the epoch; "drop" ends after the last full global batch.
+    """
+
+    layout: Layout
+    seed: int
+    epoch: int
+    shuffle: bool = True
+    tail: Tail = "drop"
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the epoch."""
+        return self.layout.rows
+
+    def samples(self, global_batch_size: int, *, offset: int = 0) -> int:
+        """Return the offset at which an epoch resumed at `offset` ends, after the tail policy."""
+        return self._frame.samples(global_batch_size, offset=offset)
+
+    def steps(self, global_batch_size: int) -> int:
+        """Return the number of global batches of the epoch."""
+        return self._frame.steps(global_batch_size)
+
+    def reads(self, *, rank: int, world_size: int, offset: int = 0, end: int | None = None) -> Iterator[Read]:
+        """Yield the reads of one rank for the samples from `offset` to before `end`, about in the order of need."""
+        layout, shards = self.layout, np.arange(self.layout.shards)
+        first, last = shard_range(layout.shards, rank=rank, world_size=world_size)
+        begin, until = np.zeros_like(layout.lengths), np.zeros_like(layout.lengths)
+        rows = [self._first + self._frame.consumed(shards, at) for at in (offset, self.rows if end is None else end)]
+        for shard in range(first, last):
+            begin[:, shard], until[:, shard] = (self._counts(shard, int(each[shard])) for each in rows)
+        # About which row of a shard takes row k of a source's shard.
+        places = np.array([*layout.interleave.starts, max(int(rows[1].max()), layout.interleave.starts[-1] + 1)])
+        expected = np.array([layout.interleave.expected(int(each)) for each in places])
+        needs = [
+            self._source_reads(source, first, last, begin[source], until[source], places, expected[:, source])
+            for source in range(len(layout.lengths))
+        ]
+        for _, read in heapq.merge(*needs, key=lambda each: each[0]):
+            yield read
+
+    def batches(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        by_shard: bool = False,
+        offset: int = 0,
+    ) -> Iterator[Batch]:
+        """Yield one rank's part of every global batch from `offset` on; the same number on every rank."""
+        row = self._first + self._frame.consumed(np.arange(self.layout.shards), offset)
+        for batch in self._frame.batches(
+            rank=rank,
+            world_size=world_size,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            by_shard=by_shard,
+            offset=offset,
+        ):
+            shard = np.repeat(*np.array(batch.shard_counts, dtype=np.int64).reshape(-1, 2).T)
+            within = np.concatenate([[], *(np.arange(rows) for _, rows in batch.shard_counts)]).astype(np.int64)
+            keys = self._sources(shard, row[shard] + within) * self.layout.shards + shard
+            for each, rows in batch.shard_counts:
+                row[each] += rows
+            yield batch._replace(shard_counts=tuple((key, len(list(same))) for key, same in groupby(keys.tolist())))
+
+    def locate(self, offset: int, count: int) -> list[tuple[int, int]]:
+        """Return (fragment, row in the fragment, in file order) of the next samples, at most `count`."""
+        return self._locate(*self._frame.next_samples(offset, count))
+
+    def locate_on_rank(self, offset: int, count: int, *, rank: int, world_size: int) -> list[tuple[int, int]]:
+        """Return the same for one rank's part of these samples, in the order of its batch."""
+        first, last = shard_range(self.layout.shards, rank=rank, world_size=world_size)
+        samples, shard = self._frame.next_samples(offset, count)
+        order = np.argsort(shard, kind="stable")
+        own = order[(shard[order] >= first) & (shard[order] < last)]
+        return self._locate(samples[own], shard[own])
+
+    @cached_property
+    def _frame(self) -> EpochPlan:
+        """Return the plan of the positions of the epoch, whatever their sources."""
+        shards = self.layout.shards
+        common, extra = divmod(self.rows, shards)
+        bounds = np.cumsum([0, *(common + (np.arange(shards) < extra))])
+        return EpochPlan(np.array([self.rows]), self.seed, self.epoch, shards=shards, tail=self.tail, bounds=bounds)
+
+    @property
+    def _first(self) -> int:
+        """Return the first row of each shard. With "repeat" an epoch continues where the one before ends."""
+        return self.epoch * (self.rows // self.layout.shards) if self.layout.on_end == "repeat" else 0
+
+    def _passes(self, source: int, shard: int, row: int) -> tuple[int, int]:
+        """Return the pass of a row of a source's shard, and the row in it."""
+        if self.layout.on_end != "repeat":
+            return self.epoch, row
+        done, within = divmod(row, int(self.layout.lengths[source, shard]))
+        return done, within
+
+    def _pass(self, source: int, number: int) -> EpochPlan:
+        layout = self.layout
+        return EpochPlan(
+            layout.fragment_rows[source],
+            self.seed + (source << 64),  # sources of equal sizes do not share an order
+            number,
+            shards=layout.shards,
+            shuffle=self.shuffle,
+            tail="keep",
+            bounds=np.cumsum([0, *layout.lengths[source]]),
+        )
+
+    def _source_reads(
+        self,
+        source: int,
+        first: int,
+        last: int,
+        begin: npt.NDArray[np.int64],
+        until: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        expected: npt.NDArray[np.float64],
+    ) -> Iterator[tuple[float, Read]]:
+        """Yield (estimated row of need, read) of one source's shards, from row `begin` of each to row `until`."""
+        lengths, shards = self.layout.lengths[source], self.layout.shards
+        before = sum(len(each) for each in self.layout.fragment_rows[:source])
+        own = [shard for shard in range(first, last) if begin[shard] < until[shard]]
+        if not own:
+            return
+        passes = range(
+            min(self._passes(source, shard, int(begin[shard]))[0] for shard in own),
+            max(self._passes(source, shard, int(until[shard]) - 1)[0] for shard in own) + 1,
+        )
+        for number in passes:
+            done = number * lengths if self.layout.on_end == "repeat" else np.zeros_like(lengths)
+            plan = self._pass(source, number)
+            for read in plan.reads_between(
+                first, last, np.clip(begin - done, 0, lengths), np.clip(until - done, 0, lengths)
+            ):
+                need = (int(done.sum()) + read.slices[0].first_need) / shards
+                slices = tuple(each._replace(shard=source * shards + each.shard) for each in read.slices)
+                yield float(np.interp(need, expected, places)), Read(before + read.fragment, slices, read.order)
+
+    def _counts(self, shard: int, row: int) -> npt.NDArray[np.int64]:
+        """Return how many of a shard's first `row` rows come from each source."""
+        layout = self.layout
+        if layout.on_end != "drop" or row <= layout.mixed:
+            return layout.interleave.counts(shard, row)
+        mixed = layout.interleave.counts(shard, layout.mixed)
+        left = layout.lengths[:, shard] - mixed
+        counts: npt.NDArray[np.int64] = mixed + np.clip(row - layout.mixed - (np.cumsum(left) - left), 0, left)
+        return counts
+
+    def _sources(self, shard: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the source of each of these rows of these shards."""
+        layout = self.layout
+        sources = layout.interleave.sources(shard, row)
+        if layout.on_end == "drop":
+            for index in np.flatnonzero(row >= layout.mixed).tolist():
+                at = int(shard[index])
+                left = layout.lengths[:, at] - layout.interleave.counts(at, layout.mixed)
+                sources[index] = np.searchsorted(np.cumsum(left), row[index] - layout.mixed, side="right")
+        return sources
+
+    def _locate(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        row = self._first + samples // self.layout.shards
+        found: list[tuple[int, int]] = [(-1, -1)] * len(samples)
+        wanted: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        places = zip(self._sources(shard, row).tolist(), shard.tolist(), row.tolist(), strict=True)
+        for index, (source, of, at) in enumerate(places):
+            number, within = self._passes(source, of, int(self._counts(of, at)[source]))
+            wanted.setdefault((source, number), []).append((index, of, within))
+        for (source, number), rows in wanted.items():
+            before = sum(len(each) for each in self.layout.fragment_rows[:source])
+            index, of, within = np.array(rows).T
+            located = self._pass(source, number).locate_rows(of, within)
+            for at, (fragment, where) in zip(index.tolist(), located, strict=True):
+                found[at] = before + fragment, where
+        return found

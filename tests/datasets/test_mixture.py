@@ -1,0 +1,287 @@
+"""Mixtures: proportions, every row once per pass, any interruptions and resizes, and the rows of real sources."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from headway.datasets.errors import DataError
+from headway.datasets.interleave import Interleave, edges_of
+from headway.datasets.jsonl import JsonLines
+from headway.datasets.mixture import Mixture
+from headway.datasets.mixture_plan import Layout, MixturePlan, lay_out
+from headway.datasets.plan import row_order
+from headway.datasets.sources import Parquet
+from headway.datasets.stream import Stream
+
+from .conftest import shard_info, write
+
+Row = tuple[int, int, int]
+"""Fragment, row in it, and the pass over its source."""
+
+
+def layout(
+    rows: list[list[int]], weights: list[tuple[int, tuple[float, ...]]], *, shards: int = 4, on_end: str = "repeat"
+) -> Layout:
+    fragments = [np.array(each) for each in rows]
+    total = sum(map(sum, rows))
+    return lay_out(fragments, weights, shards=shards, rotation=7 << 50, rows_per_epoch=total, on_end=on_end)  # type: ignore[arg-type]
+
+
+def global_batches(plan: MixturePlan, *, world_size: int, global_batch_size: int, offset: int = 0) -> list[list[Row]]:
+    """Return the rows of each global batch by rank, through the reads and batches of every rank."""
+    options: dict[str, Any] = {"world_size": world_size, "offset": offset}
+    ranks = []
+    rows = np.concatenate(plan.layout.fragment_rows)
+    for rank in range(world_size):
+        buffers: dict[int, deque[Row]] = defaultdict(deque)
+        end = plan.samples(global_batch_size, offset=offset)
+        for read in plan.reads(rank=rank, end=end, **options):
+            assert read.order is not None
+            seed, epoch, fragment = read.order
+            order = row_order(int(rows[read.fragment]), seed=seed, epoch=epoch, fragment=fragment, shuffle=True)
+            for each in read.slices:
+                assert each.start < each.stop
+                buffers[each.shard] += [(read.fragment, int(row), epoch) for row in order[each.start : each.stop]]
+        ranks.append(
+            [
+                [buffers[key].popleft() for key, count in batch.shard_counts for _ in range(count)]
+                for batch in plan.batches(rank=rank, global_batch_size=global_batch_size, micro_batch_size=2, **options)
+            ]
+        )
+        assert not any(buffers.values()), "nothing is read that is not needed"
+    batches = [[row for own in step for row in own] for step in zip(*ranks, strict=True)]
+    for step, batch in enumerate(batches):
+        at = offset + step * global_batch_size
+        assert sorted(plan.locate(at, len(batch))) == sorted((fragment, row) for fragment, row, _ in batch)
+    return batches
+
+
+SOURCES = st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4).filter(lambda rows: sum(rows) >= 6), min_size=1, max_size=4
+)
+WEIGHTS = st.tuples(*[st.sampled_from([0.1, 0.3, 1.0, 5.0])] * 4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=SOURCES, weights=st.lists(WEIGHTS, min_size=1, max_size=3), shards=st.integers(1, 6), data=st.data())
+def test_interruptions_and_resizes_change_nothing_and_each_pass_has_every_row_once(
+    rows: list[list[int]], weights: list[tuple[float, ...]], shards: int, data: st.DataObject
+) -> None:
+    starts = [0, *sorted(data.draw(st.sets(st.integers(1, 30), min_size=len(weights) - 1, max_size=len(weights) - 1)))]
+    phases = [(at, each[: len(rows)]) for at, each in zip(starts, weights, strict=True)]
+    mixed = layout(rows, phases, shards=shards)
+    whole: list[Row] = []
+    for epoch in range(3):
+        plan = MixturePlan(mixed, 5, epoch, tail="keep")
+        seen: list[Row] = []
+        while len(seen) < plan.rows:
+            batches = global_batches(
+                plan,
+                world_size=data.draw(st.integers(1, shards)),
+                global_batch_size=shards * data.draw(st.integers(1, 3)),
+                offset=len(seen),
+            )
+            for batch in batches[: data.draw(st.integers(1, len(batches)))]:
+                seen += batch
+        alone = global_batches(plan, world_size=1, global_batch_size=shards)
+        assert sorted(seen) == sorted(row for batch in alone for row in batch)
+        whole += seen
+    assert len(whole) == len(set(whole)), "no row comes twice in a pass"
+    counts = np.array([mixed.interleave.counts(shard, len(whole) // shards) for shard in range(shards)]).T
+    complete = (counts // mixed.lengths).min(axis=1)
+    fragment = 0
+    for source, of in enumerate(rows):
+        for count in of:
+            wanted = {(fragment, row, number) for row in range(count) for number in range(complete[source])}
+            assert wanted <= set(whole), "every row comes in every complete pass"
+            fragment += 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=SOURCES, weights=WEIGHTS, shards=st.integers(1, 6), epoch=st.integers(0, 2), data=st.data())
+def test_a_source_that_drops_out_leaves_no_row_and_stops_at_no_row_twice(
+    rows: list[list[int]], weights: tuple[float, ...], shards: int, epoch: int, data: st.DataObject
+) -> None:
+    every = [(fragment, row, epoch) for fragment, count in enumerate(sum(rows, [])) for row in range(count)]
+    phases = [(0, weights[: len(rows)])]
+    dropped = MixturePlan(layout(rows, phases, shards=shards, on_end="drop"), 5, epoch, tail="keep")
+    seen: list[Row] = []
+    while len(seen) < dropped.rows:
+        batches = global_batches(
+            dropped,
+            world_size=data.draw(st.integers(1, shards)),
+            global_batch_size=shards * data.draw(st.integers(1, 3)),
+            offset=len(seen),
+        )
+        for batch in batches[: data.draw(st.integers(1, len(batches)))]:
+            seen += batch
+    assert sorted(seen) == every
+    stopped = MixturePlan(layout(rows, phases, shards=shards, on_end="stop"), 5, epoch, tail="keep")
+    until = [row for batch in global_batches(stopped, world_size=shards, global_batch_size=shards) for row in batch]
+    assert len(until) == len(set(until)) == stopped.rows
+    # One more row of each shard, and a shard would lack one.
+    lacking = [
+        stopped.layout.interleave.counts(shard, stopped.rows // shards + 1) > stopped.layout.lengths[:, shard]
+        for shard in range(shards)
+    ]
+    assert np.any(lacking)
+
+
+@pytest.mark.parametrize("shards", [1, 8, 25, 32, 1009])
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (5, 3, 2, 0), (0.98, 0.01, 0.01), (1.0,) * 100])
+def test_proportions_are_within_a_thousandth_at_every_10_000_rows(shards: int, weights: tuple[float, ...]) -> None:
+    later = weights[::-1]
+    change = 101_000 // shards
+    interleave = Interleave(shards, (0, change), (edges_of(weights), edges_of(later)), 12345 << 40)
+    numbers = np.arange(200_000)
+    sources = interleave.sources(numbers % shards, numbers // shards)
+    expected = np.where(
+        (numbers // shards < change)[:, None], np.array(weights) / sum(weights), np.array(later) / sum(later)
+    )
+    for begin in range(0, 200_000, 10_000):
+        seen = np.bincount(sources[begin : begin + 10_000], minlength=len(weights))
+        assert np.abs(seen - expected[begin : begin + 10_000].sum(0)).max() <= 10
+    for shard in (0, shards - 1):
+        for row in (0, 1, 17, change, 200_000 // shards):
+            before = (numbers % shards == shard) & (numbers // shards < row)
+            assert np.array_equal(interleave.counts(shard, row), np.bincount(sources[before], minlength=len(weights)))
+            own = [interleave.count(shard, row, source) for source in range(len(weights))]
+            assert own == interleave.counts(shard, row).tolist()
+
+
+def test_a_place_is_found_in_a_trillion_rows() -> None:
+    """An algorithm proportional to the rows would not end."""
+    mixed = layout([[10**9] * 300, [10**9] * 700], [(0, (0.7, 0.3)), (10**6, (0.4, 0.6))], shards=64)
+    plan = MixturePlan(mixed, 0, 0)
+    offset = plan.samples(64) * 99 // 100 // 64 * 64
+    assert next(plan.reads(rank=1, world_size=2, offset=offset)).rows
+    batch = next(plan.batches(rank=1, world_size=2, global_batch_size=64, offset=offset))
+    assert sum(rows for _, rows in batch.shard_counts) == 32
+
+
+def test_the_order_is_a_promise() -> None:
+    """These numbers must never change: a checkpoint means the same position in every version and on every machine."""
+    plan = MixturePlan(layout([[5, 3, 4], [9]], [(0, (0.7, 0.3))], shards=2), 7, 1)
+    assert global_batches(plan, world_size=1, global_batch_size=4)[0] == [(2, 1, 1), (3, 4, 0), (0, 4, 1), (0, 2, 1)]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, tuple[Any, float]]:
+    """Three sources with 60, 40 and 30 rows of {id, text}, whose ids begin at 0, 100 and 200."""
+    write(tmp_path / "web.parquet", range(0, 60), text=[f"web {i}" for i in range(60)])
+    for name, ids in (("code", range(100, 140)), ("books", range(200, 230))):
+        rows = [json.dumps({"text": f"{name} {i - ids.start}", "id": i}) for i in ids]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    return {
+        "web": (Parquet(tmp_path / "web.parquet", columns=["id", "text"]), 0.5),
+        "code": (JsonLines(tmp_path / "code.jsonl"), 0.3),
+        "books": (JsonLines(tmp_path / "books.jsonl"), 0.2),
+    }
+
+
+def batches(data: Any, *, rank: int = 0, world_size: int = 1, epoch: int = 0, offset: int = 0, **options: Any) -> Any:
+    engine = options.pop("engine", "threads")
+    stream = Stream(data, engine=engine, tail=options.pop("tail", "keep"))
+    stream.setup(shard_info(rank, world_size, **options))
+    try:
+        return list(stream.epoch(epoch, offset=offset))
+    finally:
+        stream.close()
+
+
+def ids(data: Any, *, world_size: int = 1, **options: Any) -> list[list[int]]:
+    ranks = [batches(data, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    return [
+        [row for batch in step for row in batch.micro_batches[0]["id"][: batch.num_samples[0]].tolist()]
+        for step in zip(*ranks, strict=True)
+    ]
+
+
+def test_a_stream_of_a_mixture_resumes_anywhere_and_names_its_rows(sources: Any, engine: str) -> None:
+    data = Mixture(sources, weights_by_step={6: {"web": 0.1}})
+    whole = ids(data, engine=engine)
+    assert ids(data, world_size=3)[:4] + ids(data, world_size=2, offset=32) == whole
+    for batch in batches(data):
+        (columns,) = batch.micro_batches
+        for name, source, row in zip(
+            batch.row_ids()[0], columns["source"].tolist(), columns["id"].tolist(), strict=True
+        ):
+            assert name.startswith(("web/web.parquet[", "code/code.jsonl:", "books/books.jsonl:")[source])
+            assert row // 100 == source
+    shares = [Counter(row // 100 for batch in part for row in batch) for part in (whole[:6], whole[6:])]
+    assert abs(shares[0][0] - 24) <= 2
+    assert abs(shares[1][0] - 82 / 6) <= 2
+
+
+def test_epochs_go_on_in_each_source(sources: Any) -> None:
+    data = Mixture(sources, rows_per_epoch=40)
+    seen = Counter(row for epoch in range(8) for batch in ids(data, epoch=epoch) for row in batch)
+    assert sum(seen.values()) == 320
+    assert set(seen) >= {*range(60), *range(100, 140), *range(200, 230)}
+    assert {seen[row] for row in range(60)} <= {2, 3, 4}, "160 rows of a source of 60, whose shards have 7 or 8 rows"
+
+
+def test_an_evaluation_reads_every_row_once(sources: Any) -> None:
+    every = [*range(60), *range(100, 140), *range(200, 230)]
+    assert sorted(row for batch in ids(Mixture(sources), training=False, world_size=3) for row in batch) == every
+    dropped = Mixture(sources, on_end="drop")
+    assert sorted(row for batch in ids(dropped, world_size=3) for row in batch) == every
+
+
+def test_the_fingerprint_follows_sources_and_weights(sources: Any) -> None:
+    def stream(data: Mixture, **options: Any) -> Stream:
+        made = Stream(data)
+        made.setup(shard_info(**options))
+        return made
+
+    first = stream(Mixture(sources))
+    changed = [
+        Mixture({**sources, "web": (sources["web"][0], 0.6)}),
+        Mixture(sources, weights_by_step={5: {"web": 1.0}}),
+        Mixture(sources, rows_per_epoch=80),
+        Mixture(sources, on_end="drop"),
+    ]
+    for data in changed:
+        other = stream(data)
+        assert other.fingerprint != first.fingerprint
+        assert "the sources are the same, but their mixture" in str(other.explain_change(first.fingerprint))
+    assert stream(Mixture({name: (data, 10 * weight) for name, (data, weight) in sources.items()})).fingerprint == (
+        first.fingerprint
+    )
+    fewer = stream(Mixture({name: sources[name] for name in ("web", "code")}))
+    assert fewer.explain_change(first.fingerprint) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sources": {}}, "sources is empty"),
+        ({"on_end": "again"}, "on_end must be"),
+        ({"on_end": "drop", "rows_per_epoch": 5}, "need on_end='repeat'"),
+        ({"rows_per_epoch": 0}, "rows_per_epoch must be an integer >= 1"),
+        ({"weights_by_step": {0: {"web": 1}}}, "steps >= 1, got 0"),
+        ({"weights_by_step": {5: {"wed": 1}}}, "names 'wed'; did you mean 'web'"),
+        ({"weights_by_step": {5: {"web": -1}}}, "the weight of 'web' must be a number >= 0, got -1"),
+        ({"weights_by_step": {5: {"web": 0, "code": 0, "books": 0}}}, "all weights are 0 from step 5 on"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(sources: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Mixture(**{"sources": sources, **options})
+
+
+def test_sources_that_do_not_fit_together_are_refused(sources: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="source 'books' has 30 rows, fewer than the 32 logical shards"):
+        batches(Mixture(sources), global_batch_size=32)
+    with pytest.raises(DataError, match="source 'gone': .*gone.jsonl does not exist"):
+        batches(Mixture({"gone": (JsonLines(tmp_path / "gone.jsonl"), 1)}))
+    tokens = Parquet(tmp_path / "web.parquet", columns=["id"])
+    with pytest.raises(DataError, match="the sources of a mixture must give the same"):
+        batches(Mixture({**sources, "tokens": (tokens, 1)}))

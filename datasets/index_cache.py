@@ -65,22 +65,26 @@ def open_file(found: Found) -> Any:
     return found.fs.open(found.inner, "rb") if "://" in found.path else open(found.path, "rb")
 
 
-def cached_file(found: Found, folder: Path, suffix: str, make: Callable[[Path], None]) -> Path:
-    """Return a file in `folder` that `make(path)` has written for the data file as it is now.
+def path_for(found: Found, folder: Path, suffix: str) -> Path:
+    """Return the path in `folder` of what is made of a data file as it is now."""
+    key = hashlib.sha256(f"{found.path}\0{sample_digest(found)}".encode()).hexdigest()[:16]
+    return folder / f"{Path(found.inner).name}.{key}{suffix}"
+
+
+def cached_file(path: Path, make: Callable[[Path], None]) -> Path:
+    """Return the path of a file that `make(path)` writes, unless it is there already.
 
     Processes that need it at the same time wait for the one that makes it.
 
     Raises:
         DataError: the folder cannot be written.
     """
-    key = hashlib.sha256(f"{found.path}\0{sample_digest(found)}".encode()).hexdigest()[:16]
-    path = folder / f"{Path(found.inner).name}.{key}{suffix}"
     if path.exists():
         return path
     try:
-        with locked(folder):
+        with locked(path.parent):
             if not path.exists():
-                temporary = path.with_name(f"{path.stem}.writing{suffix}")
+                temporary = path.with_name(f"{path.name}.writing")
                 try:
                     make(temporary)
                     temporary.replace(path)
@@ -89,31 +93,24 @@ def cached_file(found: Found, folder: Path, suffix: str, make: Callable[[Path], 
                         temporary.unlink()
     except OSError as error:
         raise DataError(
-            f"cannot write the index of {found.path} to {folder} ({error.strerror or error}): set index to a folder "
-            "that can be written"
+            f"cannot write the index {path} ({error.strerror or error}): set index to a folder that can be written"
         ) from error
     return path
 
 
-def cached_index(found: Found, folder: Path, kind: str, make: Callable[[], Index]) -> Index:
-    """Return the index that `make` returns for a file, from the folder if it is there.
-
-    Args:
-        found: the data file.
-        folder: of the cache.
-        kind: name and version of the index, such as "lines-1".
-        make: builds the index.
+def cached_index(path: Path, make: Callable[[], Index]) -> Index:
+    """Return the index at `path`, or what `make` returns, which is then stored there.
 
     Raises:
         DataError: the folder cannot be written.
     """
 
-    def write(path: Path) -> None:
+    def write(temporary: Path) -> None:
         arrays, facts = make()
-        with path.open("wb") as file:
+        with temporary.open("wb") as file:
             everything: dict[str, Any] = {**arrays, "facts": np.array(json.dumps(facts))}
             np.savez(file, **everything)
 
-    with np.load(cached_file(found, folder, f".{kind}.npz", write), allow_pickle=False) as file:
+    with np.load(cached_file(path, write), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files if name != "facts"}
         return Index(arrays, json.loads(str(file["facts"])))

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from .arrow import Rows
 from .errors import DataError
-from .index_cache import Index, cached_file, cached_index, index_folder, open_file
+from .index_cache import Index, cached_file, cached_index, index_folder, open_file, path_for
 from .paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
 
 OnBadRow = Literal["raise", "skip"]
@@ -33,7 +33,7 @@ OnBadRow = Literal["raise", "skip"]
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUFFIXES = tuple(f"{each}{zipped}" for each in (".jsonl", ".ndjson") for zipped in ("", *_COMPRESSED))
 # A fragment ends at the first of these.
-_FRAGMENT_ROWS, _FRAGMENT_BYTES = 1024, 4 * 2**20
+_FRAGMENT_ROWS, _FRAGMENT_BYTES = 1024, 2**20
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -93,8 +93,8 @@ class JsonLines:
         folder = index_folder(found, self.index)
         path = found.path
         if codec := next((codec for suffix, codec in _COMPRESSED.items() if path.endswith(suffix)), None):
-            path = str(cached_file(found, folder, ".lines", lambda to: _decompress(found, to, codec)))
-        arrays, facts = cached_index(found, folder, "lines-1", lambda: _build(found, path))
+            path = str(cached_file(path_for(found, folder, ".lines"), lambda to: _decompress(found, to, codec)))
+        arrays, facts = cached_index(path_for(found, folder, ".lines-1.npz"), lambda: _build(found, path))
         return LineFile(path, name, arrays, facts)
 
     def __str__(self) -> str:

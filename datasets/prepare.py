@@ -25,7 +25,7 @@ from .errors import DataError
 from .inputs import count, find_files, names, split_files
 from .locking import LOCK, locked
 from .paths import PathLike, Paths
-from .tokenizers import ByteTokenizer, Tokenizer
+from .tokenizers import ByteTokenizer, Tokenizer, name_of, to_tokens
 
 __all__ = ["PrepareProgress", "Prepared", "find_files", "prepare_text", "split_files"]
 
@@ -137,7 +137,7 @@ def prepare_text(
         raise DataError(f"inputs contains only files of the output folder {folder}")
     wanted = {
         "row_length": row_length,
-        "tokenizer": _name(tokenizer),
+        "tokenizer": name_of(tokenizer),
         "first_tokens": _first_tokens(files, tokenizer),
         "tail": tail,
         **({"pad": pad} if tail == "pad" else {}),
@@ -255,18 +255,7 @@ def _tokens(path: Path, tokenizer: Tokenizer, *, length_bytes: int = -1) -> npt.
             text = file.read(length_bytes).decode("utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    tokens = np.asarray(tokenizer(text))
-    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-        raise DataError(
-            f"the tokenizer {_name(tokenizer)} returned {tokens.dtype} of shape {tokens.shape} for {path}; it must "
-            "return a flat sequence of integers"
-        )
-    if len(tokens) and (tokens.min() < 0 or tokens.max() >= 2**31):
-        raise DataError(
-            f"the tokenizer {_name(tokenizer)} returned tokens from {tokens.min()} to {tokens.max()} for {path}; "
-            "they are stored as int32 and must be >= 0"
-        )
-    return tokens.astype(np.int32)
+    return to_tokens(tokenizer(text), f"the tokenizer {name_of(tokenizer)}", f" for {path}")
 
 
 def _finished(folder: Path, wanted: dict[str, Any]) -> Prepared:
@@ -314,13 +303,6 @@ def _inputs(files: Sequence[Path]) -> str:
         "\0".join(f"{name} {size}" for name, size in zip(names(files), sizes, strict=True)).encode()
     )
     return f"{count(files)}, {sum(sizes)} bytes, {digest.hexdigest()[:12]}"
-
-
-def _name(tokenizer: Tokenizer) -> str:
-    # The name of the function, method or type, and what the object was loaded from, if it has `name_or_path`.
-    of = getattr(getattr(tokenizer, "__self__", tokenizer), "name_or_path", None)
-    kind = tokenizer if hasattr(tokenizer, "__qualname__") else type(tokenizer)
-    return f"{kind.__module__}.{kind.__qualname__}" + (f" {of}" if of else "")
 
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from .errors import DataError
 
 Tokenizer: TypeAlias = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
 """Maps a whole document to its tokens, including any bos and eos tokens."""
@@ -40,3 +42,35 @@ class ByteTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of some tokens. Skips bos and eos; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in map(int, tokens) if token < 256).decode("utf-8", errors="replace")
+
+
+def name_of(tokenizer: Tokenizer) -> str:
+    """Return the name of the function, method or type, and what the object was loaded from: its `name_or_path`."""
+    of = getattr(getattr(tokenizer, "__self__", tokenizer), "name_or_path", None)
+    kind = tokenizer if hasattr(tokenizer, "__qualname__") else type(tokenizer)
+    return f"{kind.__module__}.{kind.__qualname__}" + (f" {of}" if of else "")
+
+
+def to_tokens(values: Any, origin: str, document: str = "") -> npt.NDArray[np.int32]:
+    """Return the tokens of a document as int32 [T].
+
+    Args:
+        values: what a tokenizer returned, or what a column holds.
+        origin: where they come from, for errors.
+        document: names the document in errors, as in " for a.txt".
+
+    Raises:
+        DataError: they are not a flat sequence of integers from 0 to 2**31 - 1.
+    """
+    tokens = np.asarray(values)
+    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise DataError(
+            f"{origin} returned {tokens.dtype} of shape {tokens.shape}{document}; it must return a flat sequence of "
+            "integers"
+        )
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= 2**31):
+        raise DataError(
+            f"{origin} returned tokens from {tokens.min()} to {tokens.max()}{document}; they are stored as int32 and "
+            "must be >= 0"
+        )
+    return tokens.astype(np.int32)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RaySystemError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError, RayTaskError
 
 from headway.trainer.distributed.world import backend
 from headway.trainer.errors import ConfigError
@@ -281,8 +281,15 @@ def _is_ours(error: BaseException | None) -> TypeGuard[Exception]:
 
 def _error_without_failure(error: BaseException, ended: BaseException | None) -> TrainingFailedError:
     """Return the error for an end of Ray Train that no worker's failure explains."""
-    if isinstance(error, (RayActorError, RayTaskError, RaySystemError, ConnectionError)) and ended is None:
-        cause = "Ray Train's controller is gone, most likely with the head node of the cluster"
+    lost = (RayActorError, RayTaskError, RaySystemError, OutOfMemoryError, ConnectionError)
+    if isinstance(error, lost) and ended is None:
+        text = str(error)
+        if isinstance(error, OutOfMemoryError) or "OUT_OF_MEMORY" in text or "low on memory" in text:
+            cause = "Ray ended Ray Train's controller, because its node ran out of memory"
+        elif "worker process has died" in text:
+            cause = "Ray Train's controller is gone: its process died, alone or with the head node of the cluster"
+        else:
+            cause = "Ray Train's controller is gone, most likely with the head node of the cluster"
     else:
         inner = ended or error
         lines = str(inner).strip().splitlines()

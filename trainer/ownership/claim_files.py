@@ -153,7 +153,8 @@ class _LocalFiles:
             # A link is atomic, also on NFS, and unlike a rename it does not replace.
             os.link(part, self._root / name)
         except FileExistsError:
-            return False
+            # Its own, if NFS has repeated a request whose reply was lost.
+            return self.read(name) == text
         except OSError:
             # A file system without links.
             try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.train.failures.cause import is_fatal_error
@@ -61,3 +62,19 @@ def test_the_driver_raises_the_error_of_the_check_as_it_is(tmp_path: Path) -> No
     controller = RuntimeError("Training failed due to controller error")
     controller.controller_failure = RetriesExhausted("text", refused)  # type: ignore[attr-defined]
     assert training_error(controller, run) is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: the node is running low on memory",
+            "ran out of memory",
+        ),
+        ("The actor is dead because its worker process has died.", "its process died, alone or with the head node"),
+        ("The actor is dead because its node has died.", "most likely with the head node"),
+    ],
+)
+def test_the_end_of_ray_train_s_controller_has_a_cause(tmp_path: Path, text: str, told: str) -> None:
+    run = open_run(experiment(tmp_path)).run
+    assert told in str(training_error(RayActorError(error_msg=text), run))

@@ -185,6 +185,21 @@ def test_a_claim_torn_by_a_power_cut_is_waited_for_and_replaced(tmp_path: Path, 
     assert "used by an unknown process" in lines[0]
 
 
+def test_a_claim_whose_reply_a_network_file_system_lost_is_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS repeats the request, and the second one finds the file of the first."""
+    link = os.link
+
+    def repeated(source: Path, name: Path) -> None:
+        link(source, name)
+        link(source, name)
+
+    monkeypatch.setattr(os, "link", repeated)
+    with acquire(str(tmp_path)) as owner:
+        assert owner.problem() is None
+
+
 def test_a_number_written_late_is_not_in_force(place: str) -> None:
     """A starter that was suspended between its look and its write finds that others have come and gone."""
     files = ClaimFiles(place)

@@ -109,18 +109,26 @@ def missing_resources(scaling: Scaling) -> str:
     return lack
 
 
-def wait_timeout_error(what: str, scaling: Scaling) -> ConfigError:
+def wait_timeout_error(what: str, scaling: Scaling, *, are_placed: bool = False) -> ConfigError:
     """Return the error for workers that have not started within `Scaling.wait_timeout_s`.
 
     Args:
         what: was waited for, such as "the workers".
         scaling: their resources.
+        are_placed: whether they have got their resources.
     """
-    lack = missing_resources(scaling)
+    if are_placed:
+        why = (
+            "they have their resources, but their processes have not started training: importing takes long on a busy "
+            "machine, or they cannot reach each other (see `headway doctor`, and -v for the output of Ray)"
+        )
+    elif lack := missing_resources(scaling):
+        why = f"the cluster has {lack}"
+    else:
+        why = "the cluster is large enough, but its resources are in use"
     return ConfigError(
-        f"timed out after {human_duration(scaling.wait_timeout_s)} waiting for {what}: "
-        + (f"the cluster has {lack}" if lack else "the cluster is large enough, but its resources are in use")
-        + "; to wait longer, set scaling.wait"
+        f"timed out after {human_duration(scaling.wait_timeout_s)} waiting for {what}: {why}; to wait longer, set "
+        "scaling.wait"
     )
 
 

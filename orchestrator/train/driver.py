@@ -318,7 +318,7 @@ class RunDriver:
         """Report what the workers wait for, and raise when the wait times out."""
         scaling, now_s = self._experiment.scaling, time.monotonic()
         if now_s - self._waits_since >= self._wait_timeout_s:
-            raise wait_timeout_error("the workers", scaling)
+            raise wait_timeout_error("the workers", scaling, are_placed=bool(placed_groups() - self._taken))
         if min(now_s - self._waits_since, now_s - self._reported_wait_s) > _REPORT_WAIT_EVERY_S:
             self._reported_wait_s = now_s
             if (text := describe_wait(scaling, self._taken)) not in (None, self._reported_wait):

@@ -293,6 +293,28 @@ def wait_for(what: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+def test_workers_that_start_too_slowly_are_not_told_as_missing_resources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(experiment(tmp_path), scaling=Scaling(wait=Duration(0.1, "seconds")))
+    ended = threading.Event()
+
+    def train(*_: Any, **__: Any) -> dict[str, Any]:
+        ended.wait(120)
+        return {}
+
+    monkeypatch.setattr("headway.orchestrator.train.driver.run_worker_group", train)
+    placed: list[set[str]] = [set()]
+    monkeypatch.setattr("headway.orchestrator.train.driver.placed_groups", lambda: placed[0])
+    driver = supervision(asked, open_run(asked).run, train)
+    placed[0] = {"ours"}
+    try:
+        with pytest.raises(ConfigError, match="the workers: they have their resources, but their processes have not"):
+            driver.run()
+    finally:
+        ended.set()
+
+
 def test_a_driver_that_fails_leaves_nobody_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that start after the driver has given up would train without supervision."""
     asked = replace(experiment(tmp_path), scaling=Scaling(wait=Duration(0.3, "seconds")))

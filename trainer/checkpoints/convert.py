@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..errors import CheckpointError, ConfigError
 from .format.file_checksums import FileChecksum
-from .format.manifest import MANIFEST, Checkpoint, parse_manifest, write_manifest
+from .format.manifest import MANIFEST, Checkpoint, decode_floats, parse_manifest, write_manifest
 from .format.plain_values import encode_state
 from .retention import is_kept, mark_kept
 from .scan import verify_file
@@ -159,28 +159,19 @@ def _write(folder: Path, shared: Mapping[str, Any], ranks: list[dict[str, Any]])
 
 
 def _facts(path: str, body: Mapping[str, Any]) -> Checkpoint:
-    meta = _decode(body["meta"])
+    meta = decode_floats(body["meta"])
     certificate = {key: value for key, value in meta.get("certificate", {}).items() if key not in ("tensors", "ranks")}
     return Checkpoint(
         path=path,
         step=body["step"],
         epoch=body["epoch"],
-        metrics={name: float(_decode(value)) for name, value in body["metrics"].items()},
+        metrics={name: float(decode_floats(value)) for name, value in body["metrics"].items()},
         meta={**meta, "certificate": certificate} if "certificate" in meta else meta,
         world_size=body["world_size"],
         sequence=body["sequence"],
         time_s=body["time_s"],
         writer=f"{body['writer']}, converted from format {_FORMAT}",
     )
-
-
-def _decode(value: Any) -> Any:
-    """Return a value of the old manifest, in which floats without JSON were objects."""
-    if isinstance(value, dict):
-        if value.keys() == {"$float"}:
-            return float(value["$float"])
-        return {key: _decode(each) for key, each in value.items()}
-    return [_decode(each) for each in value] if isinstance(value, list) else value
 
 
 def _free_name(storage: Storage, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..distributed.dtensor import to_full_tensor, unwrap
 from ..distributed.world import World
 from ..errors import CheckpointError, ConfigError
 from .format.digests import digest_of
+from .format.tensor_files import SAFETENSORS_NAMES, TensorFile
 from .model_state import unwrapped_state_dict
 from .scan import read_checkpoint, split_path
 from .store import CheckpointStore
@@ -281,27 +283,19 @@ def read_parts(checkpoint_path: str | os.PathLike[str], parts: Sequence[str]) ->
 
 def write_safetensors(weights: Mapping[str, torch.Tensor], file: str) -> None:
     """Write tensors to a safetensors file, at a path or an fsspec URI, atomically; tied ones under each name."""
-    from safetensors.torch import save, save_file
-
-    # The format stores each tensor separately: views, and further names of tied weights, are copied.
-    owned: dict[str, torch.Tensor] = {}
-    taken: set[int] = set()
-    for name, tensor in weights.items():
-        storage = tensor.untyped_storage()
-        is_view = tensor.numel() * tensor.element_size() != storage.nbytes()
-        shared = storage.data_ptr() in taken
-        taken.add(storage.data_ptr())
-        owned[name] = tensor.clone(memory_format=torch.contiguous_format) if is_view or shared else tensor.contiguous()
-    metadata = {"format": "pt"}
+    if wrong := [name for name, tensor in weights.items() if tensor.dtype not in SAFETENSORS_NAMES]:
+        raise CheckpointError(f"{wrong[0]} has the type {weights[wrong[0]].dtype}, which safetensors does not have")
     if "://" in file.removeprefix("file://"):
         from fsspec.core import url_to_fs
 
         fs, path = url_to_fs(file)
         fs.makedirs(fs._parent(path), exist_ok=True)
-        fs.pipe_file(path, save(owned, metadata))
+        with tempfile.TemporaryDirectory(prefix="headway-export-") as scratch:
+            TensorFile(weights).write(Path(scratch, "weights"))
+            fs.put_file(f"{scratch}/weights", path)
         return
     target = Path(file.removeprefix("file://"))
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
-    save_file(owned, partial, metadata)
+    TensorFile(weights).write(partial)
     partial.replace(target)

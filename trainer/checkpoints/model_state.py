@@ -25,16 +25,25 @@ _CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
 
 
 class NamedModels(dict[str, nn.Module]):
-    """Models by the names under which they are saved, with their state dicts computed once and shared."""
+    """Models by the names under which they are saved, with their state dicts and names computed once and shared."""
 
     @functools.cached_property
     def state_by_model(self) -> dict[str, dict[str, Any]]:
         """Return the live `unwrapped_state_dict` of each model."""
         return {name: unwrapped_state_dict(model, keep_vars=True) for name, model in self.items()}
 
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """Return the name of each tensor of the models by its id, the first name of a tied weight."""
+        named = (
+            (id(value), f"{model}.{key}") for model, each in self.state_by_model.items() for key, value in each.items()
+        )
+        return dict(reversed(list(named)))
+
     def clear_cache(self) -> None:
-        """Discard the state dicts, because the models' tensors may have changed."""
+        """Discard what was computed, because the models' tensors may have changed."""
         self.__dict__.pop("state_by_model", None)
+        self.__dict__.pop("names", None)
 
 
 class ModelState:
@@ -168,10 +177,7 @@ class OptimizerState:
 
     def _parameter_names(self) -> list[str]:
         """Return the parameter names in the order of the optimizer's indices."""
-        known: dict[int, str] = {}
-        for model, values in self._models.state_by_model.items():
-            for key, value in values.items():
-                known.setdefault(id(value), f"{model}.{key}")  # the first name of a tied weight
+        known = self._models.names
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if unknown := [index for index, parameter in enumerate(held) if id(parameter) not in known]:
             raise ConfigError(

@@ -23,7 +23,7 @@ from .format.plain_values import decode_state, tensor_names
 from .format.strict_json import parse_json
 from .format.tensor_files import DTYPES, TensorReader, open_tensors
 from .load_target import allocate_target, live_tensors
-from .snapshot import STATE, Shard, rank_json, tensor_file
+from .snapshot import STATE, Shard, rank_json, rank_of, tensor_file
 from .storage import Storage
 
 
@@ -93,9 +93,14 @@ class CheckpointReader:
                     dtype, shape = self._layout(name)
                     self._targets[name] = allocate_target(part, owner, live, name, torch.Size(shape), dtype)
 
-    def read_tensors(self) -> dict[str, str]:
-        """Read the tensors, of sharded ones this rank's shards, and return digests of what was read, by name."""
-        copies: dict[int, list[tuple[torch.Tensor, str, Shard, tuple[slice, ...]]]] = {}
+    def read_tensors(self, unverified: Mapping[str, FileChecksum]) -> dict[str, str]:
+        """Read the tensors, of sharded ones this rank's shards, and return digests of what was read, by name.
+
+        Args:
+            unverified: tensor files that this rank verifies meanwhile.
+        """
+        wholes: dict[int, dict[str, torch.Tensor]] = {}
+        blocks: dict[int, list[tuple[torch.Tensor, str, Shard, tuple[slice, ...]]]] = {}
         for name, target in self._targets.items():
             local = to_local(target).detach()
             if not local.numel():
@@ -107,15 +112,21 @@ class CheckpointReader:
                     there = tuple(slice(s.start - at, s.stop - at) for s, at in zip(index, shard.offset, strict=True))
                     here = tuple(slice(s.start - at, s.stop - at) for s, at in zip(index, offset, strict=True))
                     found.append(here)
-                    copies.setdefault(shard.rank, []).append((local[here], name, shard, there))
+                    is_whole = shard.sizes == local.shape == tuple(s.stop - s.start for s in here)
+                    if is_whole and local.is_cpu and local.dtype == shard.dtype and local.is_contiguous():
+                        wholes.setdefault(shard.rank, {})[name] = local
+                    blocks.setdefault(shard.rank, []).append((local[here], name, shard, there))
             if not _cover(found, local.shape):
                 raise CheckpointError(f"{name}: the blocks of the ranks overlap, or leave out a part of it")
-        known: dict[str, str | None] = {}
-        for rank, wanted in sorted(copies.items()):
-            with open_tensors(self._fetch(tensor_file(rank))) as file, torch.no_grad():
-                for into, name, shard, index in wanted:
-                    digest = file.read_into(into, name, shard.dtype, shard.sizes, index)
-                    known[name] = digest if into.numel() == to_local(self._targets[name]).numel() else None
+        known: dict[str, str] = {}
+        for rank in sorted(blocks.keys() | {rank_of(file) for file in unverified}):
+            file, whole = tensor_file(rank), wholes.get(rank, {})
+            with open_tensors(self._fetch(file)) as reader, torch.no_grad():
+                for into, name, shard, index in blocks.get(rank, []):
+                    block = reader.read(name, shard.dtype, shard.sizes, index)
+                    if name not in whole:
+                        into.copy_(block)
+                known |= reader.read_into(whole, check=unverified.get(file))
         return {name: tensor_digest(to_local(target), known.get(name)) for name, target in self._targets.items()}
 
     def load_into(self, parts: Mapping[str, Stateful]) -> None:

@@ -142,15 +142,16 @@ class Snapshot:
         """
         encoded: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
+        taken: set[str] = set()
         for part, owner in parts.items():
             encoded[part], named = encode_state(part, owner.state_dict())
-            _check_names(part, named, tensors)
+            _add_names(part, named, taken)
             tensors |= named
         of_rank: dict[str, Any] = {}
         rank_tensors: dict[str, torch.Tensor] = {}
         for part, owner in rank_parts.items():
             of_rank[part], named = encode_state(part, owner.state_dict())
-            _check_names(part, named, tensors.keys() | rank_tensors.keys())
+            _add_names(part, named, taken)
             rank_tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         shards = _own_shards(tensors, world, is_replicated)
         num_elements = {name: tensor.numel() for name, tensor in tensors.items()}
@@ -179,9 +180,10 @@ class Snapshot:
         return written
 
 
-def _check_names(part: str, named: Iterable[str], taken: Iterable[str]) -> None:
-    if twice := set(named) & set(taken):
+def _add_names(part: str, named: Iterable[str], taken: set[str]) -> None:
+    if twice := taken.intersection(named):
         raise CheckpointError(f"two parts have a tensor {min(twice)!r}: rename the part {part!r}")
+    taken.update(named)
 
 
 def _own_shards(

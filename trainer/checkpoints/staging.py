@@ -36,21 +36,21 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
-        self._is_cuda: dict[str, bool] = {}
+        self._layout: object = None
         self._stream: torch.cuda.Stream | None = None
 
     def begin(
-        self, tensors: Mapping[str, torch.Tensor], *, changes_only_on_step: Callable[[torch.Tensor], bool]
+        self, tensors: Mapping[str, torch.Tensor], layout: object, changes_only_on_step: Callable[[torch.Tensor], bool]
     ) -> Copy:
         """Start to copy tensors into the memory of the previous copy.
 
         Args:
             tensors: local tensors by name.
+            layout: equal to that of the previous copy only if the names, shapes and types of the tensors are.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
         """
-        if not self._fits(tensors):
-            self._buffers = _allocate(tensors)
-            self._is_cuda = {name: tensor.is_cuda for name, tensor in tensors.items()}
+        if layout != self._layout:
+            self._buffers, self._layout = _allocate(tensors), layout
         names, deferred = [], []
         for name, tensor in tensors.items():
             if changes_only_on_step(tensor):
@@ -70,18 +70,6 @@ class Staging:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream)
         return copy
-
-    def _fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the memory of the previous copy has a place for each of these tensors."""
-        buffers = self._buffers
-        return buffers.keys() == tensors.keys() and all(
-            [
-                (buffer := buffers[name]).shape == tensor.shape
-                and buffer.dtype is tensor.dtype
-                and self._is_cuda[name] is tensor.is_cuda
-                for name, tensor in tensors.items()
-            ]
-        )
 
 
 def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

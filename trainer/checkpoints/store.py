@@ -18,7 +18,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
@@ -45,6 +45,10 @@ T = TypeVar("T")
 
 class _ConcurrentWriterError(CheckpointError):
     """Another process saves to the same directory, so a retry cannot succeed."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was written."""
 
 
 Meta: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -118,6 +122,7 @@ class CheckpointStore:
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
         self._verified: set[str] = set()
+        self._damaged: dict[str, str] = {}
         self._fetched = FetchedFiles()
 
     def save(
@@ -173,7 +178,7 @@ class CheckpointStore:
         info, alone = _CheckpointInfo(step, epoch, dict(metrics), meta), self.world.size == 1
         try:
             snapshot = self._snapshot(parts, rank_parts, changes_only_on_step)
-            copy = self._staging.begin(snapshot.tensors, changes_only_on_step=changes_only_on_step)
+            copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step)
         except Exception as error:
             # Raised in the save thread, where the other ranks wait for this one in a collective.
             failure = error
@@ -254,13 +259,14 @@ class CheckpointStore:
                     known.add(name)
                     self._sequence = sequence
                 self._storage.commit(staged, name, manifest, files)
-                self._verified.discard(checkpoint.path)
                 if info.name is None:
                     self._chain = [*(each for each in self._chain if each[0] != name), (name, checkpoint.digest)][-2:]
                     self._own.add(name)
                 return checkpoint
 
             checkpoint = self._on_main(doing, commit)
+            self._verified.discard(checkpoint.path)
+            self._damaged.pop(checkpoint.path, None)
         except CheckpointError:
             self._storage.abandon(staged, name)
             raise
@@ -290,7 +296,7 @@ class CheckpointStore:
         storage, name = split_path(path)
         return storage.path_of(name) == self._storage.path_of(name)
 
-    def newest_good(self, *, up_to: int | None = None) -> Checkpoint | None:
+    def newest_good(self, *, up_to: int | None = None, is_loaded_next: bool = False) -> Checkpoint | None:
         """Return the newest intact checkpoint, or None if there is no checkpoint at all. Every rank must call this.
 
         Checkpoints of an earlier run in this directory do not count, nor do damaged ones before this run's first. Each
@@ -298,6 +304,8 @@ class CheckpointStore:
 
         Args:
             up_to: ignore checkpoints of later steps than this.
+            is_loaded_next: check only the sizes of the tensor files, because `load` verifies them while it reads them.
+                If it finds damage, call this again.
 
         Raises:
             CheckpointError: there are checkpoints, but all of them are damaged.
@@ -319,10 +327,15 @@ class CheckpointStore:
         found: Checkpoint | None = None
         for entry in reversed(entries):
             self._fetched.begin(self._storage.path_of(entry.name))
-            problem = entry.problem or self._verify(self._storage, entry.name, entry.files)
+            problem = (
+                entry.problem
+                or self._damaged.get(self._storage.path_of(entry.name))
+                or self._verify(self._storage, entry.name, entry.files, is_loaded_next=is_loaded_next)
+            )
             if entry.checkpoint is not None and problem is None:
                 found = entry.checkpoint
-                self._verified.add(found.path)
+                if not is_loaded_next:
+                    self._verified.add(found.path)
                 break
             self.skipped.append(f"{self._storage.path_of(entry.name)}: {problem}")
         if entries and found is None:
@@ -346,20 +359,39 @@ class CheckpointStore:
         checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or lacks a part, or a part's `load_state_dict` failed.
+            DamagedCheckpointError: the checkpoint is damaged. Live tensors that it is read into are undefined.
+            CheckpointError: the checkpoint lacks a part, or a part's `load_state_dict` failed.
         """
         doing = f"load {checkpoint.path}"
         storage, name = split_path(checkpoint.path)
         _, files = self._on_main(doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
         self._fetched.begin(checkpoint.path)
         with self._fetched as scratch:
-            if checkpoint.path not in self._verified and (problem := self._verify(storage, name, files)):
-                raise CheckpointError(f"{checkpoint.path} is damaged: {problem}")
-            reader = CheckpointReader(storage, name, files, checkpoint.world_size, self.world, scratch)
-            self._on_all_ranks(doing, reader.read_rank_files)
-            reader.share_shards()
-            self._on_all_ranks(doing, lambda: reader.allocate(parts))
-            tensors = self._on_all_ranks(doing, reader.read_tensors)
+
+            def read() -> tuple[CheckpointReader, dict[str, str]]:
+                is_verified = checkpoint.path in self._verified
+                if not is_verified and (problem := self._verify(storage, name, files, is_loaded_next=True)):
+                    raise CheckpointError(problem)
+                unverified = (
+                    {} if is_verified else {file: files[file] for file in filter(_has_tensors, self._share(files))}
+                )
+                reader = CheckpointReader(storage, name, files, checkpoint.world_size, self.world, scratch)
+                self._on_all_ranks(doing, reader.read_rank_files)
+                reader.share_shards()
+                self._on_all_ranks(doing, lambda: reader.allocate(parts))
+                return reader, self._on_all_ranks(doing, lambda: reader.read_tensors(unverified))
+
+            try:
+                reader, tensors = read()
+            except CheckpointError:
+                if checkpoint.path in self._verified:
+                    raise
+                # Read it again to name all that is damaged, or because the storage has failed for a moment.
+                if problem := self._verify(storage, name, files):
+                    self._damaged[checkpoint.path] = problem
+                    raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {problem}") from None
+                self._verified.add(checkpoint.path)
+                reader, tensors = read()
             self._on_all_ranks(doing, lambda: reader.load_into(parts))
             absent, own = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts))
         self._loaded.add(checkpoint.path)
@@ -557,19 +589,31 @@ class CheckpointStore:
             )
             warnings.warn(what, CheckpointWarning, stacklevel=4)
 
-    def _verify(self, storage: Storage, name: str, files: Mapping[str, FileChecksum]) -> str | None:
-        """Return the problem with a checkpoint, or None, equal on every rank; the ranks divide the reading."""
-        rank, size = self.world.rank, self.world.size
-        mine = sorted(files, key=lambda file: -files[file].size_bytes)[rank::size]
-        if len({rank_of(file) for file in files}) >= size:
-            # As many ranks as have saved it will load just these, so that they fetch each byte of a bucket once.
-            mine = [file for file in files if rank_of(file) % size == rank]
+    def _verify(
+        self, storage: Storage, name: str, files: Mapping[str, FileChecksum], *, is_loaded_next: bool = False
+    ) -> str | None:
+        """Return the problem with a checkpoint, or None, equal on every rank; the ranks divide the reading.
+
+        If `load` is called next, which verifies the tensor files while it reads them, only their sizes are checked.
+        """
         into = self._fetched.folder
+
+        def problem_of(file: str) -> str | None:
+            return verify_file(storage, name, file, files[file], into, only_size=is_loaded_next and _has_tensors(file))
+
         problems = self._on_all_ranks(
             f"verify {storage.path_of(name)}",
-            lambda: [problem for file in mine if (problem := verify_file(storage, name, file, files[file], into))],
+            lambda: [problem for file in self._share(files) if (problem := problem_of(file))],
         )
         return "; ".join(problem for each in self.world.all_gather_object(problems) for problem in each) or None
+
+    def _share(self, files: Mapping[str, FileChecksum]) -> Sequence[str]:
+        """Return the files of a checkpoint that this rank verifies."""
+        rank, size = self.world.rank, self.world.size
+        if len({rank_of(file) for file in files}) >= size:
+            # As many ranks as have saved it will load just these, so that they fetch each byte of a bucket once.
+            return [file for file in files if rank_of(file) % size == rank]
+        return sorted(files, key=lambda file: -files[file].size_bytes)[rank::size]
 
     def _on_main(self, doing: str, do: Callable[[], T]) -> T:
         """Call a function on the main rank; every rank returns its result, or raises if it fails."""
@@ -608,8 +652,8 @@ class Loaded:
         rank_parts: digests of the state that belongs to this rank, by part and key.
     """
 
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    rank_parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tensors: Mapping[str, str]
+    rank_parts: Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -639,6 +683,10 @@ def _raise(error: Exception) -> NoReturn:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _has_tensors(file: str) -> bool:
+    return file.endswith(".safetensors")
 
 
 def _format_failure(failure: BaseException | None, rank: int) -> dict[int, str]:

@@ -22,7 +22,7 @@ from ..checkpoints.retention import Best
 from ..checkpoints.rng import GeneratorsBefore, RngState, seed_everything
 from ..checkpoints.scan import split_path
 from ..checkpoints.state_in_memory import capture_state, check_is_own_state, restore_state
-from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning
+from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, DamagedCheckpointError
 from ..config import CheckpointConfig, as_plain
 from ..data.protocols import BatchStream, HasRankState, Stateful, SupportsDiff, is_exhausted
 from ..distributed.world import World
@@ -257,7 +257,7 @@ class RunState:
                 f"init_from={config.init_from!r} loads only weights, and resume={resume!r} the whole state: choose one"
             )
         store.remove_leftovers()
-        checkpoint = store.newest_good() if resume == "auto" else store.read(resume)
+        checkpoint = store.newest_good(is_loaded_next=True) if resume == "auto" else store.read(resume)
         if checkpoint is None:
             self._has_begun = True
             self.load_initial_weights()
@@ -275,7 +275,12 @@ class RunState:
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
         self.is_half_restored = True
-        loaded = store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        try:
+            loaded = store.load(parts, rank_parts=rank_parts, checkpoint=checkpoint)
+        except DamagedCheckpointError:
+            if resume != "auto":
+                raise
+            return self.restore(resume, components, accept_changes=accept_changes)  # from the one before it
         self._ctx.lr_stepping.forget_positions()
         if resume == "auto" or store.contains(checkpoint.path):
             store.began_after = checkpoint.meta.get("began_after", 0)

@@ -32,10 +32,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoints import scan, storage as storage_module
+from headway.trainer.checkpoints.format.file_checksums import FileChecksum
 from headway.trainer.checkpoints.retention import mark_kept, unmark_kept
 from headway.trainer.checkpoints.rng import RngState, seed_everything
 from headway.trainer.checkpoints.storage import open_storage
-from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, read_checkpoint
+from headway.trainer.checkpoints.store import (
+    Checkpoint,
+    CheckpointStore,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    read_checkpoint,
+)
 from headway.trainer.distributed.world import World
 from headway.trainer.errors import CheckpointError, ConfigError
 from tests.distributed import run_on_ranks
@@ -265,6 +272,62 @@ def test_a_bit_that_flips_anywhere_in_any_file_is_found(tmp_path: Path) -> None:
                 assert CheckpointStore(str(tmp_path), world=ALONE).newest_good() == good, (file, at)
         file.write_bytes(whole)
     assert CheckpointStore(str(tmp_path), world=ALONE).newest_good() == bad
+
+
+def test_a_bit_that_flips_anywhere_is_found_while_the_checkpoint_is_loaded(tmp_path: Path) -> None:
+    store, dice = CheckpointStore(str(tmp_path), world=ALONE), random.Random(8)
+    good = save(store, 1)
+    parts = {"part": Held(torch.randn(300_001)), "other": Held(torch.arange(700))}
+    own = {"own": Held(torch.arange(900))}
+    bad = store.save(parts, rank_parts=own, step=2, epoch=0, metrics={}, meta={})
+    for file in sorted(Path(bad.path).glob("[rs]*")):
+        whole = file.read_bytes()
+        for at in {0, 9, len(whole) - 1, *(dice.randrange(len(whole)) for _ in range(8))}:
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << dice.randrange(8)
+            file.write_bytes(damaged)
+            again = CheckpointStore(str(tmp_path), world=ALONE)
+            if file.suffix == ".safetensors":
+                assert again.newest_good(is_loaded_next=True) == bad
+                # Also if the damage is in another part than the one that is wanted.
+                with pytest.raises(DamagedCheckpointError, match=f"step-00000002 is damaged: {file.name}"):
+                    load(again, bad)
+            with pytest.warns(CheckpointWarning, match=re.escape(file.name)):
+                assert again.newest_good(is_loaded_next=True) == good, (file, at)
+        file.write_bytes(whole)
+    assert torch.equal(load(CheckpointStore(str(tmp_path), world=ALONE), bad)[0], parts["part"].state)
+
+
+def test_tensors_are_verified_and_loaded_by_reading_each_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    saved = save(store, 1, part=torch.randn(700_001), other=torch.arange(9_000))
+    preadv, of, counts, verified = os.preadv, FileChecksum.of, [], []
+    monkeypatch.setattr(os, "preadv", lambda *args: counts.append(preadv(*args)) or counts[-1])
+    monkeypatch.setattr(FileChecksum, "of", lambda path: verified.append(path.name) or of(path))
+    again = CheckpointStore(str(tmp_path), world=ALONE)
+    newest = again.newest_good(is_loaded_next=True)
+    assert newest == saved
+    load(again, newest, "part")
+    assert sum(counts) == (Path(saved.path) / "rank-00000.safetensors").stat().st_size
+    assert set(verified) == {"state.json", "rank-00000.json"}
+
+
+def test_a_read_that_fails_for_a_moment_while_a_checkpoint_is_loaded_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save(CheckpointStore(str(tmp_path), world=ALONE), 1)
+    preadv, failures = os.preadv, [OSError(errno.EIO, "the network is gone")]
+
+    def fails_once(*args: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", fails_once)
+    assert torch.equal(load(CheckpointStore(str(tmp_path), world=ALONE), saved)[0], torch.full((64,), 1.0))
+    assert not failures
 
 
 @pytest.mark.parametrize("file", ["*.safetensors", "manifest.json"])
@@ -931,19 +994,23 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_nobody_waits(tmp_path: Pa
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
 
 
-def damaged_on_ranks(world: World, root: str) -> tuple[Checkpoint | None, list[str]]:
+def damaged_on_ranks(world: World, root: str, is_loaded_next: bool) -> tuple[Checkpoint | None, list[str]]:
     store = CheckpointStore(root, world=world)
-    if world.is_main:
-        with pytest.warns(CheckpointWarning, match="step-00000002"):
-            return store.newest_good(), store.skipped
-    return store.newest_good(), store.skipped
+    if is_loaded_next:
+        newest = store.newest_good(is_loaded_next=True)
+        assert newest is not None
+        with pytest.raises(DamagedCheckpointError, match="step-00000002"):
+            load(store, newest)
+    with pytest.warns(CheckpointWarning, match="step-00000002") if world.is_main else contextlib.nullcontext():
+        return store.newest_good(is_loaded_next=is_loaded_next), store.skipped
 
 
-def test_all_ranks_choose_the_same_good_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_loaded_next", [False, True])
+def test_all_ranks_choose_the_same_good_checkpoint(tmp_path: Path, is_loaded_next: bool) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     good = save(store, 1)
     damage(save(store, 2), "*.safetensors", "flip")
-    first, second = run_on_ranks(damaged_on_ranks, 2, str(tmp_path))
+    first, second = run_on_ranks(damaged_on_ranks, 2, str(tmp_path), is_loaded_next)
     assert first == second
     assert first[0] == good
     assert len(first[1]) == 1

@@ -104,8 +104,8 @@ def parse_manifest(path: str, text: bytes) -> tuple[Checkpoint, dict[str, FileCh
             path=path,
             step=_whole(body["step"]),
             epoch=_whole(body["epoch"]),
-            metrics={name: float(_decode(value)) for name, value in body["metrics"].items()},
-            meta=_decode(body["meta"]),
+            metrics={name: float(decode_floats(value)) for name, value in body["metrics"].items()},
+            meta=decode_floats(body["meta"]),
             world_size=_whole(body["world_size"]),
             sequence=_whole(body["sequence"]),
             time_s=float(body["time_s"]),
@@ -141,13 +141,14 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _decode(value: Any) -> Any:
+def decode_floats(value: Any) -> Any:
+    """Return JSON of a manifest with its floats that JSON does not have."""
     if isinstance(value, dict):
         return (
             float(value["$float"])
             if value.keys() == {"$float"}
-            else {key: _decode(each) for key, each in value.items()}
+            else {key: decode_floats(each) for key, each in value.items()}
         )
     if isinstance(value, list):
-        return [_decode(each) for each in value]
+        return [decode_floats(each) for each in value]
     return value

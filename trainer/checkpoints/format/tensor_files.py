@@ -24,7 +24,7 @@ from .strict_json import dump_json, parse_json
 _PIECE_BYTES = 1 << 20
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
-_NAMES = {
+SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -45,9 +45,10 @@ _NAMES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
+"""The types of tensors that safetensors has, and its names of them."""
 _PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
 _AS_BYTES = {torch.float4_e2m1fn_x2}
-DTYPES = {str(each).removeprefix("torch."): each for each in (*_NAMES, *_PAIRS, *_AS_BYTES)}
+DTYPES = {str(each).removeprefix("torch."): each for each in (*SAFETENSORS_NAMES, *_PAIRS, *_AS_BYTES)}
 """The types of tensors that a checkpoint can have, by their names in JSON."""
 
 
@@ -97,7 +98,11 @@ class TensorFile:
         at = 0
         for name, tensor in self._tensors.items():
             end = at + tensor.nbytes
-            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+            header[name] = {
+                "dtype": SAFETENSORS_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, end],
+            }
             at = end
         text = dump_json(header)
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -156,27 +161,48 @@ class TensorReader:
             raise CheckpointError(f"{self._name}: {name} has shape {list(tensor.shape)}, and not {list(shape)}")
         return tensor[index] if index else tensor
 
-    def read_into(
-        self, target: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int], index: tuple[slice, ...]
-    ) -> str | None:
-        """Copy a block of a tensor into one of the same shape; `read` has the arguments and errors.
+    def read_into(self, targets: Mapping[str, torch.Tensor], *, check: FileChecksum | None) -> dict[str, str]:
+        """Read whole tensors into contiguous ones on the CPU, of their types and sizes.
+
+        Args:
+            targets: by name.
+            check: size and checksum that the file must have; all of it is then read, once.
 
         Returns:
-            XXH3-64 of the bytes, if it was at no extra cost.
+            XXH3-64 of each tensor's bytes, which cost little: they have just been read.
+
+        Raises:
+            CheckpointError: the file is not the one that was written.
         """
-        is_whole = all(each == slice(0, size) for each, size in zip(index, shape, strict=True))
-        source = self.read(name, dtype, shape, index)
-        if not (is_whole and target.is_cpu and target.dtype == dtype and target.is_contiguous()):
-            target.copy_(source)
-            return None
+        of_file, digests, at = xxhash.xxh3_128(), {}, 0
+        scratch = memoryview(bytearray(_PIECE_BYTES))
+
         # The kernel copies, without a page fault for each page of the file.
-        hasher, into, at = xxhash.xxh3_64(), bytes_of(target), self._begins[name]
-        while into:
-            if not (count := os.preadv(self._descriptor, [into[:_PIECE_BYTES]], at)):
-                raise CheckpointError(f"{self._name} ends before the data of {name}")
-            hasher.update(into[:count])
-            into, at = into[count:], at + count
-        return hasher.hexdigest()
+        def read(begin: int, into: memoryview, *hashers: Any) -> None:
+            while into:
+                if not (count := os.preadv(self._descriptor, [into[:_PIECE_BYTES]], begin)):
+                    raise CheckpointError(f"{self._name} is too short")
+                for each in hashers:
+                    each.update(into[:count])
+                into, begin = into[count:], begin + count
+
+        def read_between(end: int) -> None:
+            for begin in range(at, end, _PIECE_BYTES):
+                read(begin, scratch[: end - begin], of_file)
+
+        for name in sorted(targets, key=self._begins.__getitem__):
+            begin, into, own = self._begins[name], bytes_of(targets[name]), xxhash.xxh3_64()
+            if check is None:
+                read(begin, into, own)
+            else:
+                read_between(begin)
+                read(begin, into, own, of_file)
+            digests[name], at = own.hexdigest(), begin + len(into)
+        if check is not None:
+            read_between(size := os.fstat(self._descriptor).st_size)
+            if FileChecksum(size, checksum_of(of_file)) != check:
+                raise CheckpointError(f"{self._name} has changed since it was written: its checksum differs")
+        return digests
 
 
 def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -265,8 +265,9 @@ def _read_all(folder: Path, scratch: Path) -> list[str]:
         except (CheckpointError, ConfigError) as error:
             errors.append(str(error))
 
+    attempt(CheckpointStore(folder.parent, world=ALONE).newest_good)
     store = CheckpointStore(folder.parent, world=ALONE)
-    attempt(store.newest_good)
+    attempt(lambda: store.newest_good(is_loaded_next=True))
 
     def load(checkpoint: Checkpoint) -> None:
         live = {"model": {"rows": torch.zeros(5, 3), "scale": torch.tensor(0.0)}}

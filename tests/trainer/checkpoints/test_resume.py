@@ -24,7 +24,7 @@ from headway.trainer import (
     World,
 )
 from headway.trainer.checkpoints import storage
-from headway.trainer.checkpoints.store import CheckpointStore
+from headway.trainer.checkpoints.store import CheckpointStore, CheckpointWarning
 from headway.trainer.loop import saving
 from tests.distributed import run_on_ranks
 from tests.tiny import Losses, Rows, StopAt, TinyConfig, TinyTrainer, weights
@@ -573,6 +573,30 @@ def _break_in_a_slow_save(world: World, folder: str) -> tuple[str, int]:
 def test_a_save_that_an_error_has_left_under_way_is_waited_for(tmp_path: Path) -> None:
     wanted = f"{tmp_path}/checkpoints/step-00000003", 4
     assert run_on_ranks(_break_in_a_slow_save, 2, str(tmp_path)) == [wanted, wanted]
+
+
+def test_a_run_whose_newest_tensors_are_damaged_resumes_from_the_one_before_and_loses_nothing(tmp_path: Path) -> None:
+    every = {"dropout": 0.2, "checkpoint": CheckpointConfig(every=2, keep_last="all", background=False)}
+    _, wanted = _fit(tmp_path / "whole", **every)
+    _fit(tmp_path / "run", StopAt(6), **every)
+    files = sorted(tmp_path.glob("run/checkpoints/*/rank-00000.safetensors"))
+    for file in files[1:]:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with pytest.warns(CheckpointWarning, match=r"step-0000000[46]: rank-00000.safetensors has changed"):
+        result, resumed = _fit(tmp_path / "run", **every)
+    assert result.resumed_from == str(files[0].parent)
+    assert resumed.seen[0][0] == wanted.seen[2][0]
+    assert _same(weights(resumed), weights(wanted))
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_is_an_error(tmp_path: Path) -> None:
+    _fit(tmp_path, StopAt(2))
+    (file,) = tmp_path.glob("checkpoints/*/rank-00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints can be read:\n.*its checksum differs\n"):
+        _fit(tmp_path)
 
 
 def _on_ranks(world: World, folder: str, checkpoint: str) -> dict[str, Any]:

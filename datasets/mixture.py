@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .arrow import Rows, num_rows
 from .errors import DataError
-from .formats import DataFormat, Fragment, RowSource
+from .formats.base import DataFormat, Fragment, RowSource
 from .mixture_plan import Layout, MixturePlan, OnEnd, lay_out
 from .paths import nearest
 from .plan import Tail
@@ -44,7 +44,7 @@ class Mixture:
             continues in each source where the previous one ended.
 
     Example:
-        >>> from headway.datasets.jsonl import JsonLines
+        >>> from headway.datasets.formats.jsonl import JsonLines
         >>> from headway.datasets.mixture import Mixture
         >>> from headway.datasets.sources import Parquet
         >>> from headway.datasets.stream import Stream

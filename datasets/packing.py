@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from .arrow import Rows
 from .errors import DataError
-from .formats import DataFormat, Fragment, RowSource
-from .index_cache import Index, cached_index
+from .formats.base import DataFormat, Fragment, RowSource
+from .formats.index_cache import Index, cached_index
 from .mixture import Mixture
 from .paths import PathLike, nearest
 from .tokenizers import Tokenizer, name_of, to_tokens
@@ -93,7 +93,7 @@ class Packed:
         pad: token that fills up a row.
 
     Example:
-        >>> from headway.datasets.jsonl import JsonLines
+        >>> from headway.datasets.formats.jsonl import JsonLines
         >>> from headway.datasets.packing import Packed
         >>> from headway.datasets.stream import Stream
         >>> from headway.datasets.tokenizers import ByteTokenizer

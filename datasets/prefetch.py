@@ -18,7 +18,7 @@ from .arrow import Rows
 from .batching import GlobalBatch, ShardBuffers
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
-from .formats import RowSource
+from .formats.base import RowSource
 from .mixture import MixedSource
 from .mixture_plan import MixturePlan
 from .plan import Batch, EpochPlan, Read, Tail

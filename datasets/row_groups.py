@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from .arrow import Rows, concat, from_table, to_rows, to_table
 from .errors import DataError
-from .formats import Fragment
+from .formats.base import Fragment
 from .plan import row_order
 from .transforms import Transform, apply, name_of
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from .batching import GlobalBatch
 from .engines import connected_to_ray
 from .errors import DataError
-from .formats import DataFormat, RowSource
+from .formats.base import DataFormat, RowSource
 from .mixture import MixedSource, Mixture
 from .paths import Paths
 from .plan import Tail, check_shards, default_shards
@@ -44,7 +44,7 @@ class Stream:
         engine: "ray" reads with Ray Data, "threads" in this process; "auto" uses Ray Data if Ray is connected.
 
     Example:
-        >>> from headway.datasets.jsonl import JsonLines
+        >>> from headway.datasets.formats.jsonl import JsonLines
         >>> from headway.datasets.stream import Stream
         >>> class Streamed(Digits):
         ...     def configure_dataloaders(self):

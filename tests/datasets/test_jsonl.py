@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from headway.datasets import jsonl
 from headway.datasets.errors import DataError
-from headway.datasets.jsonl import JsonLines
+from headway.datasets.formats import jsonl
+from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.stream import Stream
 
 from .conftest import shard_info
@@ -183,7 +183,7 @@ def test_the_index_is_built_once_and_again_for_a_changed_file(tmp_path: Path, mo
 def test_processes_that_need_the_index_at_the_same_time_get_the_same(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl.gz", range(3000), compression="gz")
     program = (
-        "import sys; from headway.datasets.jsonl import JsonLines; source = JsonLines(sys.argv[1]).open(); "
+        "import sys; from headway.datasets.formats.jsonl import JsonLines; source = JsonLines(sys.argv[1]).open(); "
         "print(source.rows, source.fingerprint)"
     )
     started = [

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from headway.datasets.errors import DataError
+from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.interleave import Interleave, edges_of
-from headway.datasets.jsonl import JsonLines
 from headway.datasets.mixture import Mixture
 from headway.datasets.mixture_plan import Layout, MixturePlan, lay_out
 from headway.datasets.plan import row_order

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from headway.datasets import jsonl
 from headway.datasets.arrow import Rows
 from headway.datasets.errors import DataError
-from headway.datasets.jsonl import JsonLines
+from headway.datasets.formats import jsonl
+from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.mixture import MixedSource, Mixture
 from headway.datasets.packing import Packed, PackedSource, pack
 from headway.datasets.plan import row_order

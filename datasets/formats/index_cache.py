@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import DataError
-from .locking import locked
-from .paths import Found, PathLike
+from ..errors import DataError
+from ..locking import locked
+from ..paths import Found, PathLike
 
 FOLDER = ".headway-index"
 _SAMPLE_BYTES = 4096

@@ -12,7 +12,6 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from .arrow import Rows
-from .errors import DataError
+from ..arrow import Rows
+from ..errors import DataError
+from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
 from .index_cache import Index, cached_file, cached_index, index_folder, open_file, path_for
-from .paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
 
 OnBadRow = Literal["raise", "skip"]
 
@@ -53,7 +52,7 @@ class JsonLines:
         index: folder for the index and for decompressed files; None puts them beside the data, in `.headway-index`.
 
     Example:
-        >>> from headway.datasets.jsonl import JsonLines
+        >>> from headway.datasets.formats.jsonl import JsonLines
         >>> data = JsonLines("data/*.jsonl.zst", columns=["text"], on_bad_row="skip", index="index")
     """
 
@@ -78,8 +77,7 @@ class JsonLines:
         """
         found = find_all(self.path, suffixes=SUFFIXES)
         names = name_files(found)
-        with ThreadPoolExecutor(max_workers=min(8, len(found))) as pool:
-            files = list(pool.map(self._open_file, found, names))
+        files = [self._open_file(each, name) for each, name in zip(found, names, strict=True)]
         bad = [(file.name, *each) for file in files for each in file.facts["bad"]]
         if bad and self.on_bad_row == "raise":
             name, line, why = bad[0]

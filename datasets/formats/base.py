@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .arrow import Rows
+from ..arrow import Rows
 
 
 class Fragment(Protocol):

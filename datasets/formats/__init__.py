@@ -1,0 +1,1 @@
+"""Formats of data as sources of rows. Parquet, the first one, is in `sources.py`."""

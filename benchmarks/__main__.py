@@ -20,6 +20,7 @@ PARTS = (
     "restart",
     "compile_cache",
     "sweep",
+    "search",
     "records",
     "heartbeats",
 )

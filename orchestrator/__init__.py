@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from .runs.result import RunResult as RunResult
     from .runs.run import Run as Run, find_run as find_run, list_runs as list_runs
     from .sweeps.driver import sweep as sweep
+    from .sweeps.optuna_search import PastTrial as PastTrial
     from .sweeps.result import SweepResult as SweepResult, TrialResult as TrialResult
     from .sweeps.schedulers import ASHA as ASHA, PBT as PBT, HyperBand as HyperBand, MedianStopping as MedianStopping
     from .sweeps.search import Search as Search
     from .sweeps.space import (
         Choice as Choice,
+        Grid as Grid,
         LogUniform as LogUniform,
+        Normal as Normal,
         RandInt as RandInt,
         Uniform as Uniform,
         When as When,
@@ -40,10 +43,11 @@ _PUBLIC = {
     "runs.result": ("RunResult",),
     "runs.run": ("Run", "find_run", "list_runs"),
     "sweeps.driver": ("sweep",),
+    "sweeps.optuna_search": ("PastTrial",),
     "sweeps.result": ("SweepResult", "TrialResult"),
     "sweeps.schedulers": ("ASHA", "HyperBand", "MedianStopping", "PBT"),
     "sweeps.search": ("Search",),
-    "sweeps.space": ("Choice", "LogUniform", "RandInt", "Uniform", "When"),
+    "sweeps.space": ("Choice", "Grid", "LogUniform", "Normal", "RandInt", "Uniform", "When"),
     "train.dry_run": ("Plan", "plan"),
     "train.fit": ("fit",),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.loop import messages
 
 from ..config.experiment import Experiment
+from ..sweeps.objectives import is_feasible
 from ..sweeps.record import Trial
 from ..sweeps.result import SweepResult, labels
 from ..sweeps.search import Search
@@ -50,6 +51,7 @@ class SweepConsole:
         self._rows: dict[str, _Row] = {}
         self._best: Trial | None = None
         self._total = self._done = 0
+        self._constraints: Sequence[str] = ()
 
     def line(self, text: str, style: str | None = None) -> None:
         """Print one line, and log it as a message of the sweep: as a warning if it is yellow."""
@@ -61,7 +63,7 @@ class SweepConsole:
 
     def begin(self, experiment: Experiment, search: Search, resources: str, *, done: int, resuming: int) -> None:
         """Print the plan of the sweep, and start the table."""
-        self._total, self._done = search.num_trials, done
+        self._total, self._done, self._constraints = search.num_trials, done, search.constraints
         before = f" ({done} done, {resuming} to resume)" if done or resuming else ""
         self.line(f"{experiment.name}: {self._total} trials{before}; its files: {experiment.run_dir}")
         self.line(resources, "dim")
@@ -86,7 +88,8 @@ class SweepConsole:
         """Print how a trial ended; one from before this start is only compared with the best."""
         with self._lock:
             self._rows.pop(trial.name, None)
-            if trial.metric is not None and trial.status != "failed" and self._is_better(trial.metric):
+            is_judged = trial.status != "failed" and is_feasible(trial.metrics, self._constraints)
+            if trial.metric is not None and is_judged and self._is_better(trial.metric):
                 self._best = trial
             if before:
                 return
@@ -113,6 +116,10 @@ class SweepConsole:
         if (best := result.best) is not None:
             self.line(f"best: {best.name}  {result.metric} {best.metric:.4g}  {shown(best.values)}")
             self.line(f"its checkpoint: {best.checkpoint}")
+        elif result.constraints and result.trials:
+            self.line(f"no trial meets the constraints: {', '.join(result.constraints)}", "yellow")
+        if result.objectives:
+            self.line(f"not dominated: {', '.join(each.name for each in result.pareto)}")
         self.line(f"its files: {result.sweep_dir}")
         if result.status in ("interrupted", "stopped"):
             self.line("to resume, start it again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from headway.trainer.errors import ConfigError
 from headway.trainer.trackers.jsonl import read_records
 
 from ..sweeps.result import SweepResult, TrialResult, labels
@@ -36,6 +37,8 @@ def sweep_body(result: SweepResult) -> Html:
             "files": result.sweep_dir,
         }),
         _figures(result),
+        _pareto(result),
+        _importances(result),
         _table(result),
         _errors(result),
     ])  # fmt: skip
@@ -106,6 +109,34 @@ def _of_trials(result: SweepResult, ranked: Sequence[TrialResult]) -> Html:
         )  # fmt: skip
     title = f"{result.metric} by step, the best trial in blue"
     return charts.curves(title, lines[::-1], legend=False)
+
+
+def _pareto(result: SweepResult) -> Html:
+    """Return the trials that are not dominated; nothing for a single objective."""
+    if not result.objectives:
+        return Html("")
+    names = (result.metric, *result.objectives)
+    rows = [
+        (trial.name, *(charts.shown(trial.metrics[name]) for name in names), _values(trial.values))
+        for trial in result.pareto
+    ]
+    return section("Not dominated (Pareto)", table(["trial", *names, "values"], rows, numbers=names))
+
+
+def _importances(result: SweepResult) -> Html:
+    """Return how much each parameter matters; nothing without Optuna or with too few trials."""
+    try:
+        found = result.importances
+    except ConfigError:
+        return Html("")
+    if not found:
+        return Html("")
+    rows = [(path, f"{share:.0%}") for path, share in found.items()]
+    return section(
+        "Importance of parameters",
+        table(["parameter", f"share of the variance of {result.metric}"], rows),
+        note("By Optuna's fANOVA, over the completed trials."),
+    )
 
 
 def _table(result: SweepResult) -> Html:

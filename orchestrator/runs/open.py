@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from headway.trainer.config import MAY_CHANGE
@@ -21,7 +21,7 @@ from ..config.loader import Difference, differences, non_default_fields, to_plai
 from ..errors import RunConflictError
 from ..storage.folder import Folder
 from ..sweeps.record import Sweep, SweepRecord
-from ..sweeps.search import Search
+from ..sweeps.search import MUTABLE, Search
 from .ownership import RUN_RECORD, check_not_owned, own_folder
 from .provenance import code, git_state, hardware, versions
 from .requests import clear_stop_request
@@ -30,8 +30,6 @@ from .run import SWEEP_RECORD, Driver, Record, Run, now
 # Fields that may differ when a run is resumed: how it runs and for how long, not what it learns.
 _MUTABLE = ("scaling", "retries", "storage", *(f"config.{name}" for name in MAY_CHANGE))
 _LIMITS = ("config.max_epochs", "config.max_steps", "config.max_samples", "config.max_tokens")
-# Fields of a search that may differ when its sweep is resumed.
-_MUTABLE_IN_SEARCH = {"trials", "concurrent", "keep_best_trials"}
 
 
 RunState = Literal["new", "resuming", "finished"]
@@ -186,7 +184,7 @@ def open_sweep(experiment: Experiment, search: Search, *, say: Callable[[str], N
     if folder.read(RUN_RECORD) is not None:
         raise RunConflictError(f"name={experiment.name} is a run in {experiment.storage}: use another name")
     settings = {
-        "search": {**{each.name: _plain(getattr(search, each.name)) for each in fields(search)}},
+        "search": search.to_plain(),
         "experiment": to_plain(experiment),
         "trials": search.num_trials,
     }
@@ -275,7 +273,7 @@ def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
 
 
 def _check_sweep_settings(sweep: Sweep, settings: Mapping[str, Any], experiment: Experiment) -> None:
-    before = {"search": sweep.record.search, **sweep.record.experiment}
+    before = {"search": {**Search.plain_defaults(), **sweep.record.search}, **sweep.record.experiment}
     after = json.loads(json.dumps({"search": settings["search"], **settings["experiment"]}))
     for each in (before, after):
         # Only the class name: its file may have moved.
@@ -284,7 +282,7 @@ def _check_sweep_settings(sweep: Sweep, settings: Mapping[str, Any], experiment:
     refused = [
         change
         for change in changes
-        if not (may_change(change.path) or change.path.removeprefix("search.") in _MUTABLE_IN_SEARCH)
+        if not (may_change(change.path) or change.path.removeprefix("search.").split(".")[0] in MUTABLE)
     ]
     limits = [change for change in changes if change.path in _LIMITS]
     if limits and (ended := sum(each.has_ended and each.status != "failed" for each in sweep.trials())):
@@ -300,14 +298,3 @@ def _check_sweep_settings(sweep: Sweep, settings: Mapping[str, Any], experiment:
             f"the sweep {experiment.name} was started with other settings:\n{lines}\n"
             f"Use another name (name=...), or revert the changes. The sweep is in {experiment.run_dir}"
         )
-
-
-def _plain(value: Any) -> Any:
-    """Return a part of a search as plain values, with the class name of each dataclass."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if type(value).__module__.startswith("headway.") and hasattr(value, "__dataclass_fields__"):
-        return {
-            type(value).__name__: {each.name: _plain(getattr(value, each.name)) for each in fields(value)},
-        }
-    return to_plain(value)

@@ -12,7 +12,6 @@ from headway.trainer.errors import ConfigError
 from ..cluster.connect import describe_wait, live_node_resources, placed_groups, wait_timeout_error
 from ..config.experiment import Experiment, Scaling
 from ..train.elastic import slots
-from .schedulers import PBT
 from .search import Search
 
 _POLL_EVERY_S = 5.0
@@ -106,7 +105,7 @@ def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
             "set scaling.wait=10m to wait for machines"
         )
     max_concurrent, summary = concurrency_for(scaling, search, machines)
-    if isinstance(search.scheduler, PBT) and max_concurrent == 1 < search.num_trials:
+    if search.is_population_based and max_concurrent == 1 < search.num_trials:
         raise ConfigError(
             f"PBT needs several concurrent trials, between which it copies weights, but only one fits ({summary}): let "
             "workers share a CPU (scaling.cpus_per_worker=0.5), or use another scheduler"
@@ -125,7 +124,7 @@ def concurrency_for(scaling: Scaling, search: Search, machines: Machines) -> tup
     """
     fits = trials_that_fit(scaling, machines)
     room = max(fits, 1)
-    is_pbt = isinstance(search.scheduler, PBT)
+    is_pbt = search.is_population_based
     wanted = search.concurrent or (search.num_trials if is_pbt else room)
     max_concurrent = min(wanted if scaling.wait else min(wanted, room), search.num_trials)
     total = {name: sum(machine.get(name, 0) for machine in machines) for name in scaling.worker_resources}

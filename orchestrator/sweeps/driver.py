@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from headway.trainer.errors import ConfigError
+from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.metrics.units import human_duration
 
 from ..cli.sweep_console import SweepConsole, shown
@@ -24,16 +24,19 @@ from ..runs.open import open_run, open_sweep, provenance_of, record_changed_sett
 from ..runs.requests import StopRequest, read_stop_request, request_stop
 from ..runs.run import Run, now
 from ..storage.events import read_events
-from ..storage.folder import Folder, StorageOutage, retry_storage
+from ..storage.folder import Folder, StorageOutage, absolute, retry_storage
 from ..train.fit import check_training, keep_error, summarize_error
+from .ending import meets_target, out_of_patience, target_reached
+from .optuna_search import PastTrial
 from .pbt_checkpoints import PBTCheckpoints
 from .record import Sweep, Trial
 from .result import SweepResult
-from .retention import delete_checkpoints, surplus
+from .retention import checkpoint_bytes, delete_checkpoints, over_limit, surplus
 from .search import Params, Search
 
 if TYPE_CHECKING:
     from .concurrency import ConcurrencyLimit
+    from .tune_searcher import TuneSearcher
 
 # How long Ray Tune may take to abort its trials.
 _ABORT_TIMEOUT_S = 10.0
@@ -103,8 +106,16 @@ def _run_sweep(
 
     if retry_failed:
         opened.retry_failed()
-    if sum(trial.has_ended for trial in opened.trials()) >= search.num_trials:
+    trials = opened.trials()
+    if sum(trial.has_ended for trial in trials) >= search.num_trials:
         return _end(opened, display, "completed")
+    if (reason := target_reached(search, trials)) is not None:
+        return _end(opened, display, "completed", reason)
+    if all(trial.has_ended for trial in trials) and (reason := out_of_patience(search, trials)) is not None:
+        return _end(opened, display, "completed", reason)
+    # Before Ray starts, because a searcher may not accept the space.
+    warm = warm_trials(search)
+    searcher = _make_searcher(search, opened, display, warm)
     for change in record_changed_settings(opened, experiment):
         display.line(f"  {change}", "dim")
     with StopSignals() as signals:
@@ -112,7 +123,7 @@ def _run_sweep(
             with ray_connection(experiment.scaling, verbose=verbose, say=display.line) as is_own:
                 signals.install()
                 capacity = ConcurrencyLimit(experiment, search, cpus=cpus)
-                lead = SweepDriver(experiment, search, opened, signals, display)
+                lead = SweepDriver(experiment, search, opened, signals, display, searcher, warm)
                 # Trials in a Ray started here end with it.
                 status, reason = lead.run(capacity, leave_s=0.0 if is_own else _ABORT_TIMEOUT_S)
         except KeyboardInterrupt:
@@ -129,6 +140,42 @@ def _run_sweep(
     return _end(opened, display, status, reason, signal=signals.number if status == "interrupted" else None)
 
 
+def warm_trials(search: Search) -> list[PastTrial]:
+    """Return the ended trials of the sweeps in `search.warm_start` that fit the space.
+
+    Raises:
+        ConfigError: there is no such sweep, or it has another metric or mode.
+    """
+    found: list[PastTrial] = []
+    for place in search.warm_start:
+        earlier = Sweep(absolute(place))
+        if (earlier.record.search["metric"], earlier.record.search["mode"]) != (search.metric, search.mode):
+            raise ConfigError(
+                f"warm_start: {place} has the metric {earlier.record.search['metric']!r} "
+                f"({earlier.record.search['mode']}), this search {search.metric!r} ({search.mode})"
+            )
+        trials = [trial.tried for trial in earlier.trials() if trial.has_ended and search.fits(trial.values)]
+        found += [
+            replace(each, values={path: value for path, value in each.values.items() if path in search.space})
+            for each in trials
+        ]
+    return found
+
+
+def _make_searcher(
+    search: Search, sweep: Sweep, display: SweepConsole, warm: Sequence[PastTrial] = ()
+) -> TuneSearcher | None:
+    """Return what asks the search's `Searcher`, if it has one; prints what a killed driver would lose."""
+    if not search.has_searcher:
+        return None
+    from .tune_searcher import TuneSearcher
+
+    searcher = TuneSearcher(search, sweep.folder, warm)
+    if searcher.note is not None:
+        display.line(searcher.note, "yellow")
+    return searcher
+
+
 def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
     """Return the first trial whose values are a valid combination.
 
@@ -138,7 +185,9 @@ def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
     wrong: ConfigError | None = None
     for index in range(search.num_trials):
         try:
-            return search.trial(experiment, "trial", search.suggest(index))
+            # Not by an object of the user, which may count how often it is asked.
+            values = search.suggest(index) if isinstance(search.algorithm, str) else search.sample(index)
+            return search.trial(experiment, "trial", values)
         except ConfigError as error:
             wrong = wrong or error
     raise ConfigError(f"no trial in this space is valid; first error: {wrong}")
@@ -157,8 +206,17 @@ class SweepDriver:
     """One start of a sweep: Ray Tune in a thread, and a loop that shows the sweep and handles stop requests."""
 
     def __init__(
-        self, experiment: Experiment, search: Search, sweep: Sweep, signals: Any, display: SweepConsole
+        self,
+        experiment: Experiment,
+        search: Search,
+        sweep: Sweep,
+        signals: Any,
+        display: SweepConsole,
+        searcher: TuneSearcher | None = None,
+        warm: Sequence[PastTrial] = (),
     ) -> None:
+        self._searcher, self._warm = searcher, list(warm)
+        self._checkpoint_bytes: dict[str, int] = {}
         self._experiment, self._search, self._sweep = experiment, search, sweep
         self._signals, self._display = signals, display
         self._trials = {trial.name: trial for trial in sweep.trials()}
@@ -178,6 +236,9 @@ class SweepDriver:
         self._stop: StopRequest | None = None
         self._stop_since_s = 0.0
         self._signals_seen = 0
+        # Why the sweep has nothing more to find.
+        self._goal: str | None = None
+        self._started_s = time.monotonic()
         self._is_over = False
         self._outage = StorageOutage()
 
@@ -213,14 +274,17 @@ class SweepDriver:
         if self._error is not None:
             raise TrainingFailedError(f"Ray Tune failed: {summarize_error(self._error)}") from self._error
         if self._stop is not None:
-            return self._stop.status, self._stop.reason
+            is_goal = self._stop.reason == self._goal
+            return "completed" if is_goal else self._stop.status, self._stop.reason
         return self._outcome()
 
     def _outcome(self) -> tuple[Any, str]:
         """Return the status and reason of a sweep that was not stopped as a whole."""
         if self._left:
             return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
-        return "completed", "all trials have ended"
+        trials = self._trials.values()
+        ended = self._goal or target_reached(self._search, trials) or out_of_patience(self._search, trials)
+        return "completed", ended or "all trials have ended"
 
     def _poll(self) -> str | None:
         """Call `_handle_requests`; return None if the storage is unavailable for the moment."""
@@ -238,6 +302,8 @@ class SweepDriver:
                 self._sweep.folder, StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1)
             )
             self._signals_seen = count
+        elif self._stop is None and (stop := self._own_stop()) is not None:
+            request_stop(self._sweep.folder, stop)
         asked = read_stop_request(self._sweep.folder)
         if asked is None:
             return None
@@ -250,6 +316,16 @@ class SweepDriver:
             self._stop_trials(replace(asked, abort=True))
             return f"{asked.reason}, without checkpoints after {human_duration(asked.within_s)}"
         return f"{asked.reason}, immediately" if asked.abort else None
+
+    def _own_stop(self) -> StopRequest | None:
+        """Return the request to stop of the search itself, if its goal is reached or its time is up."""
+        if self._goal is not None and self._training:
+            return StopRequest(reason=self._goal)
+        budget = self._search.time_budget
+        if budget is not None and time.monotonic() - self._started_s >= float(budget.amount):
+            reason = f"time_budget of {human_duration(float(budget.amount))} is used up"
+            return StopRequest(reason=reason, status="time_limit")
+        return None
 
     def _poll_machines(self, capacity: ConcurrencyLimit, thread: threading.Thread, leave_s: float) -> None:
         try:
@@ -276,7 +352,6 @@ class SweepDriver:
         from .trial import SweepTask, trial_resources
         from .tune_adapter import tune_trials
 
-        scheduler = self._search.scheduler
         try:
             with pickling_by_value(self._experiment):
                 experiment = cloudpickle.dumps(self._experiment)
@@ -288,8 +363,8 @@ class SweepDriver:
                     sweep_dir=self._sweep.sweep_dir,
                     metric=self._search.metric,
                     mode=self._search.mode,
-                    pauses=scheduler is not None and scheduler.pauses,
-                    may_change=bool(self._search.varied),
+                    pauses=self._search.pauses,
+                    may_change=self._search.may_change,
                     trains_here=self._experiment.scaling.is_single_worker,
                     imports=import_folders(),
                     current_dir=os.getcwd(),
@@ -298,6 +373,7 @@ class SweepDriver:
                 on_end=self._ended,
                 on_report=self._reported,
                 on_exploit=lambda *told: retry_storage(lambda: self._exploited(*told)),
+                on_stop_all=self._reach_goal,
                 is_over=lambda: self._is_over,
                 resources=trial_resources(self._experiment.scaling),
                 at_once=lambda: capacity.max_concurrent,
@@ -306,16 +382,18 @@ class SweepDriver:
         except BaseException as error:
             self._error = error
 
-    def _next(self) -> tuple[Trial, Params] | None:
-        """Return the next trial to train and its values, or None. Trials started by an earlier driver come first.
+    def _next(self) -> tuple[Trial, Params] | Literal["wait"] | None:
+        """Return the next trial to train and its values; "wait" if there may be one later, or None.
 
-        May be repeated if the storage fails meanwhile.
+        Trials started by an earlier driver come first. May be repeated if the storage fails meanwhile.
         """
-        if self._signals.count or self._stop is not None:
+        if self._signals.count or self._stop is not None or self._goal is not None:
             return None
         # First, so that no trial is taken from another driver.
         self._sweep.check_lease()
-        while self._waiting or self._suggest():
+        while True:
+            if not self._waiting and (outcome := self._suggest()) != "queued":
+                return "wait" if outcome == "wait" else None
             trial = self._waiting[0]
             try:
                 experiment = self._trial_experiment(trial)
@@ -324,7 +402,7 @@ class SweepDriver:
                 continue
             opened = open_run(
                 experiment,
-                accept_changes=bool(self._search.varied),
+                accept_changes=self._search.may_change,
                 take_over=True,
                 provenance=self._provenance,
             )
@@ -335,22 +413,33 @@ class SweepDriver:
                 self._training.add(trial.name)
             self._display.started(trial)
             return trial, self._typed(trial, experiment)
-        return None
 
-    def _suggest(self) -> bool:
-        """Queue one more trial, unless all have been suggested."""
+    def _suggest(self) -> Literal["queued", "wait", "finished"]:
+        """Queue one more trial, unless all have been suggested or the search is to wait or to end."""
         index = len(self._trials)
+        trials = list(self._trials.values())
         if index >= self._search.num_trials:
-            return False
+            return "finished"
+        if out_of_patience(self._search, trials) is not None:
+            # A running trial may still improve.
+            return "wait" if self._training else "finished"
+        tried = [each.tried for each in trials]
+        if self._searcher is None or index < len(self._search.points):
+            values = self._search.suggest(index, [*self._warm, *tried])
+        else:
+            suggested = self._searcher.suggest(index, tried)
+            if isinstance(suggested, str):
+                return suggested
+            values = suggested
         width = len(str(max(self._search.num_trials - 1, 100)))
         name = f"trial-{index:0{width}}"
-        values = to_plain(self._search.suggest(index, [each.tried for each in self._trials.values()]))
+        values = to_plain(values)
         trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
         # Before the trial has any files, so that a resumed sweep suggests the same values.
         self._sweep.note("trial_suggested", trial=name, index=index, values=values)
         self._trials[name] = trial
         self._waiting.append(trial)
-        return True
+        return "queued"
 
     def _record_invalid(self, trial: Trial, error: ConfigError) -> None:
         """Record that the values of a trial are not a valid combination."""
@@ -378,8 +467,9 @@ class SweepDriver:
             return
         self._donors.release(name)
         self._display.ended(trial)
-        if self._search.keep_best_trials is not None:
-            self._delete_surplus(self._search.keep_best_trials)
+        if (reason := target_reached(self._search, [trial])) is not None:
+            self._reach_goal(reason)
+        self._delete_checkpoints(self._surplus(trial))
 
     def _record_end(self, name: str, error: str | None) -> Trial:
         """Return the state of a trial from its files, after recording its end in the journal if it has ended."""
@@ -399,9 +489,27 @@ class SweepDriver:
             metric=trial.metric, steps=trial.steps,
         )  # fmt: skip
 
-    def _delete_surplus(self, keep: int) -> None:
-        """Delete the checkpoints of finished trials that are not among the best so far."""
-        for trial in surplus(self._trials.values(), mode=self._search.mode, keep=keep):
+    def _surplus(self, ended: Trial) -> list[Trial]:
+        """Return the finished trials whose checkpoints the search does not keep, after a trial has ended."""
+        search, trials = self._search, self._trials.values()
+        found = []
+        if search.keep_best_trials is not None:
+            found += surplus(trials, mode=search.mode, keep=search.keep_best_trials)
+        if search.max_checkpoint_bytes is not None:
+            sizes = self._checkpoint_bytes
+            sizes.pop(ended.name, None)
+            for trial in trials:
+                if trial.has_ended and trial.name not in sizes:
+                    # Counted the next time if the storage is away.
+                    with suppress(OSError, CheckpointError):
+                        sizes[trial.name] = checkpoint_bytes(trial)
+            sizes.update(dict.fromkeys(self._emptied, 0))
+            found += over_limit(trials, sizes, mode=search.mode, limit=search.max_checkpoint_bytes)
+        return found
+
+    def _delete_checkpoints(self, trials: Sequence[Trial]) -> None:
+        """Delete the checkpoints of trials."""
+        for trial in trials:
             if trial.name not in self._emptied:
                 self._emptied.add(trial.name)
                 try:
@@ -436,8 +544,19 @@ class SweepDriver:
         self._display.line(f"{name} resumes from {checkpoint} with {shown(tried)}", "dim")
         return self._typed(trial, experiment), checkpoint
 
+    def _reach_goal(self, reason: str) -> None:
+        """Start no more trials; the others save a checkpoint and end."""
+        self._goal = self._goal or reason
+
     def _reported(self, name: str, report: Mapping[str, Any]) -> None:
         self._display.reported(name, report)
+        if self._searcher is not None:
+            self._searcher.report(self._trials[name].index, report)
+        value = report.get(self._search.metric)
+        if value is not None and meets_target(self._search, value):
+            self._reach_goal(
+                f"{name} has reached the target {self._search.target:g} ({self._search.metric} {value:.4g})"
+            )
         # The report that led to the change arrives here, too.
         if self._donors.is_waiting(name) and retry_storage(lambda: self._sweep.has_saved_since_change(name)):
             self._donors.release(name)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PRUNED = "pruned by "
 """Prefix of the reason of a run that a scheduler stopped."""
+ENDED_EARLY = "ended by search.stop"
+"""Prefix of the reason of a run that `Search.stop` ended; it counts as trained to the end."""
 
 TrialStatus = Literal["pending", "running"] | Status
 
@@ -124,7 +126,7 @@ class Trial:
             state = "failed"
         elif self.status == "stopped" and self.reason.startswith(PRUNED):
             state = "pruned"
-        return PastTrial(values=self.values, state=state, metric=self.metric, steps=self.steps)
+        return PastTrial(values=self.values, state=state, metric=self.metric, steps=self.steps, metrics=self.metrics)
 
 
 class Sweep:
@@ -347,6 +349,6 @@ def _with_run(trial: Trial, run: Run) -> Trial:
 
 
 def _is_unfinished(run: Run) -> bool:
-    """Return whether a run was stopped by a request, other than by a scheduler."""
+    """Return whether a run was stopped by a request, other than of the search itself."""
     stop = read_stop_request(run.folder)
-    return run.record.status == "stopped" and stop is not None and not stop.reason.startswith(PRUNED)
+    return run.record.status == "stopped" and stop is not None and not stop.reason.startswith((PRUNED, ENDED_EARLY))

@@ -15,9 +15,9 @@ from .trial import make_report
 def reports_of_ended_trials(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
     """Return the evaluations of ended trials by name, as they were reported to Ray Tune.
 
-    Empty for `PBT`, which chooses among running trials.
+    Empty for `PBT` and others that pause trials: they choose among running ones.
     """
-    if search.scheduler is None or search.scheduler.pauses:
+    if search.scheduler is None or search.pauses:
         return {}
     ended: dict[str, None] = {}
     for event in read_events(sweep.folder):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.trainer.checkpoints.retention import Mode
@@ -14,6 +14,7 @@ from headway.trainer.result import Table, read_history
 
 from ..runs.run import Run
 from ..storage.folder import absolute
+from .objectives import Constraint, is_feasible, objective_values, pareto
 from .record import Sweep, Trial
 
 
@@ -53,6 +54,11 @@ class TrialResult:
         return self.trial.metric
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return self.trial.metrics
+
+    @property
     def checkpoint(self) -> str | None:
         """Path of its best checkpoint, else of its last one."""
         return self.trial.best_checkpoint or self.trial.last_checkpoint
@@ -83,6 +89,8 @@ class SweepResult:
         reason: why it ended.
         trials: in the order of their suggestions.
         metric, mode: the objective.
+        objectives: further objectives, "min" or "max" by metric.
+        constraints: limits on metrics.
         signal: number of the signal that interrupted it, if any.
     """
 
@@ -92,6 +100,8 @@ class SweepResult:
     trials: list[TrialResult]
     metric: str
     mode: Mode
+    objectives: Mapping[str, Mode] = field(default_factory=dict)
+    constraints: Sequence[str] = ()
     signal: int | None = None
 
     @classmethod
@@ -114,13 +124,27 @@ class SweepResult:
             trials=[TrialResult(trial) for trial in sweep.trials()],
             metric=search["metric"],
             mode=search["mode"],
+            objectives=search.get("objectives", {}),
+            constraints=search.get("constraints", ()),
             signal=signal,
         )
 
     @property
     def best(self) -> TrialResult | None:
-        """The trial with the best value of the metric, the first of equal ones; None if none has a finite value."""
+        """The feasible trial with the best value of the metric, the first of equal ones; None if there is none."""
         return next(iter(self.ranked()), None)
+
+    @property
+    def pareto(self) -> list[TrialResult]:
+        """The feasible trials that no other one dominates, by the last values of the metric and the further objectives.
+
+        Sorted by the metric. Without further objectives, those with the best last value.
+        """
+        objectives = {self.metric: self.mode, **self.objectives}
+        valued = [(each, objective_values(each.metrics, objectives)) for each in self.ranked()]
+        items = [(each, values) for each, values in valued if values is not None]
+        found = pareto(items, list(objectives.values()))
+        return sorted(found, key=lambda each: each.metrics[self.metric] * (1 if self.mode == "min" else -1))
 
     @property
     def failed(self) -> list[TrialResult]:
@@ -135,12 +159,19 @@ class SweepResult:
                 "trial": each.name,
                 "status": each.status,
                 self.metric: math.nan if each.metric is None else each.metric,
+                **{name: each.metrics.get(name, math.nan) for name in self._further_metrics},
                 "steps": each.trial.steps,
                 **each.values,
                 **({"error": each.error} if each.error else {}),
             }
             for each in self.trials
         )
+
+    @property
+    def _further_metrics(self) -> list[str]:
+        """The metrics of the objectives and constraints besides the metric."""
+        names = [*self.objectives, *(Constraint.parse(each).metric for each in self.constraints)]
+        return [name for name in dict.fromkeys(names) if name != self.metric]
 
     def dataframe(self) -> Any:
         """Return the table as a `pandas.DataFrame`.
@@ -150,9 +181,48 @@ class SweepResult:
         """
         return self.table.dataframe()
 
+    def to_optuna(self, storage: str | None = None, *, study_name: str | None = None) -> Any:
+        """Return the ended trials as a new `optuna.Study`, for example for Optuna's dashboard.
+
+        Args:
+            storage: URL of an Optuna storage such as "sqlite:///sweeps.db"; None for memory.
+            study_name: name of the study; by default that of the sweep.
+
+        Raises:
+            ConfigError: Optuna is not installed, or the storage has a study of this name.
+        """
+        from .optuna_export import to_study
+
+        record = Sweep(self.sweep_dir).record
+        return to_study(
+            [each.trial for each in self.trials],
+            record.search["space"],
+            {self.metric: self.mode, **self.objectives},
+            storage=storage,
+            name=study_name or record.name,
+        )
+
+    @property
+    def importances(self) -> dict[str, float]:
+        """How much of the metric's variance each parameter explains (Optuna's fANOVA), the most important first.
+
+        Only from completed trials; empty if there are fewer than four. Parameters that not all trials have are left
+        out.
+
+        Raises:
+            ConfigError: Optuna is not installed.
+        """
+        from .optuna_export import importances
+
+        return importances(self.to_optuna())
+
     def ranked(self) -> list[TrialResult]:
-        """Return the trials that have a finite metric and did not fail, best first."""
-        judged = [each for each in self.trials if each.metric is not None and each.status != "failed"]
+        """Return the trials that have a finite metric, did not fail and meet the constraints, best first."""
+        judged = [
+            each
+            for each in self.trials
+            if each.metric is not None and each.status != "failed" and is_feasible(each.metrics, self.constraints)
+        ]
         return sorted(judged, key=lambda each: (each.metric or 0.0) * (1 if self.mode == "min" else -1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from headway.trainer.errors import ConfigError
 
@@ -152,6 +152,11 @@ class PBT:
 
 
 Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
+
+
+def is_tune_scheduler(value: Any) -> bool:
+    """Return whether a value is a `TrialScheduler` of Ray Tune. Does not import Ray, which takes a second."""
+    return any(each.__module__ == "ray.tune.schedulers.trial_scheduler" for each in type(value).__mro__)
 
 
 def _check_grace(scheduler: ASHA | HyperBand) -> None:

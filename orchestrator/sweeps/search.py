@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
+from headway.trainer.loop.progress import Duration
 
 from ..config.experiment import Experiment
-from ..config.loader import override, parse_overrides, resolve
+from ..config.loader import override, parse_overrides, resolve, to_plain
 from ..config.target import load_named
 from . import optuna_search
-from .optuna_search import PastTrial
-from .schedulers import PBT, Scheduler
-from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
+from .objectives import Constraint
+from .optuna_search import TPE, PastTrial
+from .schedulers import PBT, Scheduler, is_tune_scheduler
+from .space import Axis, Choice, Grid, LogUniform, Normal, RandInt, Uniform, When, as_axis, contains
 
-Algorithm = Literal["random", "grid", "tpe"]
 Params: TypeAlias = dict[str, Any]
 """Hyperparameters of a trial, by dotted path."""
 
+_ALGORITHMS = ("random", "grid", "tpe")
 # Random trials tried to find one in which a value is valid.
 _MOST_SAMPLES = 50
-_AXES = (Uniform, LogUniform, RandInt, Choice)
+_AXES = get_args(Axis)
+_RANGES = (Uniform, LogUniform, RandInt, Normal)
+# Fields that may differ when a sweep is resumed.
+MUTABLE = frozenset((
+    "trials", "concurrent", "keep_best_trials", "max_checkpoint_bytes", "time_budget", "patience", "target",
+    "callbacks", "stop",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +42,36 @@ class Search:
     """The space, the metric and the budget of a sweep.
 
     Attributes:
-        space: by dotted path, as in overrides: `Uniform`, `LogUniform`, `RandInt`, `Choice`, or one of these inside
-            `When`. Any other value, also a list, is set in all trials.
+        space: by dotted path, as in overrides: `Uniform`, `LogUniform`, `RandInt`, `Normal`, `Choice` or `Grid`, a
+            domain of Ray Tune (`tune.loguniform(1e-4, 1e-1)`), a distribution of Optuna, a list to choose from, or one
+            of these inside `When`. Any other value is set in all trials.
         metric: name of a metric in the log; a trial is judged by its best value.
         mode: "min" if lower is better, "max" if higher is better.
-        trials: number of trials; None for the whole grid, or 10.
+        objectives: further metrics, each "min" or "max". The result has the trials that no other one dominates
+            (`SweepResult.pareto`). Judged by the last value of each metric.
+        constraints: limits on the last values of metrics, such as "validation/latency <= 20"; a trial that violates one
+            is not the best.
+        trials: number of trials; None for each combination of the grid, or 10.
         concurrent: the most trials at a time; None for as many as fit on the machines.
-        algorithm: "random", "grid" (every combination of choices), or "tpe" (Optuna's, which learns from earlier
-            trials; `pip install 'headway[optuna]'`).
-        scheduler: stops trials early or changes them: `ASHA`, `HyperBand`, `MedianStopping`, `PBT`.
+        algorithm: "random"; "grid" (every combination of choices); "tpe" (Optuna's, which learns from earlier trials;
+            `pip install 'headway[optuna]'`); a `Searcher` of Ray Tune; or an object with a method
+            `suggest(index, tried)` that returns values by path, given the earlier trials as a list of `PastTrial`.
+        scheduler: stops trials early or changes them: `ASHA`, `HyperBand`, `MedianStopping`, `PBT`, or a
+            `TrialScheduler` of Ray Tune.
         seed: seed of the suggestions. The n-th is always the same; for "tpe" given equal earlier trials.
+        points: values to begin with, by path; the first trials have them. Fields that a point leaves out are suggested.
         keep_best_trials: keep the checkpoints of only this many of the best finished trials; None keeps all.
+        max_checkpoint_bytes: whenever a trial ends, delete the checkpoints of the worst finished trials until those of
+            finished trials are within this limit, such as 20e9. The best trial keeps its own.
+        warm_start: folders of sweeps from whose ended trials the algorithm learns before the first suggestion. They
+            must have the same metric and mode; trials with values outside of this space are left out.
+        time_budget: how long a start of the sweep may take, such as "2h". Then running trials save a checkpoint, and
+            the sweep ends as "time_limit"; the same command resumes it.
+        patience: start no more trials when this many in a row have ended without a new best.
+        target: end the sweep when an evaluation is as good as this.
+        stop: when to end a trial, as in `ray.tune.RunConfig`: {"evaluations": 20}, a function of the trial and its
+            report, or a `Stopper`. Reports have the metric, "evaluations" and "step". The trial saves a checkpoint.
+        callbacks: callbacks of Ray Tune.
 
     Example:
         >>> search = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=20, seed=1)
@@ -54,47 +82,101 @@ class Search:
     space: Mapping[str, Any]
     metric: str = "validation/loss"
     mode: Mode = "min"
+    objectives: Mapping[str, Mode] = field(default_factory=dict)
+    constraints: Sequence[str] = ()
     trials: int | None = None
     concurrent: int | None = None
-    algorithm: Algorithm = "random"
-    scheduler: Scheduler | None = None
+    algorithm: Any = "random"
+    scheduler: Any = None
     seed: int = 0
+    points: Sequence[Mapping[str, Any]] = ()
     keep_best_trials: int | None = None
+    max_checkpoint_bytes: float | None = None
+    warm_start: Sequence[str] = ()
+    time_budget: Duration | None = None
+    patience: int | None = None
+    target: float | None = None
+    stop: Any = None
+    callbacks: Sequence[Any] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.space, Mapping) or not self.space:
             raise ConfigError(f"space must be a non-empty dict of axes by path, got {self.space!r}")
-        object.__setattr__(self, "space", dict(self.space))
-        for name, choices in (("mode", Mode), ("algorithm", Algorithm)):
-            if (value := getattr(self, name)) not in get_args(choices):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
-        for name in ("trials", "concurrent", "keep_best_trials"):
+        object.__setattr__(self, "space", {path: as_axis(value) for path, value in self.space.items()})
+        object.__setattr__(self, "points", tuple(self.points))
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
+        self._check_algorithm()
+        for name in ("trials", "concurrent", "keep_best_trials", "patience"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.time_budget is not None:
+            object.__setattr__(self, "time_budget", Duration.parse(self.time_budget))
+            if self.time_budget.unit != "seconds":
+                raise ConfigError(f'time_budget must be a time such as "2h", got {self.time_budget}')
+        if self.max_checkpoint_bytes is not None and not self.max_checkpoint_bytes > 0:
+            raise ConfigError(f"max_checkpoint_bytes must be > 0, got {self.max_checkpoint_bytes!r}")
+        if isinstance(self.warm_start, str):
+            raise ConfigError(f"warm_start must be a list of folders, got {self.warm_start!r}")
+        object.__setattr__(self, "warm_start", tuple(self.warm_start))
+        if self.warm_start and self.algorithm in ("random", "grid"):
+            raise ConfigError(f"warm_start needs an algorithm that learns, such as 'tpe', got {self.algorithm!r}")
+        if self.target is not None and not contains(Normal(0, 1), self.target):
+            raise ConfigError(f"target must be a finite number, got {self.target!r}")
         if not isinstance(self.metric, str):
-            raise ConfigError(f"metric must be one name, got {self.metric!r}: a search has one objective")
+            raise ConfigError(f"metric must be one name, got {self.metric!r}: name the others in objectives")
         if not self.metric.startswith(("validation/", "train/")):
             raise ConfigError(f"metric must start with 'validation/' or 'train/', got {self.metric!r}")
-        if self.scheduler is not None and not isinstance(self.scheduler, get_args(Scheduler)):
-            kinds = ", ".join(each.__name__ for each in get_args(Scheduler))
-            raise ConfigError(f"scheduler must be one of {kinds}, got {self.scheduler!r}")
-        if self.keep_best_trials is not None and isinstance(self.scheduler, PBT):
+        if not (self.stop is None or isinstance(self.stop, Mapping) or callable(self.stop)):
             raise ConfigError(
-                "keep_best_trials cannot be used with PBT: it could delete a checkpoint that a trial resumes from"
+                f'stop must be a dict such as {{"evaluations": 20}}, a function or a Stopper of Ray Tune, '
+                f"got {self.stop!r}"
             )
-        if self.algorithm == "tpe" and isinstance(self.scheduler, PBT):
-            raise ConfigError(
-                "algorithm='tpe' cannot be used with PBT, which changes the values of trials while they train"
-            )
+        self._check_objectives()
+        self._check_scheduler()
         self._check_space()
+        for number, point in enumerate(self.points):
+            self._check_point(f"points[{number}]", point)
 
     @property
     def num_trials(self) -> int:
         """Number of trials."""
         if self.algorithm == "grid":
-            return min(len(self._grid), self.trials or len(self._grid))
+            most = len(self.points) + len(self._grid)
+            return min(most, self.trials or most)
+        if self.trials is None and any(isinstance(axis, Grid) for axis in self.space.values()):
+            return len(self.points) + len(self._grid)
         return self.trials or 10
+
+    @property
+    def all_objectives(self) -> dict[str, Mode]:
+        """The metric and the further objectives, with their modes."""
+        return {self.metric: self.mode, **self.objectives}
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the scheduler may pause trials, and therefore needs a checkpoint of each evaluation."""
+        if not is_tune_scheduler(self.scheduler):
+            return self.scheduler is not None and bool(self.scheduler.pauses)
+        names = [each.__name__ for each in type(self.scheduler).__mro__]
+        return names[0] != "FIFOScheduler" and "AsyncHyperBandScheduler" not in names
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the scheduler may change the values of a trial while it trains."""
+        return isinstance(self.scheduler, PBT) or (is_tune_scheduler(self.scheduler) and self.pauses)
+
+    @property
+    def is_population_based(self) -> bool:
+        """Whether trials exchange weights, and should therefore all train concurrently."""
+        names = [each.__name__ for each in type(self.scheduler).__mro__]
+        return isinstance(self.scheduler, PBT) or "PopulationBasedTraining" in names
+
+    @property
+    def has_searcher(self) -> bool:
+        """Whether the algorithm is a `Searcher` of Ray Tune."""
+        return _is_from(self.algorithm, "ray.tune.search.searcher")
 
     @property
     def varied(self) -> dict[str, Axis]:
@@ -106,38 +188,85 @@ class Search:
         }
 
     def suggest(self, index: int, tried: Sequence[PastTrial] = ()) -> Params:
-        """Return the values of a trial: a function of the seed, the index and, for "tpe", the earlier trials.
+        """Return the values of a trial: a function of the seed, the index and, if it learns, the earlier trials.
+
+        Random values if the algorithm is a `Searcher`, which only `sweep` asks.
 
         Args:
             index: index of the trial, from 0.
             tried: the earlier trials in their current state.
 
         Raises:
-            ConfigError: Optuna is needed but not installed.
+            ConfigError: Optuna is needed but not installed, or the algorithm suggests no dict of values by path.
         """
-        if self.algorithm == "grid":
-            return dict(self._grid[index])
+        point = self.points[index] if index < len(self.points) else {}
         if self.algorithm == "tpe":
-            return optuna_search.suggest(self.space, mode=self.mode, seed=self.seed, index=index, tried=tried)
-        return self._sample(index)
+            return self._tpe.suggest(index, tried, point)
+        if point or self.algorithm == "random" or self.has_searcher:
+            return self.sample(index, point)
+        if self.algorithm == "grid":
+            return dict(self._grid[index - len(self.points)])
+        values = self.algorithm.suggest(index, tried)
+        if not isinstance(values, Mapping) or not all(isinstance(path, str) for path in values):
+            raise ConfigError(
+                f"{_class_of(self.algorithm)}.suggest must return a dict of values by path, got {values!r}"
+            )
+        return {**self.fixed, **values}
 
-    def _sample(self, index: int) -> Params:
+    @property
+    def fixed(self) -> Params:
+        """The values that all trials have."""
+        return {path: value for path, value in self.space.items() if not isinstance(value, (*_AXES, When))}
+
+    def sample(self, index: int, point: Mapping[str, Any] | None = None) -> Params:
+        """Return random values for a trial; those of the point are kept."""
         values: Params = {}
+        cell = self._grid[index % len(self._grid)] if self._grids else {}
         for path, axis in self.space.items():
             if isinstance(axis, When) and not axis.holds(values):
                 continue
             axis = axis.then if isinstance(axis, When) else axis
-            # One generator per field, so that adding a field does not change the values of the others.
-            values[path] = axis.draw(random.Random(f"{self.seed} {index} {path}")) if isinstance(axis, _AXES) else axis
+            if path in (point or {}):
+                values[path] = (point or {})[path]
+            elif isinstance(axis, Grid):
+                values[path] = cell[path]
+            else:
+                # One generator per field, so that adding a field does not change the values of the others.
+                generator = random.Random(f"{self.seed} {index} {path}")
+                values[path] = axis.draw(generator) if isinstance(axis, _AXES) else axis
         return values
 
+    def fits(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the space has these values of a trial of another sweep; fields outside of it do not matter."""
+        for path, axis in self.space.items():
+            if isinstance(axis, When):
+                if axis.holds(values) != (path in values):
+                    return False
+                axis = axis.then
+            elif isinstance(axis, _AXES) and path not in values:
+                return False
+            if path in values and not contains(axis, values[path]):
+                return False
+        return True
+
     def grid(self) -> list[Params]:
-        """Return all combinations of choices; the last field changes fastest."""
+        """Return all combinations of choices, or of the axes that are `Grid`; the last field changes fastest."""
         return list(self._grid)
+
+    @cached_property
+    def _grids(self) -> bool:
+        return any(isinstance(axis, Grid) for axis in self.space.values())
+
+    @cached_property
+    def _tpe(self) -> TPE:
+        return TPE(self.space, objectives=self.all_objectives, seed=self.seed, constraints=self.constraints)
 
     @cached_property
     def _grid(self) -> list[Params]:
         # Cached: a million combinations take a second to make, and each trial needs them.
+        if self.algorithm != "grid":
+            grids = {path: axis.values for path, axis in self.space.items() if isinstance(axis, Grid)}
+            return [dict(zip(grids, each, strict=True)) for each in itertools.product(*grids.values())]
         grid: list[Params] = [{}]
         for path, axis in self.space.items():
             longer = []
@@ -146,10 +275,21 @@ class Search:
                     longer.append(values)
                     continue
                 found = axis.then if isinstance(axis, When) else axis
-                choices = found.values if isinstance(found, Choice) else (found,)
+                choices = found.values if isinstance(found, (Choice, Grid)) else (found,)
                 longer += [{**values, path: value} for value in choices]
             grid = longer
         return grid
+
+    def to_plain(self) -> Params:
+        """Return the search for a record: axes and schedulers by class with what differs from their defaults."""
+        algorithm = self.algorithm if isinstance(self.algorithm, str) else _class_of(self.algorithm)
+        return {**{each.name: _plain(getattr(self, each.name)) for each in fields(self)}, "algorithm": algorithm}
+
+    @classmethod
+    def plain_defaults(cls) -> Params:
+        """Return the default values, for fields that a record of an earlier version lacks."""
+        plain = {each.name: _plain(each.default) for each in fields(cls) if each.default is not MISSING}
+        return {**plain, "objectives": {}}
 
     def check(self, experiment: Experiment) -> None:
         """Check that the search fits an experiment.
@@ -158,7 +298,9 @@ class Search:
             ConfigError: it does not; names the path, the value, and the nearest valid name.
         """
         if self.algorithm == "tpe":
-            optuna_search.required()
+            optuna = optuna_search.required()
+            if self.constraints and int(optuna.__version__.partition(".")[0]) < 5:
+                raise ConfigError(f"constraints with algorithm='tpe' need Optuna 5, got {optuna.__version__}")
         for path, axis in self.space.items():
             if path.split(".")[0] in ("name", "trainer", "storage"):
                 raise ConfigError(
@@ -167,10 +309,17 @@ class Search:
             found = axis.then if isinstance(axis, When) else axis
             for value in found.samples() if isinstance(found, _AXES) else (found,):
                 self._check_value(experiment, path, value)
-        if experiment.scaling.max_workers > 1 and (isinstance(self.scheduler, PBT) or self.metric.startswith("train/")):
+        for number, point in enumerate(self.points):
+            try:
+                override(experiment, self.sample(number, point))
+            except ConfigError as error:
+                raise ConfigError(f"points[{number}]: {error}") from error
+        if experiment.scaling.max_workers > 1 and (self.pauses or self.metric.startswith("train/")):
+            kind = "PBT" if isinstance(self.scheduler, PBT) else _class_of(self.scheduler)
             raise ConfigError(
-                f"PBT and train/* metrics require single-worker trials (scaling.workers=1), got {experiment.scaling}: "
-                "trials of several workers report evaluations without a checkpoint"
+                f"{kind if self.pauses else 'PBT'} and train/* metrics require single-worker trials "
+                f"(scaling.workers=1), got {experiment.scaling}: trials of several workers report evaluations without "
+                "a checkpoint"
             )
         if experiment.scaling.evaluation_worker is not None:
             raise ConfigError(
@@ -179,7 +328,7 @@ class Search:
             )
         if any(path.split(".")[0] == "scaling" for path in self.space):
             raise ConfigError("scaling.* cannot be searched: all trials use the same resources")
-        if self.metric.startswith("train/") and self.scheduler is not None and self.scheduler.pauses:
+        if self.metric.startswith("train/") and self.pauses:
             raise ConfigError(
                 f"{type(self.scheduler).__name__} decides by evaluations: metric must be a validation/* metric"
             )
@@ -189,14 +338,14 @@ class Search:
         wrong: ConfigError | None = None
         for conditions in self._conditions(path):
             # By itself, else with values of other axes: a width may be valid only for some numbers of heads.
-            for others in ({}, *map(self._sample, range(_MOST_SAMPLES))):
+            for others in ({}, *map(self.sample, range(_MOST_SAMPLES))):
                 try:
                     override(experiment, {**others, **conditions, path: value})
                 except ConfigError as error:
                     wrong = wrong or error
                 else:
                     return
-        raise ConfigError(f"space: {wrong}{_hint(value)}") from wrong
+        raise ConfigError(f"space: {wrong}") from wrong
 
     def _conditions(self, path: str) -> list[Params]:
         """Return the values of other fields for which an axis applies, as alternatives."""
@@ -219,11 +368,87 @@ class Search:
         if not self.metric.startswith("validation/"):
             return {}
         settings: Params = {"config.checkpoint.monitor": self.metric, "config.checkpoint.mode": self.mode}
-        if self.scheduler is not None and self.scheduler.pauses:
+        if self.pauses:
             keep = experiment.config.checkpoint.keep_last
             settings["config.checkpoint.background"] = False
             settings["config.checkpoint.keep_last"] = keep if keep == "all" else max(keep, 4)
         return settings
+
+    def _check_algorithm(self) -> None:
+        algorithm = self.algorithm
+        if self.has_searcher:
+            if any(isinstance(axis, When) for axis in self.space.values()):
+                raise ConfigError(
+                    f"When cannot be used with {_class_of(algorithm)}, which searches all axes in every trial: use "
+                    "algorithm='random' or 'tpe'"
+                )
+            return
+        if _is_from(algorithm, "ray.tune.search.search_algorithm"):
+            raise ConfigError(
+                f"algorithm must be a Searcher, got a {_class_of(algorithm)}: use algorithm='grid', or 'random' with "
+                "Grid(...) for some axes"
+            )
+        if isinstance(algorithm, str):
+            if algorithm not in _ALGORITHMS:
+                raise ConfigError(
+                    f"algorithm must be {', '.join(_ALGORITHMS)}, a Searcher of Ray Tune or an object with "
+                    f"suggest(index, tried), got {algorithm!r}"
+                )
+        elif isinstance(algorithm, type) or not callable(getattr(algorithm, "suggest", None)):
+            raise ConfigError(
+                f"algorithm must be one of {', '.join(_ALGORITHMS)}, a Searcher of Ray Tune, or an object with "
+                f"suggest(index, tried), got {algorithm!r}"
+            )
+
+    def _check_objectives(self) -> None:
+        object.__setattr__(self, "constraints", tuple(self.constraints))
+        for text in self.constraints:
+            Constraint.parse(text)
+        for name, mode in self.objectives.items():
+            if name == self.metric or mode not in get_args(Mode):
+                raise ConfigError(
+                    f"objectives must be metrics besides {self.metric}, each 'min' or 'max', got {name!r}: {mode!r}"
+                )
+        if not (self.objectives or self.constraints):
+            return
+        kind = "objectives" if self.objectives else "constraints"
+        for field_name in ("keep_best_trials", "max_checkpoint_bytes", "patience", "target"):
+            if getattr(self, field_name) is not None:
+                raise ConfigError(f"{field_name} cannot be used with {kind}: it judges trials by {self.metric} alone")
+        if self.objectives and self.scheduler is not None:
+            raise ConfigError(
+                f"{_class_of(self.scheduler)} cannot be used with objectives: it judges by {self.metric} alone"
+            )
+        if self.has_searcher:
+            raise ConfigError(
+                f"{_class_of(self.algorithm)} cannot be used with {kind}: use algorithm='tpe' or 'random', or an "
+                "object with suggest(index, tried)"
+            )
+
+    def _check_scheduler(self) -> None:
+        scheduler = self.scheduler
+        if (
+            scheduler is not None
+            and not isinstance(scheduler, get_args(Scheduler))
+            and not is_tune_scheduler(scheduler)
+        ):
+            kinds = ", ".join(each.__name__ for each in get_args(Scheduler))
+            raise ConfigError(f"scheduler must be one of {kinds}, or a TrialScheduler of Ray Tune, got {scheduler!r}")
+        if is_tune_scheduler(scheduler) and scheduler.metric not in (None, self.metric):
+            raise ConfigError(
+                f"{_class_of(scheduler)} judges {scheduler.metric}, but the metric of the search is {self.metric}: "
+                "create it without metric and mode, because it gets those of the search"
+            )
+        for name in ("keep_best_trials", "max_checkpoint_bytes"):
+            if getattr(self, name) is not None and self.is_population_based:
+                raise ConfigError(
+                    f"{name} cannot be used with PBT: it could delete a checkpoint that a trial resumes from"
+                )
+        if self.algorithm not in ("random", "grid") and self.is_population_based:
+            name = f"{self.algorithm!r}" if isinstance(self.algorithm, str) else _class_of(self.algorithm)
+            raise ConfigError(
+                f"algorithm={name} cannot be used with PBT, which changes the values of trials while they train"
+            )
 
     def _check_space(self) -> None:
         before: set[str] = set()
@@ -235,38 +460,75 @@ class Search:
                     raise ConfigError(f"{path} depends on {axis.path}, which must come before it in the space")
                 if not isinstance(axis.then, _AXES):
                     raise ConfigError(f"{path}: When needs an axis such as Choice, got {axis.then!r}")
+                if isinstance(axis.then, Grid):
+                    raise ConfigError(f"{path}: Grid cannot be conditional: use Choice({list(axis.then.values)!r})")
                 self._check_occurs(path, axis)
             found = axis.then if isinstance(axis, When) else axis
-            if self.algorithm == "grid" and isinstance(found, (Uniform, LogUniform, RandInt)):
-                raise ConfigError(f"{path}: a grid needs Choice([...]), got a {type(found).__name__}")
+            self._check_axis(path, found)
             before.add(path)
         if not any(isinstance(axis, (*_AXES, When)) for axis in self.space.values()) and self.num_trials > 1:
             raise ConfigError(
                 f"nothing in the space varies, so all {self.num_trials} trials would be equal: add an axis such as "
-                f"LogUniform or Choice, or set trials=1{''.join({_hint(value): None for value in self.space.values()})}"
+                "LogUniform or Choice, or set trials=1"
             )
-        if isinstance(self.scheduler, PBT):
-            axes = {path: axis for path, axis in self.space.items() if isinstance(axis, (*_AXES, When))}
-            if unknown := [path for path in self.scheduler.vary if path not in axes]:
-                raise ConfigError(f"PBT(vary=...) names {', '.join(unknown)}, for which the space has no axis")
-            conditional = [axis for axis in axes.values() if isinstance(axis, When)]
-            if tied := [path for path in self.varied if axes[path] in conditional] + [
-                axis.path for axis in conditional if axis.path in self.varied
-            ]:
-                raise ConfigError(
-                    f"PBT cannot vary {', '.join(tied)}, which depends on another field or on which one depends: the "
-                    "fields of a trial would change while it trains; name other fields in PBT(vary=...)"
-                )
-            if not self.varied:
-                raise ConfigError("PBT has nothing to vary: add a Uniform or LogUniform outside of When to the space")
+        self._check_varied()
+
+    def _check_axis(self, path: str, axis: Any) -> None:
+        """Check that the algorithm can search an axis."""
+        if self.algorithm == "grid" and isinstance(axis, _RANGES):
+            raise ConfigError(f"{path}: a grid needs Choice([...]), got a {type(axis).__name__}")
+        if self.algorithm == "tpe" and isinstance(axis, Normal):
+            raise ConfigError(f"{path}: algorithm='tpe' has no normal distribution, use Uniform or algorithm='random'")
+        if isinstance(axis, Grid) and self.algorithm not in ("random", "grid"):
+            raise ConfigError(
+                f"{path}: Grid needs algorithm='random' or 'grid', as others choose values themselves: use "
+                f"Choice({list(axis.values)!r})"
+            )
+
+    def _check_varied(self) -> None:
+        """Check what `PBT` varies."""
+        if not isinstance(self.scheduler, PBT):
+            return
+        axes = {path: axis for path, axis in self.space.items() if isinstance(axis, (*_AXES, When))}
+        if unknown := [path for path in self.scheduler.vary if path not in axes]:
+            raise ConfigError(f"PBT(vary=...) names {', '.join(unknown)}, for which the space has no axis")
+        conditional = [axis for axis in axes.values() if isinstance(axis, When)]
+        if tied := [path for path in self.varied if axes[path] in conditional] + [
+            axis.path for axis in conditional if axis.path in self.varied
+        ]:
+            raise ConfigError(
+                f"PBT cannot vary {', '.join(tied)}, which depends on another field or on which one depends: the "
+                "fields of a trial would change while it trains; name other fields in PBT(vary=...)"
+            )
+        if grids := [path for path in self.varied if isinstance(axes[path], Grid)]:
+            raise ConfigError(f"PBT cannot vary {', '.join(grids)}, which is a Grid: use Choice")
+        if not self.varied:
+            raise ConfigError("PBT has nothing to vary: add a Uniform or LogUniform outside of When to the space")
+
+    def _check_point(self, name: str, point: Any) -> None:
+        """Check that a point consists of values of the space."""
+        if not isinstance(point, Mapping) or not point:
+            raise ConfigError(f"{name} must be a dict of values by path, got {point!r}")
+        for path, value in point.items():
+            if path not in self.space:
+                raise ConfigError(f"{name}: {path} is not in the space, which has {', '.join(self.space)}")
+            axis = self.space[path]
+            if isinstance(axis, When):
+                if not axis.holds(point):
+                    raise ConfigError(
+                        f"{name}: {path} applies when {axis.path} is {' or '.join(map(repr, axis.wanted))}: add that"
+                    )
+                axis = axis.then
+            if not contains(axis, value):
+                raise ConfigError(f"{name}: {path}={value!r} is not a value of {axis!r}")
 
     def _check_occurs(self, path: str, axis: When) -> None:
         """Check that a condition can hold."""
         above = self.space[axis.path]
         above = above.then if isinstance(above, When) else above
-        if isinstance(above, (Uniform, LogUniform, RandInt)):
+        if isinstance(above, _RANGES):
             return
-        there = above.values if isinstance(above, Choice) else (above,)
+        there = above.values if isinstance(above, (Choice, Grid)) else (above,)
         if never := [value for value in axis.wanted if value not in there]:
             raise ConfigError(
                 f"{path} applies when {axis.path} is {' or '.join(map(repr, never))}, which never happens: its values "
@@ -274,13 +536,34 @@ class Search:
             )
 
 
-def _hint(value: Any) -> str:
-    """Return how to write an axis, for a fixed value that was probably meant as one."""
+def _is_from(value: Any, module: str) -> bool:
+    """Return whether a class of the value is defined in a module. Does not import it, because Ray takes a second."""
+    return any(each.__module__ == module for each in type(value).__mro__)
+
+
+def _class_of(value: Any) -> str:
+    return type(value).__qualname__
+
+
+def _plain(value: Any) -> Any:
+    """Return a part of a search as plain values; an object that is not Headway's becomes the name of its class."""
+    if isinstance(value, Duration) or value is None or isinstance(value, (bool, int, float, str)):
+        return to_plain(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return f"; a list is one fixed value, write Choice({list(value)!r}) to choose from it"
-    if type(value).__module__.startswith(("ray.tune", "optuna", "hyperopt")):
-        return "; write Uniform, LogUniform, RandInt or Choice of headway.orchestrator for an axis"
-    return ""
+        return [_plain(each) for each in value]
+    if type(value).__module__.startswith("headway.orchestrator.sweeps.") and is_dataclass(value):
+        settings = {
+            each.name: getattr(value, each.name) for each in fields(value) if getattr(value, each.name) != each.default
+        }
+        return {_class_of(value): {name: _plain(each) for name, each in settings.items()}}
+    if callable(value) or type(value).__module__.startswith("ray."):
+        return getattr(value, "__qualname__", _class_of(value))
+    try:
+        return to_plain(value)
+    except ConfigError:
+        return _class_of(value)
 
 
 def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search") -> tuple[Experiment, Search]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from headway.trainer.errors import ConfigError
+
+from ..config.loader import to_plain
 
 
 @dataclass(frozen=True)
@@ -16,25 +20,33 @@ class Uniform:
 
     Attributes:
         low, high: limits, inclusive.
+        step: distance between two values, counted from `low`; None for any value.
 
     Example:
-        >>> Uniform(0.0, 0.5).high
-        0.5
+        >>> Uniform(0.0, 0.5, step=0.1).samples()
+        (0.0, 0.2, 0.5)
     """
 
     low: float
     high: float
+    step: float | None = None
 
     def __post_init__(self) -> None:
-        _check_limits(self, self.low, self.high)
+        _check_limits(self, self.low, self.high, self.step)
 
     def draw(self, generator: random.Random) -> float:
         """Return a random value."""
-        return generator.uniform(self.low, self.high)
+        if self.step is None:
+            return generator.uniform(self.low, self.high)
+        return _at(self, generator.randint(0, _num_steps(self)))
 
     def samples(self) -> tuple[float, ...]:
         """Return typical values, for validation."""
-        return (self.low, self.low + 0.382 * (self.high - self.low), self.high)
+        return (self.low, self.snap(self.low + 0.382 * (self.high - self.low)), self.snap(self.high))
+
+    def snap(self, value: float) -> float:
+        """Return the nearest valid value."""
+        return _snap(self, value)
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class LogUniform:
 
     Attributes:
         low, high: limits, inclusive; > 0.
+        step: distance between two values, counted from `low`; None for any value.
 
     Example:
         >>> LogUniform(1e-4, 1e-1).low
@@ -51,54 +64,108 @@ class LogUniform:
 
     low: float
     high: float
+    step: float | None = None
 
     def __post_init__(self) -> None:
-        _check_limits(self, self.low, self.high)
-        if not self.low > 0:
-            raise ConfigError(f"LogUniform: low must be > 0, got {self.low!r}")
+        _check_limits(self, self.low, self.high, self.step)
 
     def draw(self, generator: random.Random) -> float:
         """Return a random value."""
-        drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
-        return min(max(drawn, self.low), self.high)
+        return self.snap(math.exp(generator.uniform(math.log(self.low), math.log(self.high))))
 
     def samples(self) -> tuple[float, ...]:
         """Return typical values, for validation."""
-        return (self.low, math.sqrt(self.low * self.high), self.high)
+        return (self.low, self.snap(math.sqrt(self.low * self.high)), self.snap(self.high))
+
+    def snap(self, value: float) -> float:
+        """Return the nearest valid value."""
+        return _snap(self, value)
 
 
 @dataclass(frozen=True)
 class RandInt:
-    """An integer with a uniform distribution.
+    """An integer with a uniform or log-uniform distribution.
 
     Attributes:
         low, high: limits, inclusive.
+        step: distance between two values, counted from `low`.
+        log: draw on a logarithmic scale, as for the size of a layer or a batch; then `low` must be >= 1.
 
     Example:
-        >>> RandInt(1, 3).samples()
-        (1, 3)
+        >>> RandInt(8, 64, step=8).samples()
+        (8, 64)
     """
 
     low: int
     high: int
+    step: int = 1
+    log: bool = False
 
     def __post_init__(self) -> None:
-        _check_limits(self, self.low, self.high)
-        if type(self.low) is not int or type(self.high) is not int:
-            raise ConfigError(f"RandInt: low and high must be integers, got {self.low!r} and {self.high!r}")
+        if any(type(each) is not int for each in (self.low, self.high, self.step)):
+            raise ConfigError(
+                f"RandInt: low, high and step must be integers, got {self.low!r}, {self.high!r} and {self.step!r}"
+            )
+        _check_limits(self, self.low, self.high, self.step)
 
     def draw(self, generator: random.Random) -> int:
         """Return a random value."""
-        return generator.randint(self.low, self.high)
+        if not self.log:
+            return self.low + self.step * generator.randint(0, (self.high - self.low) // self.step)
+        # As if all values that round to an integer were drawn, so that the limits are as likely as their neighbors.
+        drawn = math.exp(generator.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
+        return self.snap(drawn)
 
     def samples(self) -> tuple[int, ...]:
         """Return typical values, for validation."""
-        return (self.low, self.high)
+        return (self.low, self.snap(self.high))
+
+    def snap(self, value: float) -> int:
+        """Return the nearest valid value."""
+        return int(_snap(self, value))
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A float with a normal distribution; has no limits.
+
+    Attributes:
+        mean: its mean.
+        std: its standard deviation.
+        step: distance between two values, counted from `mean`; None for any value.
+
+    Example:
+        >>> Normal(0.0, 0.1).std
+        0.1
+    """
+
+    mean: float
+    std: float
+    step: float | None = None
+
+    def __post_init__(self) -> None:
+        if not all(_is_number(each) for each in (self.mean, self.std)) or self.std <= 0:
+            raise ConfigError(
+                f"Normal: mean and std must be finite numbers, std > 0, got {self.mean!r} and {self.std!r}"
+            )
+        _check_step(self, self.step)
+
+    def draw(self, generator: random.Random) -> float:
+        """Return a random value."""
+        return self.snap(generator.gauss(self.mean, self.std))
+
+    def samples(self) -> tuple[float, ...]:
+        """Return typical values, for validation."""
+        return (self.mean,)
+
+    def snap(self, value: float) -> float:
+        """Return the nearest valid value."""
+        return value if self.step is None else self.mean + self.step * round((value - self.mean) / self.step)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values with equal probability; a grid tries each.
+    """One of several values with equal probability; with `algorithm="grid"`, each of them.
 
     Attributes:
         values: the values; a nested list is one value.
@@ -111,11 +178,7 @@ class Choice:
     values: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.values, (list, tuple, range)):
-            raise ConfigError(f"Choice: values must be a list, got {self.values!r}")
-        object.__setattr__(self, "values", tuple(self.values))
-        if not self.values:
-            raise ConfigError("Choice: values must not be empty")
+        _check_values(self)
 
     def draw(self, generator: random.Random) -> Any:
         """Return a random value."""
@@ -126,7 +189,33 @@ class Choice:
         return self.values
 
 
-Axis: TypeAlias = Uniform | LogUniform | RandInt | Choice
+@dataclass(frozen=True)
+class Grid:
+    """Each of several values in turn, while other axes are drawn at random.
+
+    With several grids, each combination in turn. One trial per combination by default; set `trials` to a multiple of
+    that to repeat the grid with other random values.
+
+    Attributes:
+        values: the values; a nested list is one value.
+
+    Example:
+        >>> search = Search(space={"config.width": Grid([64, 128]), "config.learning_rate": LogUniform(1e-4, 1e-1)})
+        >>> search.num_trials, [search.suggest(index)["config.width"] for index in range(3)]
+        (2, [64, 128, 64])
+    """
+
+    values: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+
+    def samples(self) -> tuple[Any, ...]:
+        """Return all values, for validation."""
+        return self.values
+
+
+Axis: TypeAlias = Uniform | LogUniform | RandInt | Normal | Choice | Grid
 
 
 @dataclass(frozen=True)
@@ -145,9 +234,12 @@ class When:
 
     path: str
     values: Any
-    then: Axis
+    then: Any
 
-    def holds(self, values: dict[str, Any]) -> bool:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "then", as_axis(self.then))
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
         """Return whether the axis applies, given the values drawn so far."""
         return self.path in values and values[self.path] in self.wanted
 
@@ -157,10 +249,123 @@ class When:
         return self.values if isinstance(self.values, tuple) else (self.values,)
 
 
-def _check_limits(axis: Any, low: Any, high: Any) -> None:
+def as_axis(value: Any) -> Any:
+    """Return an axis for a list, for a domain of Ray Tune and for a distribution of Optuna; other values unchanged.
+
+    Raises:
+        ConfigError: the value is an axis of another library, or has no equivalent.
+    """
+    if isinstance(value, list):
+        return Choice(tuple(value))
+    if isinstance(value, Mapping) and set(value) == {"grid_search"}:
+        return Grid(value["grid_search"])
+    library = type(value).__module__.partition(".")[0]
+    if library in ("ray", "optuna"):
+        return (_from_tune if library == "ray" else _from_optuna)(value)
+    if library in ("hyperopt", "scipy", "skopt", "ConfigSpace"):
+        raise ConfigError(
+            f"space: a {type(value).__name__} of {library} is not supported: use Uniform, LogUniform, RandInt, Normal "
+            "or Choice, a domain of Ray Tune, or a distribution of Optuna"
+        )
+    return value
+
+
+def contains(axis: Any, value: Any) -> bool:
+    """Return whether an axis, or a fixed value, can have a value."""
+    if isinstance(axis, (Choice, Grid)):
+        return index_of(axis, value) is not None
+    if isinstance(axis, (Uniform, LogUniform, RandInt, Normal)):
+        is_type = type(value) is int if isinstance(axis, RandInt) else _is_number(value)
+        return is_type and math.isclose(axis.snap(value), value, rel_tol=1e-9, abs_tol=1e-12)
+    return bool(to_plain(value) == to_plain(axis))
+
+
+def index_of(axis: Choice | Grid, value: Any) -> int | None:
+    """Return the place of a value, possibly read from a journal, among those of an axis."""
+    text = json.dumps(to_plain(value))
+    return next((place for place, each in enumerate(axis.values) if json.dumps(to_plain(each)) == text), None)
+
+
+def _from_tune(domain: Any) -> Axis:
+    from ray.tune.search import sample
+
+    if isinstance(domain, sample.Categorical):
+        return Choice(tuple(domain.categories))
+    if not isinstance(domain, (sample.Float, sample.Integer)):
+        raise ConfigError(
+            f"space: {type(domain).__name__} of Ray Tune has no equivalent: use an axis, with When for a parameter "
+            "that depends on another one, or compute the value in the trainer"
+        )
+    sampler, step = domain.get_sampler(), None
+    if isinstance(sampler, sample.Quantized):
+        sampler, step = sampler.get_sampler(), sampler.q
+    is_log = isinstance(sampler, sample.LogUniform)
+    if isinstance(domain, sample.Integer):
+        # The upper limit is exclusive, except with a step.
+        high = domain.upper - 1 if step is None else domain.upper
+        return RandInt(domain.lower, high, step=step or 1, log=is_log)
+    if isinstance(sampler, sample.Normal):
+        return Normal(sampler.mean, sampler.sd, step)
+    return (LogUniform if is_log else Uniform)(domain.lower, domain.upper, step)
+
+
+def _from_optuna(distribution: Any) -> Axis:
+    from optuna import distributions
+
+    match distribution:
+        case distributions.FloatDistribution(low=low, high=high, log=log, step=step):
+            return LogUniform(low, high) if log else Uniform(low, high, step)
+        case distributions.IntDistribution(low=low, high=high, log=log, step=step):
+            return RandInt(low, high, step=step, log=log)
+        case distributions.CategoricalDistribution(choices=choices):
+            return Choice(tuple(choices))
+    raise ConfigError(f"space: {type(distribution).__name__} of Optuna has no equivalent: use an axis such as Uniform")
+
+
+def _num_steps(axis: Any) -> int:
+    """Return the number of steps between the limits."""
+    return int((axis.high - axis.low) / axis.step + 1e-9)
+
+
+def _at(axis: Any, step: int) -> float:
+    """Return the value after some steps, without the noise of repeated additions such as 0.30000000000000004."""
+    value: float = axis.low + step * axis.step
+    return value if type(value) is int else float(f"{value:.12g}")
+
+
+def _snap(axis: Any, value: float) -> float:
+    clamped: float = min(max(value, axis.low), axis.high)
+    if axis.step is None:
+        return clamped
+    return _at(axis, min(round((clamped - axis.low) / axis.step), _num_steps(axis)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_limits(axis: Any, low: Any, high: Any, step: Any) -> None:
     name = type(axis).__name__
-    for limit in (low, high):
-        if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not math.isfinite(limit):
-            raise ConfigError(f"{name}: low and high must be finite numbers, got {low!r} and {high!r}")
+    if not (_is_number(low) and _is_number(high)):
+        raise ConfigError(f"{name}: low and high must be finite numbers, got {low!r} and {high!r}")
     if not low < high:
         raise ConfigError(f"{name}: low must be less than high, got {low!r} and {high!r}")
+    if (isinstance(axis, LogUniform) or getattr(axis, "log", False)) and not low > 0:
+        raise ConfigError(f"{name}: low must be > 0 on a logarithmic scale, got {low!r}")
+    _check_step(axis, step)
+    if step is not None and step > high - low:
+        raise ConfigError(f"{name}: step must be <= high - low ({high - low}), got {step!r}")
+
+
+def _check_step(axis: Any, step: Any) -> None:
+    if step is not None and not (_is_number(step) and step > 0):
+        raise ConfigError(f"{type(axis).__name__}: step must be > 0, got {step!r}")
+
+
+def _check_values(axis: Choice | Grid) -> None:
+    name = type(axis).__name__
+    if not isinstance(axis.values, (list, tuple, range)):
+        raise ConfigError(f"{name}: values must be a list, got {axis.values!r}")
+    object.__setattr__(axis, "values", tuple(axis.values))
+    if not axis.values:
+        raise ConfigError(f"{name}: values must not be empty")

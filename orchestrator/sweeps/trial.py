@@ -200,7 +200,8 @@ def make_report(asked: SweepTask | Search, value: float, evaluations: int, step:
     worst = _WORST if asked.mode == "min" else -_WORST
     is_finite = math.isfinite(value)
     return {
-        asked.metric: value if is_finite else worst, "evaluations": evaluations, "step": step, "is_finite": is_finite,
+        asked.metric: value if is_finite else worst, "evaluations": evaluations, "training_iteration": evaluations,
+        "step": step, "is_finite": is_finite,
     }  # fmt: skip
 
 

@@ -5,16 +5,16 @@ Runs in a thread of the driver. All state is in the journal and the runs; Ray Tu
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
 import pickle
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
@@ -29,17 +29,19 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 from ray.tune.search import Searcher
+from ray.tune.stopper import FunctionStopper
 
 from ..cluster.ray_env import temporary_env
 from ..errors import StorageError
 from ..runs.requests import StopRequest, request_stop
+from ..runs.run import Run, now
 from ..storage.folder import Folder, retry_storage
 from ..storage.scratch import scratch_folder
-from .record import PRUNED, Sweep, Trial
+from .record import ENDED_EARLY, PRUNED, Sweep, Trial
 from .replay import reports_of_ended_trials
-from .schedulers import ASHA, PBT, HyperBand, MedianStopping
+from .schedulers import ASHA, PBT, HyperBand, MedianStopping, is_tune_scheduler
 from .search import Params, Search
-from .space import Axis, Choice, LogUniform, RandInt, Uniform
+from .space import Axis, Choice, Grid
 from .trial import SweepTask, read_pointer
 from .trial_process import train_trial
 
@@ -48,6 +50,9 @@ _QUIET = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     # Ray Tune's own state is never read.
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
+    # By default Ray Tune starts processes one after another, and a short trial hands its process on before the next is
+    # up, so short trials would never run concurrently. `has_room` limits them instead.
+    "TUNE_MAX_PENDING_TRIALS_PG": "1000000",
     "TUNE_WARN_THRESHOLD_S": "60",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
@@ -55,7 +60,7 @@ _CALLBACKS = "RAY_TUNE_CALLBACKS"
 
 _TUNE_FOLDER = ".ray-tune"
 
-NextTrial = Callable[[], tuple[Trial, Params] | None]
+NextTrial = Callable[[], tuple[Trial, Params] | Literal["wait"] | None]
 OnTrialEnd = Callable[[str, str | None], None]
 OnTrialReport = Callable[[str, Mapping[str, Any]], None]
 OnExploit = Callable[[str, str, Params], tuple[Params, str]]
@@ -70,6 +75,7 @@ def tune_trials(
     on_end: OnTrialEnd,
     on_report: OnTrialReport,
     on_exploit: OnExploit,
+    on_stop_all: Callable[[str], None],
     is_over: Callable[[], bool],
     resources: Any,
     at_once: Callable[[], int],
@@ -81,11 +87,13 @@ def tune_trials(
         sweep: the sweep, with its journal.
         search: the definition of the search.
         task: settings for all trials.
-        next_trial: returns the next trial and its typed values, or None if there is none.
+        next_trial: returns the next trial and its typed values, "wait" to be asked again later, or None if there is
+            none.
         on_end: called with the name of each trial that has ended, and an error that is not in its files, or None.
         on_report: called with the name and report of a trial.
         on_exploit: called when PBT changes a trial, with its name, the other trial's checkpoint and the new values;
             returns the typed values and the checkpoint to resume from.
+        on_stop_all: called with a reason when `search.stop` wants to end the sweep.
         is_over: returns True to abort all trials.
         resources: resources of one trial.
         at_once: returns how many trials may train at the moment.
@@ -94,6 +102,7 @@ def tune_trials(
     kind = type(search.scheduler).__name__
     scheduler = GracefulStopScheduler(
         _scheduler(search), sweep, kind=kind, at_once=at_once, on_exploit=on_exploit,
+        stopper=as_stopper(search.stop), on_stop_all=on_stop_all,
         earlier_reports=retry_storage(lambda: reports_of_ended_trials(sweep, search)),
     )  # fmt: skip
     with (
@@ -119,6 +128,7 @@ def tune_trials(
                 storage_path=place,
                 storage_filesystem=filesystem,
                 stop=AbortStopper(is_over),
+                callbacks=list(search.callbacks) or None,
                 failure_config=tune.FailureConfig(max_failures=max_failures),
                 verbose=0,
             ),
@@ -195,6 +205,8 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
         found = self._next()
         if found is None:
             return str(Searcher.FINISHED)
+        if found == "wait":
+            return None
         trial, values = found
         self._names[trial_id] = trial.name
         return {**values, "trial": trial.name, "resume": trial.resume}
@@ -237,6 +249,15 @@ class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
         return self._is_over()
 
 
+def as_stopper(stop: Any) -> tune.Stopper | None:
+    """Return `Search.stop` as a stopper of Ray Tune: a dict ends a trial when a reported value is as large."""
+    if stop is None or isinstance(stop, tune.Stopper):
+        return copy.deepcopy(stop)
+    if isinstance(stop, Mapping):
+        return FunctionStopper(lambda _, result: any(result.get(key, -math.inf) >= most for key, most in stop.items()))
+    return FunctionStopper(stop)
+
+
 class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
     """Stops trials through their runs, so that they save a checkpoint first; limits how many run concurrently.
 
@@ -246,6 +267,8 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         kind: name of the scheduler, for reasons.
         at_once, on_exploit: see `tune_trials`.
         earlier_reports: reports of trials that ended under an earlier driver, by name.
+        stopper: ends trials besides the inner scheduler.
+        on_stop_all: see `tune_trials`.
     """
 
     def __init__(
@@ -257,24 +280,26 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         at_once: Callable[[], int],
         on_exploit: OnExploit,
         earlier_reports: Mapping[str, Sequence[dict[str, Any]]],
+        stopper: tune.Stopper | None = None,
+        on_stop_all: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
+        self._stopper, self._on_stop_all = stopper, on_stop_all
         self._earlier_reports = earlier_reports
         self._kind = kind
         self._inner, self._sweep, self._at_once, self._on_exploit = inner, sweep, at_once, on_exploit
         self._is_pbt = isinstance(inner, PopulationBasedTraining)
         self._stopped: set[str] = set()
-        self._controller: Any = None
-        self._supports_buffered_results = False
+        self._trials: dict[str, TuneTrial] = {}
 
     def has_room(self) -> bool:
         """Return whether one more trial may train."""
-        trials = self._controller.get_live_trials() if self._controller is not None else ()
-        return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in trials) < self._at_once()
+        training = (TuneTrial.PENDING, TuneTrial.RUNNING)
+        return sum(trial.status in training for trial in self._trials.values()) < self._at_once()
 
     def training_error(self, trial_id: str) -> str:
         """Return the last line of a trial's error, from Ray Tune's file on this machine."""
-        lines = Path(self._controller.get_trial(trial_id).error_file).read_text().strip().splitlines()
+        lines = Path(str(self._trials[trial_id].error_file)).read_text().strip().splitlines()
         return lines[-1] if lines else "its process died"
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
@@ -283,12 +308,9 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
 
     def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
         """Forward it."""
-        if self._controller is None:
-            # By default Ray Tune starts processes one after another, and a short trial hands its process on before the
-            # next is up, so short trials would never run concurrently. `has_room` limits them instead.
-            controller.update_max_pending_trials(sys.maxsize)
+        if not self._trials:
             self._replay(controller)
-        self._controller = controller
+        self._trials[trial.trial_id] = trial
         self._inner.on_trial_add(ControllerWithoutSearch(controller), trial)
 
     def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
@@ -305,17 +327,23 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         if trial.config is not before:
             self._apply_exploit(trial, before)
         if decision == TrialScheduler.STOP:
-            self._stopped.add(trial.trial_id)
-            count = result["evaluations"]
-            counted = "record" if self._sweep.record.search["metric"].startswith("train/") else "evaluation"
-            reason = f"{PRUNED}{self._kind} after {count} {counted}{'s'[: count != 1]}"
-            folder = Folder(self._sweep.folder.path(_name(trial)))
-            retry_storage(lambda: request_stop(folder, StopRequest(reason=reason)))
-            return str(TrialScheduler.CONTINUE)
-        if decision == TrialScheduler.PAUSE and self._is_pbt and len(controller.get_trials()) <= self._at_once():
+            return self._stop(trial, f"{PRUNED}{self._kind} after {_count(self._sweep, result)}")
+        if self._stopper is not None:
+            if self._stopper(_name(trial), result):
+                return self._stop(trial, f"{ENDED_EARLY} after {_count(self._sweep, result)}")
+            if self._stopper.stop_all():
+                self._on_stop_all(f"search.stop ({type(self._stopper).__name__}) ended the sweep")
+        if decision == TrialScheduler.PAUSE and self._is_pbt and len(self._trials) <= self._at_once():
             # PBT pauses to make room for a waiting trial, but all have room.
             return str(TrialScheduler.CONTINUE)
         return decision
+
+    def _stop(self, trial: TuneTrial, reason: str) -> str:
+        """Request that a trial stops; it continues until it has saved."""
+        self._stopped.add(trial.trial_id)
+        folder = Folder(self._sweep.folder.path(_name(trial)))
+        retry_storage(lambda: request_stop(folder, StopRequest(reason=reason)))
+        return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
         """Forward it, unless the trial never reported: the inner scheduler takes the last report for an evaluation."""
@@ -323,8 +351,12 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
             self._inner.on_trial_complete(controller, trial, result)
 
     def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
-        """Forward it."""
+        """Forward it. A trial that a synchronous scheduler removes while it is paused has ended."""
         self._inner.on_trial_remove(controller, trial)
+        if trial.status == TuneTrial.PAUSED:
+            run = Run(self._sweep.folder.path(_name(trial)))
+            reason = f"{PRUNED}{self._kind} after {_count(self._sweep, trial.last_result)}"
+            retry_storage(lambda: run.update(status="stopped", reason=reason, ended=now()))
 
     def choose_trial_to_run(self, controller: Any) -> TuneTrial | None:
         """Let the inner scheduler choose; a paused trial only if there is room."""
@@ -348,7 +380,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         for name, reports in self._earlier_reports.items():
             if not reports:
                 continue
-            trial = ReplayedTrial(name)
+            trial = replayed_trial(name)
             self._inner.on_trial_add(controller, trial)
             for report in reports:
                 if self._inner.on_trial_result(controller, trial, report) == TrialScheduler.STOP:
@@ -356,24 +388,18 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
             self._inner.on_trial_complete(controller, trial, reports[-1])
 
     def _apply_exploit(self, trial: TuneTrial, before: dict[str, Any]) -> None:
-        checkpoint = trial.run_metadata.checkpoint_manager._latest_checkpoint_result.checkpoint
+        checkpoint = trial.latest_checkpoint_result.checkpoint
         name = str(before["trial"])
         values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
         typed, resume = self._on_exploit(name, read_pointer(checkpoint)["checkpoint"], values)
         trial.set_config({**typed, "trial": name, "resume": resume})
 
 
-class ReplayedTrial:
-    """The attributes of a trial that schedulers read, for one that ended under an earlier driver.
-
-    Args:
-        name: name of the trial.
-    """
-
-    status = TuneTrial.TERMINATED
-
-    def __init__(self, name: str) -> None:
-        self.trial_id, self.config = name, {"trial": name}
+def replayed_trial(name: str) -> TuneTrial:
+    """Return a trial that ended under an earlier driver, for schedulers."""
+    trial = TuneTrial("headway", trial_id=name, config={"trial": name}, stub=True)
+    trial.set_status(TuneTrial.TERMINATED)
+    return trial
 
 
 class ControllerWithoutSearch:
@@ -391,10 +417,13 @@ class ControllerWithoutSearch:
 class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]
     """Replaces Ray Tune's progress table. Ray Tune creates it by its name in the environment."""
 
-    def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
+    def on_trial_result(self, *_: Any, **__: Any) -> None:
         """Print nothing."""
 
-    def _print(self, msg: str) -> None:
+    def on_trial_error(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
+
+    def on_trial_complete(self, *_: Any, **__: Any) -> None:
         """Print nothing."""
 
 
@@ -405,6 +434,11 @@ def _with_no_progress_output(callbacks: str | None) -> str:
 
 
 def _scheduler(search: Search) -> TrialScheduler:
+    if is_tune_scheduler(search.scheduler):
+        # A copy, because it keeps what it has heard of the trials.
+        scheduler: TrialScheduler = copy.deepcopy(search.scheduler)
+        scheduler.set_search_properties(search.metric, search.mode)
+        return scheduler
     common = {"time_attr": "evaluations", "metric": search.metric, "mode": search.mode}
     match search.scheduler:
         case ASHA(grace=grace, reduction=reduction, max_evaluations=most):
@@ -429,35 +463,73 @@ def _scheduler(search: Search) -> TrialScheduler:
     return FIFOScheduler()
 
 
-class SeededHyperBand(AsyncHyperBandScheduler):  # type: ignore[misc]
-    """Asynchronous HyperBand whose bracket follows from the trial's index; Ray Tune draws it at random."""
+class SeededHyperBand(TrialScheduler):  # type: ignore[misc]
+    """Asynchronous HyperBand whose bracket follows from the trial's index; Ray Tune draws it at random.
+
+    A bracket is a scheduler of its own, with a later first rung.
+    """
 
     def __init__(self, wanted: HyperBand, **common: Any) -> None:
-        super().__init__(
-            **common,
-            grace_period=wanted.grace,
-            reduction_factor=wanted.reduction,
-            # Ray Tune rounds a quotient of logarithms down.
-            max_t=wanted.max_evaluations * (1 + 1e-9),
-            brackets=len(wanted.first_looks),
-            stop_last_trials=False,
-        )
+        super().__init__()
         self._wanted = wanted
+        self._brackets = [
+            AsyncHyperBandScheduler(
+                **common,
+                grace_period=first,
+                reduction_factor=wanted.reduction,
+                # Ray Tune rounds a quotient of logarithms down.
+                max_t=wanted.max_evaluations * (1 + 1e-9),
+                stop_last_trials=False,
+            )
+            for first in wanted.first_looks
+        ]
 
-    def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """Assign the trial to its bracket."""
-        index = int(_name(trial).rpartition("-")[2])
-        self._trial_info[trial.trial_id] = self._brackets[self._wanted.bracket_of(index)]
+    def _bracket(self, trial: TuneTrial) -> TrialScheduler:
+        return self._brackets[self._wanted.bracket_of(int(_name(trial).rpartition("-")[2]))]
+
+    def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
+        """Forward it to the bracket."""
+        self._bracket(trial).on_trial_add(controller, trial)
+
+    def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
+        """Forward it to the bracket."""
+        self._bracket(trial).on_trial_error(controller, trial)
+
+    def on_trial_result(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
+        """Return the decision of the bracket."""
+        return str(self._bracket(trial).on_trial_result(controller, trial, result))
+
+    def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
+        """Forward it to the bracket."""
+        self._bracket(trial).on_trial_complete(controller, trial, result)
+
+    def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
+        """Forward it to the bracket."""
+        self._bracket(trial).on_trial_remove(controller, trial)
+
+    def choose_trial_to_run(self, controller: Any) -> TuneTrial | None:
+        """Return the first trial that can run."""
+        return self._brackets[0].choose_trial_to_run(controller)
+
+    def debug_string(self) -> str:
+        """Return the debug texts of the brackets."""
+        return "\n".join(each.debug_string() for each in self._brackets)
 
 
 def _mutation(axis: Axis, generator: random.Random) -> Any:
-    return list(axis.values) if isinstance(axis, Choice) else lambda: axis.draw(generator)
+    return list(axis.values) if isinstance(axis, (Choice, Grid)) else lambda: axis.draw(generator)
 
 
 def _clamp_to_axes(values: dict[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Clamp perturbed values to the limits of their axes, in place."""
+    """Move perturbed values to the nearest ones of their axes, in place."""
     for path, axis in axes.items():
-        if path in values and isinstance(axis, (Uniform, LogUniform, RandInt)):
-            value = min(max(values[path], axis.low), axis.high)
-            values[path] = round(value) if isinstance(axis, RandInt) else value
+        if path in values and not isinstance(axis, (Choice, Grid)):
+            values[path] = axis.snap(values[path])
     return values
+
+
+def _count(sweep: Sweep, result: Mapping[str, Any]) -> str:
+    """Return after how many evaluations a trial was, as text."""
+    kind = "record" if sweep.record.search["metric"].startswith("train/") else "evaluation"
+    count = result["evaluations"]
+    return f"{count} {kind}{'s'[: count != 1]}"

@@ -45,8 +45,7 @@ def gentle(sweep: Sweep, search: Search, earlier: dict[str, list[dict[str, Any]]
         on_exploit=lambda *_: pytest.fail("no PBT"),
         earlier_reports=earlier,
     )
-    controller = SimpleNamespace(update_max_pending_trials=lambda _: None, get_live_trials=list)
-    return scheduler, controller
+    return scheduler, SimpleNamespace()
 
 
 @pytest.mark.parametrize(
@@ -75,11 +74,11 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
         scheduler, controller = gentle(sweep, search, past)
         name = f"trial-00{index + 5}"
         Folder(sweep.folder.path(name)).prepare()
-        silent: Any = orchestrator_tuning.ReplayedTrial("trial-008")
+        silent: Any = orchestrator_tuning.replayed_trial("trial-008")
         scheduler.on_trial_add(controller, silent)
         # It failed before its first report.
         scheduler.on_trial_complete(controller, silent, {"done": True})
-        trial: Any = orchestrator_tuning.ReplayedTrial(name)
+        trial: Any = orchestrator_tuning.replayed_trial(name)
         scheduler.on_trial_add(controller, trial)
         report = {"validation/loss": loss, "evaluations": 1, "step": 1}
         assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
@@ -93,7 +92,7 @@ def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(
     past = {"trial-000": [{"train/loss": 0.1, "evaluations": number, "step": number} for number in (1, 2, 3)]}
     scheduler, controller = gentle(sweep, search, past)
     Folder(sweep.folder.path("trial-001")).prepare()
-    trial: Any = orchestrator_tuning.ReplayedTrial("trial-001")
+    trial: Any = orchestrator_tuning.replayed_trial("trial-001")
     scheduler.on_trial_add(controller, trial)
     for number in (1, 2, 3):
         scheduler.on_trial_result(controller, trial, {"train/loss": 9.0, "evaluations": number, "step": number})

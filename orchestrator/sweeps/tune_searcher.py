@@ -1,0 +1,205 @@
+"""Suggestions by a `Searcher` of Ray Tune, whose state survives the driver of the sweep."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from ray import tune
+from ray.tune.search import ConcurrencyLimiter, Searcher
+
+from headway.trainer.errors import ConfigError
+
+from ..storage.folder import Folder
+from .optuna_search import PastTrial
+from .search import Params, Search
+from .space import Axis, Choice, LogUniform, Normal, RandInt, Uniform, index_of
+
+_STATE = "searcher.json"
+
+
+class TuneSearcher:
+    """Asks a copy of a searcher for values, and gives it the results of the trials.
+
+    Before a suggestion is used, the state of the searcher is saved in the folder of the sweep, by its own `save`. A
+    searcher that cannot save learns of the earlier trials by `add_evaluated_point`, else not at all.
+
+    Args:
+        search: the search; its algorithm is a `Searcher`.
+        folder: folder of the sweep.
+        warm: trials of other sweeps to learn from.
+
+    Attributes:
+        note: what a restart of the driver would lose, as a line to print; None if nothing.
+
+    Raises:
+        ConfigError: the searcher has a space of its own, cannot search this one, or cannot learn from other sweeps.
+    """
+
+    def __init__(self, search: Search, folder: Folder, warm: Sequence[PastTrial] = ()) -> None:
+        self._search, self._folder = search, folder
+        self._axes = {path: axis for path, axis in search.space.items() if isinstance(axis, Axis)}
+        self._searcher, self._max_concurrent = _without_limiter(copy.deepcopy(search.algorithm))
+        self._kind = type(self._searcher).__name__
+        self._set_space()
+        # Ids in the searcher by the index of the trial. Ids of suggestions that were lost with a driver are not reused.
+        self._ids: dict[int, str] = {}
+        self._num_asked = 0
+        self._told: set[int] = set()
+        self._can_save = self._state() is not None
+        if not (self._can_save and self._restore()):
+            self._warm_up(warm)
+        self.note = self._describe_loss()
+
+    def suggest(self, index: int, tried: Sequence[PastTrial]) -> Params | Literal["wait", "finished"]:
+        """Return the values of a trial, "wait" to be asked again later, or "finished" if there are no more.
+
+        Args:
+            index: index of the trial, from 0.
+            tried: the earlier trials in their current state.
+        """
+        for lost in [each for each in self._ids if each >= index]:
+            # Suggested by a driver that was killed before it could record the trial.
+            self._searcher.on_trial_complete(self._ids.pop(lost), error=True)
+        for place, each in enumerate(tried):
+            if each.state != "training" and place not in self._told:
+                self._tell(place, each)
+                self._told.add(place)
+        if sum(each.state == "training" for each in tried) >= self._max_concurrent:
+            return "wait"
+        trial_id = f"{index}-{self._num_asked}"
+        suggested = self._searcher.suggest(trial_id)
+        if suggested is None:
+            return "wait"
+        if suggested == Searcher.FINISHED:
+            return "finished"
+        self._num_asked += 1
+        self._ids[index] = trial_id
+        self._save()
+        return {**self._search.fixed, **{path: self._from_tune(path, value) for path, value in suggested.items()}}
+
+    def report(self, index: int, result: Mapping[str, Any]) -> None:
+        """Forward an evaluation of a trial."""
+        if index in self._ids and index not in self._told:
+            self._searcher.on_trial_result(self._ids[index], dict(result))
+
+    def _set_space(self) -> None:
+        space = {path: _to_tune(axis) for path, axis in self._axes.items()}
+        try:
+            accepted = self._searcher.set_search_properties(self._search.metric, self._search.mode, space)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{self._kind} cannot search this space: {error}") from error
+        if not accepted and type(self._searcher).set_search_properties is not Searcher.set_search_properties:
+            raise ConfigError(
+                f"{self._kind} already has a space, metric or mode: create it without, because it gets those of the "
+                "Search"
+            )
+
+    def _tell(self, place: int, tried: PastTrial) -> None:
+        """Give the searcher the outcome of a trial: None as its value if it was pruned without any, or failed."""
+        search = self._search
+        failed = tried.state == "failed" or tried.metric is None
+        if (trial_id := self._ids.get(place)) is not None:
+            result = None if failed else {search.metric: tried.metric, "training_iteration": max(tried.steps, 1)}
+            self._searcher.on_trial_complete(trial_id, result, error=failed)
+            return
+        with suppress(NotImplementedError):
+            self._add(tried)
+
+    def _add(self, tried: PastTrial) -> None:
+        """Give the searcher a result that it has not suggested itself."""
+        if tried.metric is not None and tried.state != "failed" and all(path in tried.values for path in self._axes):
+            values = {path: self._to_tune(path, tried.values[path]) for path in self._axes}
+            self._searcher.add_evaluated_point(values, tried.metric)
+
+    def _warm_up(self, warm: Sequence[PastTrial]) -> None:
+        try:
+            for each in warm:
+                self._add(each)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"warm_start cannot be used with {self._kind}, which has no add_evaluated_point"
+            ) from error
+
+    def _to_tune(self, path: str, value: Any) -> Any:
+        axis = self._axes[path]
+        return index_of(axis, value) if isinstance(axis, Choice) else value
+
+    def _from_tune(self, path: str, value: Any) -> Any:
+        axis = self._axes.get(path)
+        if axis is None:
+            raise ConfigError(f"{self._kind} suggested {path}={value!r}, which is not in the space")
+        if isinstance(axis, Choice):
+            return axis.values[int(value)]
+        return axis.snap(value) if isinstance(axis, (Uniform, LogUniform, RandInt, Normal)) else value
+
+    def _describe_loss(self) -> str | None:
+        if self._can_save:
+            return None
+        if type(self._searcher).add_evaluated_point is not Searcher.add_evaluated_point:
+            return f"{self._kind} cannot save its state: if the driver is killed, it will learn the results anew"
+        return (
+            f"{self._kind} can neither save its state nor learn earlier results: if the driver is killed, no trial is "
+            "lost, but later suggestions will ignore the earlier trials"
+        )
+
+    def _state(self) -> bytes | None:
+        """Return the state of the searcher; None if it cannot save it."""
+        with tempfile.TemporaryDirectory(prefix="headway-searcher-") as folder:
+            try:
+                self._searcher.save(f"{folder}/state")
+                return Path(folder, "state").read_bytes()
+            except (NotImplementedError, AttributeError, TypeError, OSError):
+                return None
+
+    def _save(self) -> None:
+        state = self._state() if self._can_save else None
+        if state is not None:
+            plain = {"asked": self._num_asked, "ids": list(self._ids.items()), "told": sorted(self._told)}
+            self._folder.write(_STATE, json.dumps({**plain, "state": base64.b64encode(state).decode()}), durable=True)
+
+    def _restore(self) -> bool:
+        """Restore the state of an earlier driver; return False if there is none."""
+        text = self._folder.read(_STATE)
+        if text is None:
+            return False
+        plain = json.loads(text)
+        with tempfile.TemporaryDirectory(prefix="headway-searcher-") as folder:
+            Path(folder, "state").write_bytes(base64.b64decode(plain["state"]))
+            self._searcher.restore(f"{folder}/state")
+        self._num_asked, self._ids, self._told = plain["asked"], dict(plain["ids"]), set(plain["told"])
+        return True
+
+
+def _without_limiter(searcher: Searcher) -> tuple[Searcher, int]:
+    """Return the searcher inside of a `ConcurrencyLimiter`, whose own state would be lost, and its limit."""
+    if not isinstance(searcher, ConcurrencyLimiter):
+        return searcher, sys.maxsize
+    if searcher.batch:
+        raise ConfigError("ConcurrencyLimiter(batch=True) is not supported: leave batch out")
+    inner, limit = _without_limiter(searcher.searcher)
+    return inner, min(limit, searcher.max_concurrent)
+
+
+def _to_tune(axis: Axis) -> Any:
+    """Return the domain of an axis. Values are rounded to steps afterwards, as few searchers know them."""
+    match axis:
+        case Uniform(low=low, high=high):
+            return tune.uniform(low, high)
+        case LogUniform(low=low, high=high):
+            return tune.loguniform(low, high)
+        case RandInt(low=low, high=high, log=log):
+            return (tune.lograndint if log else tune.randint)(low, high + 1)
+        case Normal(mean=mean, std=std):
+            return tune.randn(mean, std)
+        case Choice(values=values):
+            # By index, because searchers may not accept lists as categories.
+            return tune.choice(list(range(len(values))))
+    raise ConfigError(f"a Searcher cannot search {type(axis).__name__}")

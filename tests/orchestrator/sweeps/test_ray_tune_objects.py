@@ -1,0 +1,99 @@
+"""Searchers, schedulers, stoppers and callbacks of Ray Tune in a sweep on a real Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, HyperBandScheduler
+from ray.tune.schedulers.pb2 import PB2
+from ray.tune.search.optuna import OptunaSearch
+
+from headway.orchestrator import Experiment, LogUniform, Search, Uniform, sweep
+from headway.orchestrator.storage.events import read_events
+from headway.orchestrator.storage.folder import Folder
+from tests.tiny import TinyConfig, TinyTrainer
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+
+RATE = "config.learning_rate"
+
+
+class Counting(tune.Callback):  # type: ignore[misc]
+    """Counts the reports that Ray Tune gives to a callback of the user."""
+
+    reports: ClassVar[list[dict[str, Any]]] = []
+
+    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
+        Counting.reports.append(result)
+
+
+def experiment(tmp_path: Path, **settings: Any) -> Experiment:
+    return Experiment(
+        name="theirs", trainer=TinyTrainer, config=TinyConfig(**{"max_epochs": 4, **settings}), storage=str(tmp_path)
+    )
+
+
+def test_a_sweep_takes_a_searcher_a_scheduler_a_callback_and_a_stop_and_goes_on_with_more_trials(
+    tmp_path: Path,
+) -> None:
+    def search(trials: int) -> Search:
+        return Search(
+            space={RATE: tune.loguniform(1e-6, 1e-1)},
+            algorithm=OptunaSearch(seed=1),
+            scheduler=ASHAScheduler(max_t=8, grace_period=1, reduction_factor=2),
+            points=[{RATE: 0.01}],
+            stop={"evaluations": 3},
+            callbacks=[Counting()],
+            concurrent=2,
+            trials=trials,
+        )
+
+    Counting.reports.clear()
+    first = sweep(experiment(tmp_path), search(4))
+    assert first.status == "completed"
+    assert len(first.trials) == 4
+    assert first.trials[0].values == {RATE: 0.01}
+    assert len({trial.values[RATE] for trial in first.trials}) == 4
+    reasons = [trial.trial.reason for trial in first.trials]
+    assert {trial.status for trial in first.trials} == {"stopped"}
+    assert any(reason == "ended by search.stop after 3 evaluations" for reason in reasons), reasons
+    assert all(reason.startswith(("ended by search.stop", "pruned by AsyncHyperBandScheduler")) for reason in reasons)
+    assert all(trial.trial.last_checkpoint for trial in first.trials)
+    assert {"validation/loss", "evaluations", "step"} <= set(Counting.reports[0])
+    more = sweep(experiment(tmp_path), search(6))
+    assert [trial.values for trial in more.trials[:4]] == [trial.values for trial in first.trials]
+    assert len({trial.values[RATE] for trial in more.trials}) == 6
+
+
+def test_synchronous_hyperband_ends_the_trials_that_it_has_paused(tmp_path: Path) -> None:
+    search = Search(
+        space={RATE: [1e-2, 1e-5, 1e-6, 1e-7]},
+        algorithm="grid",
+        scheduler=HyperBandScheduler(time_attr="evaluations", max_t=4, reduction_factor=2),
+        concurrent=2,
+    )
+    result = sweep(experiment(tmp_path), search)
+    assert result.status == "completed", result.reason
+    assert {trial.status for trial in result.trials} <= {"completed", "stopped"}
+    pruned = [trial for trial in result.trials if trial.trial.reason.startswith("pruned by HyperBandScheduler after ")]
+    assert pruned
+    assert all(trial.trial.last_checkpoint for trial in pruned)
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::sklearn.exceptions.ConvergenceWarning")
+def test_pb2_changes_trials_as_pbt_does(tmp_path: Path) -> None:
+    scheduler = PB2(
+        time_attr="evaluations", perturbation_interval=1, quantile_fraction=0.5, hyperparam_bounds={RATE: [1e-6, 1e-1]}
+    )
+    search = Search(
+        space={RATE: LogUniform(1e-6, 1e-1), "config.dropout": Uniform(0, 0.1)}, trials=2, scheduler=scheduler
+    )
+    result = sweep(experiment(tmp_path, max_epochs=6), search)
+    assert [trial.status for trial in result.trials] == ["completed", "completed"]
+    changes = [event for event in read_events(Folder(result.sweep_dir)) if event["event"] == "trial_changed"]
+    assert changes
+    assert set(changes[0]["values"]) == {RATE, "config.dropout"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,6 +85,7 @@ class Recorder:
             config=as_plain(ctx.config),
             attempt=ctx.attempt,
             resumed=resumed,
+            group=_sweep_of(ctx.run_dir),
         )
         self.trackers.start(run, step=ctx.progress.step)
         self._is_warm = False
@@ -235,3 +237,9 @@ class Recorder:
         self._steps = 0
         self._tokens: int | torch.Tensor = 0
         self.waited_s = self._paused_s = 0.0
+
+
+def _sweep_of(run_dir: str | None) -> str | None:
+    """Return the name of the sweep of which a run is a trial, from its folder, such as "runs/sweep/trial-003"."""
+    parts = PurePosixPath(run_dir or "").parts
+    return parts[-2] if len(parts) > 1 and re.fullmatch(r"trial-\d{3,}", parts[-1]) else None

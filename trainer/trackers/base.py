@@ -27,6 +27,7 @@ class RunInfo:
         config: the trainer's config as plain dicts, lists, numbers and strings.
         attempt: number of the run's attempt, from 1.
         resumed: whether a checkpoint was loaded.
+        group: name of the sweep of which the run is a trial; None for other runs.
     """
 
     name: str
@@ -34,6 +35,12 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 1
     resumed: bool = False
+    group: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        """The name with that of the sweep before it, which tells the trials of several sweeps apart."""
+        return f"{self.group}/{self.name}" if self.group else self.name
 
 
 class Tracker:

@@ -23,9 +23,9 @@ class MlflowTracker(RemoteRunTracker):
 
     Parameters are the config by dotted paths, from the first attempt: MLflow does not allow changes. A run ends as
     FINISHED if it was completed or stopped on request, as FAILED if it failed, and as KILLED if a signal or a time
-    limit ended it; the tag `headway.status` has the exact status. The id of the run is in `mlflow.json` in the run
-    directory, and in the checkpoints. Steps that were sent before a resume or a rewind are not sent again: MLflow can
-    append, but not delete.
+    limit ended it; the tag `headway.status` has the exact status. Trials of a sweep have the tag `headway.sweep`. The
+    id of the run is in `mlflow.json` in the run directory, and in the checkpoints. Steps that were sent before a resume
+    or a rewind are not sent again: MLflow can append, but not delete.
 
     Args:
         experiment: name of the experiment, created if needed. By default from the environment (`MLFLOW_EXPERIMENT_ID`,
@@ -62,7 +62,8 @@ class MlflowTracker(RemoteRunTracker):
         if joined:
             client.update_run(joined, status="RUNNING")
         else:
-            joined = str(client.create_run(self._experiment_id(client), run_name=run.name, tags=self._tags).info.run_id)
+            tags = {**({"headway.sweep": run.group} if run.group else {}), **self._tags}
+            joined = str(client.create_run(self._experiment_id(client), run_name=run.full_name, tags=tags).info.run_id)
         if joined != known:
             params = [Param(name, str(value)[:_CHARACTERS]) for name, value in _flat(run.config)]
             for first in range(0, len(params), _PARAMS_AT_ONCE):

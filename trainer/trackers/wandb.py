@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from ..metrics.histogram import Histogram
 
-_FROM_ENVIRONMENT = {"name": "WANDB_NAME", "dir": "WANDB_DIR", "resume": "WANDB_RESUME"}
+_FROM_ENVIRONMENT = {
+    "name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "dir": "WANDB_DIR", "resume": "WANDB_RESUME",
+}  # fmt: skip
 
 
 class WandbTracker(RemoteRunTracker):
@@ -25,7 +27,8 @@ class WandbTracker(RemoteRunTracker):
 
     The id of the run is in `wandb.json` in the run directory, and in the checkpoints. Steps that were sent before a
     resume or a rewind are not sent again: wandb can append, but not delete. Arguments take precedence over environment
-    variables such as `WANDB_PROJECT`, `WANDB_MODE`, `WANDB_NAME` and `WANDB_RUN_ID`.
+    variables such as `WANDB_PROJECT`, `WANDB_MODE`, `WANDB_NAME` and `WANDB_RUN_ID`. The trials of a sweep are a group
+    of this name.
 
     Args:
         project, mode: as in `wandb.init`.
@@ -50,7 +53,7 @@ class WandbTracker(RemoteRunTracker):
         local = run.run_dir if run.run_dir and "://" not in run.run_dir else None
         if local:
             Path(local, "wandb").mkdir(parents=True, exist_ok=True)
-        defaults = {"name": run.name, "dir": local, "resume": "allow"}
+        defaults = {"name": run.full_name, "group": run.group, "dir": local, "resume": "allow"}
         defaults = {key: value for key, value in defaults.items() if _FROM_ENVIRONMENT[key] not in os.environ}
         given = self._options.get("id") or os.environ.get("WANDB_RUN_ID")
         joined = str(given or known or uuid.uuid4().hex[:8])

@@ -642,6 +642,36 @@ def test_mlflow_is_one_run_with_every_step_once_and_a_true_status(
     assert images == {f"images/validation~image+step+{step}" for step in (5, 7, 8)}
 
 
+def test_trials_of_a_sweep_are_a_group_and_have_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+    from mlflow import MlflowClient
+
+    seen: list[RunInfo] = []
+
+    class Sees(Tracker):
+        def start(self, run: RunInfo, *, step: int) -> None:
+            seen.append(run)
+
+    for folder in (tmp_path / "digits/trial-003", tmp_path / "alone"):
+        TinyTrainer(TinyConfig(max_steps=1), run_dir=folder, world=World.single("cpu"), trackers=[Sees()]).fit()
+    assert [(run.name, run.group, run.full_name) for run in seen] == [
+        ("trial-003", "digits", "digits/trial-003"), ("alone", None, "alone"),
+    ]  # fmt: skip
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **options: given.append(options))
+    for run in seen:
+        WandbTracker("tests").open_run(run, None)
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    WandbTracker("tests").open_run(seen[0], None)
+    assert [(each["name"], each.get("group")) for each in given] == [
+        ("digits/trial-003", "digits"), ("alone", None), ("digits/trial-003", None),
+    ]  # fmt: skip
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracker = MlflowTracker(tracking_uri=(tmp_path / "store").as_uri())
+    made = MlflowClient((tmp_path / "store").as_uri()).get_run(tracker.open_run(seen[0], None))
+    assert (made.info.run_name, made.data.tags["headway.sweep"]) == ("digits/trial-003", "digits")
+
+
 def test_a_pil_image_is_logged_as_a_tensor() -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     for mode, channels in (("RGB", 3), ("L", 1), ("RGBA", 3), ("1", 1)):

@@ -76,7 +76,7 @@ def sweep(
     search.check(experiment)
     display = display or SweepConsole(search.metric, search.mode)
     check_token()
-    check_resources(experiment.scaling)
+    check_resources(search.largest_scaling(experiment))
     # A Ray started here has more CPUs than the machine; those are for reading data.
     cpus = usable_cpus() if will_start_own_ray() else None
     first = _first_valid_trial(experiment, search)
@@ -120,9 +120,10 @@ def _run_sweep(
         display.line(f"  {change}", "dim")
     with StopSignals() as signals:
         try:
-            with ray_connection(experiment.scaling, verbose=verbose, say=display.line) as is_own:
+            scaling = search.largest_scaling(experiment)
+            with ray_connection(scaling, verbose=verbose, say=display.line) as is_own:
                 signals.install()
-                capacity = ConcurrencyLimit(experiment, search, cpus=cpus)
+                capacity = ConcurrencyLimit(replace(experiment, scaling=scaling), search, cpus=cpus)
                 lead = SweepDriver(experiment, search, opened, signals, display, searcher, warm)
                 # Trials in a Ray started here end with it.
                 status, reason = lead.run(capacity, leave_s=0.0 if is_own else _ABORT_TIMEOUT_S)
@@ -375,7 +376,7 @@ class SweepDriver:
                 on_exploit=lambda *told: retry_storage(lambda: self._exploited(*told)),
                 on_stop_all=self._reach_goal,
                 is_over=lambda: self._is_over,
-                resources=trial_resources(self._experiment.scaling),
+                resources=partial(trial_resources, self._experiment.scaling),
                 at_once=lambda: capacity.max_concurrent,
                 max_failures=self._experiment.retries.max_failures,
             )

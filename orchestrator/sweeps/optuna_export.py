@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 
+from ..config.loader import to_plain
 from .objectives import objective_values
 from .optuna_search import intermediate_values, required
 from .space import Axis, Choice, Grid, LogUniform, RandInt, Uniform, When
@@ -90,16 +91,19 @@ def _axis(plain: Any) -> Any:
 
 
 def _distributions(optuna: Any, space: Mapping[str, Axis], trials: list[Trial]) -> dict[str, Any]:
+    """Return the distributions of the axes, widened to the values that trials have."""
     found, kinds = {}, optuna.distributions
     for path, axis in space.items():
         values = [trial.values[path] for trial in trials if path in trial.values]
         match axis:
             case Choice(values=choices) | Grid(values=choices):
-                found[path] = kinds.CategoricalDistribution([_category(each) for each in choices])
-            case RandInt():
-                found[path] = kinds.IntDistribution(axis.low, axis.high, log=axis.log)
-            case Uniform() | LogUniform():
-                found[path] = kinds.FloatDistribution(axis.low, axis.high, log=isinstance(axis, LogUniform))
+                names = dict.fromkeys(_category(each) for each in (*map(to_plain, choices), *values))
+                found[path] = kinds.CategoricalDistribution(list(names))
+            case RandInt(low=low, high=high, log=log):
+                found[path] = kinds.IntDistribution(min([low, *values]), max([high, *values]), log=log)
+            case Uniform(low=low, high=high) | LogUniform(low=low, high=high):
+                is_log = isinstance(axis, LogUniform)
+                found[path] = kinds.FloatDistribution(min([low, *values]), max([high, *values]), log=is_log)
             case _ if values:
                 # A normal distribution has no limits.
                 found[path] = kinds.FloatDistribution(min(values), max(values))

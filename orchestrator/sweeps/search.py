@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias, get_args
@@ -13,7 +14,7 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 
-from ..config.experiment import Experiment
+from ..config.experiment import Experiment, Scaling
 from ..config.loader import override, parse_overrides, resolve, to_plain
 from ..config.target import load_named
 from . import optuna_search
@@ -304,7 +305,7 @@ class Search:
         for path, axis in self.space.items():
             if path.split(".")[0] in ("name", "trainer", "storage"):
                 raise ConfigError(
-                    f"{path} cannot be searched: it is set by the sweep; use paths below config or retries"
+                    f"{path} cannot be searched: it is set by the sweep; use paths below config, retries or scaling"
                 )
             found = axis.then if isinstance(axis, When) else axis
             for value in found.samples() if isinstance(found, _AXES) else (found,):
@@ -314,24 +315,37 @@ class Search:
                 override(experiment, self.sample(number, point))
             except ConfigError as error:
                 raise ConfigError(f"points[{number}]: {error}") from error
-        if experiment.scaling.max_workers > 1 and (self.pauses or self.metric.startswith("train/")):
+        scaling = self.largest_scaling(experiment)
+        if scaling.max_workers > 1 and (self.pauses or self.metric.startswith("train/")):
             kind = "PBT" if isinstance(self.scheduler, PBT) else _class_of(self.scheduler)
             raise ConfigError(
                 f"{kind if self.pauses else 'PBT'} and train/* metrics require single-worker trials "
-                f"(scaling.workers=1), got {experiment.scaling}: trials of several workers report evaluations without "
-                "a checkpoint"
+                f"(scaling.workers=1), got {scaling}: trials of several workers report evaluations without a checkpoint"
             )
         if experiment.scaling.evaluation_worker is not None:
             raise ConfigError(
                 "scaling.evaluation_worker is not supported in sweeps, whose trials are judged by evaluations of their "
                 "own: leave it out"
             )
-        if any(path.split(".")[0] == "scaling" for path in self.space):
-            raise ConfigError("scaling.* cannot be searched: all trials use the same resources")
         if self.metric.startswith("train/") and self.pauses:
             raise ConfigError(
                 f"{type(self.scheduler).__name__} decides by evaluations: metric must be a validation/* metric"
             )
+
+    def largest_scaling(self, experiment: Experiment) -> Scaling:
+        """Return the resources of the largest trial: the space may have paths below `scaling`."""
+        axes = {path: axis for path, axis in self.space.items() if path.split(".")[0] == "scaling"}
+        found = {path: axis.then if isinstance(axis, When) else axis for path, axis in axes.items()}
+        choices = [axis.samples() if isinstance(axis, _AXES) else (axis,) for axis in found.values()]
+        scalings: list[Scaling] = []
+        for values in itertools.product(*choices):
+            with suppress(ConfigError):
+                scalings.append(override(experiment, dict(zip(found, values, strict=True))).scaling)
+        size = ("GPU", "CPU")
+        return max(
+            scalings or [experiment.scaling],
+            key=lambda each: [each.reserved_by(each.max_workers).get(name, 0) for name in size],
+        )
 
     def _check_value(self, experiment: Experiment, path: str, value: Any) -> None:
         """Check that a value is valid in at least one trial."""

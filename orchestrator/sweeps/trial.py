@@ -60,7 +60,7 @@ class SweepTask:
         metric, mode: the objective.
         pauses: whether the scheduler needs a checkpoint of each evaluation.
         may_change: whether the values of a trial may change while it trains.
-        trains_here: whether a trial trains in the process that Ray Tune starts, without further workers.
+        trains_here: whether most trials train in the process that Ray Tune starts, which then imports what they need.
         imports: folders that the driver imports from, besides its installed packages.
         current_dir: the driver's current directory.
     """
@@ -102,11 +102,12 @@ def _train_trial(run: Run, experiment: Experiment, config: dict[str, Any], task:
     resume = _resume_from(run, config["resume"])
     reporter = TuneReportCallback(task, run)
     adopted = (KeepOwnHyperparameters(),) if resume != "auto" else ()
-    display = RunConsole(Console(quiet=True)) if task.trains_here else EventTuneReporter(task, run)
+    trains_here = experiment.scaling.is_single_worker
+    display = RunConsole(Console(quiet=True)) if trains_here else EventTuneReporter(task, run)
     try:
         result = RunDriver(
             experiment, run, StopSignals(), display, verbose=False, spares=False,
-            train=partial(_train_here, callbacks=(reporter, *adopted)) if task.trains_here else run_worker_group,
+            train=partial(_train_here, callbacks=(reporter, *adopted)) if trains_here else run_worker_group,
             # The sweep's driver enforces the wait: a trial may have to wait for others to end.
             enforce_wait=False,
             resume_options=ResumeOptions(resume=resume, accept_changes=task.may_change),
@@ -339,8 +340,15 @@ def _resume_from(run: Run, resume: str) -> str:
     return "auto" if has_saved else resume
 
 
-def trial_resources(scaling: Scaling) -> Any:
-    """Return the resources of a trial's process: its single worker's, or almost none beside workers."""
+def trial_resources(scaling: Scaling, values: Mapping[str, Any]) -> Any:
+    """Return the resources of a trial's process: its single worker's, or almost none beside workers.
+
+    Args:
+        scaling: the resources of the experiment.
+        values: settings of the trial by path, some of which may be below `scaling`.
+    """
+    changes = {path.removeprefix("scaling."): each for path, each in values.items() if path.startswith("scaling.")}
+    scaling = _with_values(scaling, changes)
     # Ray Tune rejects an empty reservation, and any fraction of a CPU would be missing for the workers.
     return tune.PlacementGroupFactory([scaling.worker_resources if scaling.is_single_worker else {"memory": 1}])
 

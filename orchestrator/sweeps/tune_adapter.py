@@ -77,7 +77,7 @@ def tune_trials(
     on_exploit: OnExploit,
     on_stop_all: Callable[[str], None],
     is_over: Callable[[], bool],
-    resources: Any,
+    resources: Callable[[dict[str, Any]], Any],
     at_once: Callable[[], int],
     max_failures: int,
 ) -> None:
@@ -95,7 +95,7 @@ def tune_trials(
             returns the typed values and the checkpoint to resume from.
         on_stop_all: called with a reason when `search.stop` wants to end the sweep.
         is_over: returns True to abort all trials.
-        resources: resources of one trial.
+        resources: returns the resources of a trial, given its settings.
         at_once: returns how many trials may train at the moment.
         max_failures: how often the process of a trial may die.
     """

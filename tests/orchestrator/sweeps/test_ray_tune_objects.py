@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from ray.tune.schedulers import ASHAScheduler, HyperBandScheduler
 from ray.tune.schedulers.pb2 import PB2
 from ray.tune.search.optuna import OptunaSearch
 
-from headway.orchestrator import Experiment, LogUniform, Search, Uniform, sweep
+from headway.orchestrator import Experiment, LogUniform, Scaling, Search, Uniform, sweep
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
 from tests.tiny import TinyConfig, TinyTrainer
@@ -97,3 +98,14 @@ def test_pb2_changes_trials_as_pbt_does(tmp_path: Path) -> None:
     changes = [event for event in read_events(Folder(result.sweep_dir)) if event["event"] == "trial_changed"]
     assert changes
     assert set(changes[0]["values"]) == {RATE, "config.dropout"}
+
+
+@pytest.mark.extended
+def test_trials_have_the_number_of_workers_of_their_values(tmp_path: Path) -> None:
+    search = Search(space={"scaling.workers": [1, 2]}, algorithm="grid")
+    result = sweep(replace(experiment(tmp_path, max_epochs=1), scaling=Scaling(cpus_per_worker=0.5)), search)
+    assert [trial.status for trial in result.trials] == ["completed", "completed"]
+    for workers, trial in enumerate(result.trials, 1):
+        (started,) = [event for event in read_events(Folder(trial.run_dir)) if event["event"] == "attempt_started"]
+        assert started["world_size"] == workers
+    assert result.trials[0].metric == pytest.approx(result.trials[1].metric, rel=1e-4)

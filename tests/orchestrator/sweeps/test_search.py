@@ -39,7 +39,7 @@ from headway.orchestrator.sweeps.replay import reports_of_ended_trials
 from headway.orchestrator.sweeps.result import SweepResult
 from headway.orchestrator.sweeps.retention import checkpoint_bytes, delete_checkpoints, over_limit, surplus
 from headway.orchestrator.sweeps.search import resolve_search
-from headway.orchestrator.sweeps.trial import _with_values
+from headway.orchestrator.sweeps.trial import _with_values, trial_resources
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer import ParallelConfig
 from headway.trainer.errors import ConfigError
@@ -437,6 +437,24 @@ def test_a_time_budget_stops_a_start_of_the_sweep_and_not_its_trials(tmp_path: P
     trial = read_stop_request(Folder(lead._sweep.folder.path("trial-000")))
     assert trial is not None
     assert trial.status == "interrupted"
+
+
+def test_the_resources_of_a_trial_may_be_searched(tmp_path: Path) -> None:
+    workers = "scaling.workers"
+    wanted = search(space={workers: [1, 2, 4], "config.learning_rate": LogUniform(1e-4, 1e-1)})
+    base = experiment(tmp_path)
+    wanted.check(base)
+    assert wanted.largest_scaling(base).workers == 4
+    assert search().largest_scaling(base) == base.scaling
+    assert wanted.trial(base, "trial-000", {workers: 2, "config.learning_rate": 0.1}).scaling.workers == 2
+    single = trial_resources(base.scaling, {workers: 1, "scaling.cpus_per_worker": 0.5, "trial": "trial-000"})
+    assert single.required_resources == {"CPU": 0.5}
+    # Beside its workers, the process of a trial reserves almost nothing.
+    assert trial_resources(base.scaling, {workers: 2}).required_resources == {"memory": 1.0}
+    with pytest.raises(ConfigError, match="scaling.workers"):
+        search(space={workers: [0, 1]}).check(base)
+    with pytest.raises(ConfigError, match=r"require single-worker trials \(scaling.workers=1\), got 4 workers"):
+        search(space=wanted.space, scheduler=PBT()).check(base)
 
 
 def test_a_sweep_of_before_a_field_was_added_resumes(tmp_path: Path) -> None:

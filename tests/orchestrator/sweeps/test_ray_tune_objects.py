@@ -108,4 +108,5 @@ def test_trials_have_the_number_of_workers_of_their_values(tmp_path: Path) -> No
     for workers, trial in enumerate(result.trials, 1):
         (started,) = [event for event in read_events(Folder(trial.run_dir)) if event["event"] == "attempt_started"]
         assert started["world_size"] == workers
-    assert result.trials[0].metric == pytest.approx(result.trials[1].metric, rel=1e-4)
+    # Each worker has its own batches, so two take half as many steps.
+    assert [trial.trial.steps for trial in result.trials] == [12, 6]

@@ -113,7 +113,7 @@ class CheckpointReader:
                     here = tuple(slice(s.start - at, s.stop - at) for s, at in zip(index, offset, strict=True))
                     found.append(here)
                     is_whole = shard.sizes == local.shape == tuple(s.stop - s.start for s in here)
-                    if is_whole and local.is_cpu and local.dtype == shard.dtype and local.is_contiguous():
+                    if is_whole and local.dtype == shard.dtype:
                         wholes.setdefault(shard.rank, {})[name] = local
                     blocks.setdefault(shard.rank, []).append((local[here], name, shard, there))
             if not _cover(found, local.shape):

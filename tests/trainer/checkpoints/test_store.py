@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoints import scan, storage as storage_module
+from headway.trainer.checkpoints.format.digests import tensor_digest
 from headway.trainer.checkpoints.format.file_checksums import FileChecksum
 from headway.trainer.checkpoints.retention import mark_kept, unmark_kept
 from headway.trainer.checkpoints.rng import RngState, seed_everything
@@ -312,6 +313,22 @@ def test_tensors_are_verified_and_loaded_by_reading_each_byte_once(
     load(again, newest, "part")
     assert sum(counts) == (Path(saved.path) / "rank-00000.safetensors").stat().st_size
     assert set(verified) == {"state.json", "rank-00000.json"}
+
+
+class Transposed(Held):
+    """A part whose tensor is read into memory in another order, as with channels_last."""
+
+    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(tuple(reversed(size)), dtype=dtype).t()
+
+
+def test_the_digest_of_what_is_read_is_that_of_the_file_in_whatever_order_the_memory_is(tmp_path: Path) -> None:
+    store, rows = CheckpointStore(str(tmp_path), world=ALONE), torch.arange(35.0).view(5, 7)
+    part = Transposed()
+    loaded = store.load({"part": part}, rank_parts={}, checkpoint=save(store, 1, part=rows))
+    assert torch.equal(part.state, rows)
+    assert not part.state.is_contiguous()
+    assert loaded.tensors == {"part/held": tensor_digest(rows)}
 
 
 def test_a_read_that_fails_for_a_moment_while_a_checkpoint_is_loaded_is_tried_again(

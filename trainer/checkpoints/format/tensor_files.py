@@ -162,10 +162,10 @@ class TensorReader:
         return tensor[index] if index else tensor
 
     def read_into(self, targets: Mapping[str, torch.Tensor], *, check: FileChecksum | None) -> dict[str, str]:
-        """Read whole tensors into contiguous ones on the CPU, of their types and sizes.
+        """Read whole tensors into those of their types and sizes on any device.
 
         Args:
-            targets: by name.
+            targets: by name; those on the CPU that are contiguous are read into without a copy.
             check: size and checksum that the file must have; all of it is then read, once.
 
         Returns:
@@ -191,13 +191,18 @@ class TensorReader:
                 read(begin, scratch[: end - begin], of_file)
 
         for name in sorted(targets, key=self._begins.__getitem__):
-            begin, into, own = self._begins[name], bytes_of(targets[name]), xxhash.xxh3_64()
+            target = buffer = targets[name]
+            if not (target.is_cpu and target.is_contiguous()):
+                buffer = torch.empty(target.shape, dtype=target.dtype)
+            begin, into, own = self._begins[name], bytes_of(buffer), xxhash.xxh3_64()
             if check is None:
                 read(begin, into, own)
             else:
                 read_between(begin)
                 read(begin, into, own, of_file)
             digests[name], at = own.hexdigest(), begin + len(into)
+            if buffer is not target:
+                target.copy_(buffer)
         if check is not None:
             read_between(size := os.fstat(self._descriptor).st_size)
             if FileChecksum(size, checksum_of(of_file)) != check:

@@ -284,7 +284,8 @@ class SweepDriver:
         if self._left:
             return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
         trials = self._trials.values()
-        ended = self._goal or target_reached(self._search, trials) or out_of_patience(self._search, trials)
+        exhausted = self._searcher.exhausted if self._searcher is not None else None
+        ended = self._goal or exhausted or target_reached(self._search, trials) or out_of_patience(self._search, trials)
         return "completed", ended or "all trials have ended"
 
     def _poll(self) -> str | None:

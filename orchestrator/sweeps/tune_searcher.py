@@ -23,6 +23,9 @@ from .search import Params, Search
 from .space import Axis, Choice, LogUniform, Normal, RandInt, Uniform, index_of
 
 _STATE = "searcher.json"
+# Refusals in a row while no trial trains, after which there is nothing to wait for. Some searchers refuse duplicates or
+# wait for the result of a trial that has failed.
+_MOST_REFUSALS = 100
 
 
 class TuneSearcher:
@@ -38,6 +41,7 @@ class TuneSearcher:
 
     Attributes:
         note: what a restart of the driver would lose, as a line to print; None if nothing.
+        exhausted: why there are no more suggestions; None while there may be.
 
     Raises:
         ConfigError: the searcher has a space of its own, cannot search this one, or cannot learn from other sweeps.
@@ -51,7 +55,8 @@ class TuneSearcher:
         self._set_space()
         # Ids in the searcher by the index of the trial. Ids of suggestions that were lost with a driver are not reused.
         self._ids: dict[int, str] = {}
-        self._num_asked = 0
+        self._num_asked = self._num_refusals = 0
+        self.exhausted: str | None = None
         self._told: set[int] = set()
         self._can_save = self._state() is not None
         if not (self._can_save and self._restore()):
@@ -76,10 +81,14 @@ class TuneSearcher:
             return "wait"
         trial_id = f"{index}-{self._num_asked}"
         suggested = self._searcher.suggest(trial_id)
+        if suggested is None and any(each.state == "training" for each in tried):
+            return "wait"
+        self._num_refusals = 0 if suggested is not None else self._num_refusals + 1
+        if suggested == Searcher.FINISHED or self._num_refusals > _MOST_REFUSALS:
+            self.exhausted = f"{self._kind} suggests no more trials"
+            return "finished"
         if suggested is None:
             return "wait"
-        if suggested == Searcher.FINISHED:
-            return "finished"
         self._num_asked += 1
         self._ids[index] = trial_id
         self._save()

@@ -138,12 +138,24 @@ def test_a_limiter_limits_and_a_searcher_may_have_enough(tmp_path: Path) -> None
     tried: list[PastTrial] = []
     while isinstance(values := asked.suggest(len(tried), tried), dict):
         tried.append(ended(values, 0.5))
-    assert (len(tried), values) == (5, "finished")
+    assert (len(tried), values, asked.exhausted) == (5, "finished", "Remembering suggests no more trials")
     with pytest.raises(ConfigError, match="batch"):
         searcher_of(
             Search(space=SPACE, algorithm=ConcurrencyLimiter(Remembering(), max_concurrent=2, batch=True)),
             tmp_path / "b",
         )
+
+
+def test_a_searcher_that_waits_for_nothing_ends_the_sweep(tmp_path: Path) -> None:
+    class Waiting(Remembering):
+        def suggest(self, trial_id: str) -> Any:
+            return None
+
+    asked = searcher_of(Search(space=SPACE, algorithm=Waiting()), tmp_path)
+    training = [PastTrial(values={RATE: 0.01}, state="training")]
+    assert {asked.suggest(1, training) for _ in range(200)} == {"wait"}
+    assert [asked.suggest(0, []) for _ in range(101)] == ["wait"] * 100 + ["finished"]
+    assert asked.exhausted == "Waiting suggests no more trials"
 
 
 def test_what_a_searcher_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -188,7 +188,10 @@ class MixturePlan:
         by_shard: bool = False,
         offset: int = 0,
     ) -> Iterator[Batch]:
-        """Yield one rank's part of every global batch from `offset` on; the same number on every rank."""
+        """Yield one rank's part of every global batch from `offset` on; the same number on every rank.
+
+        A shard's rows of a batch come source by source, because few long pieces are copied faster than many short ones.
+        """
         row = self._first + self._frame.consumed(np.arange(self.layout.shards), offset)
         for batch in self._frame.batches(
             rank=rank,
@@ -200,7 +203,8 @@ class MixturePlan:
         ):
             shard = np.repeat(*np.array(batch.shard_counts, dtype=np.int64).reshape(-1, 2).T)
             within = np.concatenate([[], *(np.arange(rows) for _, rows in batch.shard_counts)]).astype(np.int64)
-            keys = self._sources(shard, row[shard] + within) * self.layout.shards + shard
+            source = self._sources(shard, row[shard] + within)
+            keys = (source * self.layout.shards + shard)[np.lexsort((source, shard))]
             for each, rows in batch.shard_counts:
                 row[each] += rows
             yield batch._replace(shard_counts=tuple((key, len(list(same))) for key, same in groupby(keys.tolist())))
@@ -213,7 +217,7 @@ class MixturePlan:
         """Return the same for one rank's part of these samples, in the order of its batch."""
         first, last = shard_range(self.layout.shards, rank=rank, world_size=world_size)
         samples, shard = self._frame.next_samples(offset, count)
-        order = np.argsort(shard, kind="stable")
+        order = np.lexsort((self._sources(shard, self._first + samples // self.layout.shards), shard))
         own = order[(shard[order] >= first) & (shard[order] < last)]
         return self._locate(samples[own], shard[own])
 

@@ -12,7 +12,7 @@ import logging
 import os
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,7 +58,8 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[Piece]]:
         if whole < length:
             rests.append(Piece(document, whole, length))
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for piece in sorted(rests, key=lambda each: (each.start - each.stop, each.document)):
+    rests.sort(key=lambda each: each.start - each.stop)
+    for piece in rests:
         size = piece.stop - piece.start
         at = bisect_left(room, (size, -1))
         if at < len(room):
@@ -168,30 +169,36 @@ class Tokens(NamedTuple):
     tokenizer: Tokenizer | None
 
     def read(self, fragment: Fragment) -> list[npt.NDArray[np.int32]]:
-        """Return the tokens of each document of a fragment."""
+        """Return the tokens of each document of a fragment, as int32."""
+        return [np.ascontiguousarray(each, dtype=np.int32) for each in self._documents(fragment)]
+
+    def measure(self, fragment: Fragment) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the length of each document of a fragment, and a checksum of all tokens, after checking them.
+
+        Raises:
+            DataError: the column has something else than text or tokens.
+        """
+        origin = f"the tokenizer {name_of(self.tokenizer)}" if self.tokenizer else f"column {self.column!r}"
+        documents = [to_tokens(each, origin) for each in self._documents(fragment)]
+        return np.array([len(each) for each in documents], dtype=np.int64), _checksum(documents)
+
+    def _documents(self, fragment: Fragment) -> Iterable[Any]:
         rows = fragment.read()
         if self.column not in rows:
             raise DataError(f"the documents have no column {self.column!r}; {nearest(self.column, rows)}")
         documents = rows[self.column]
-        if self.tokenizer is not None:
-            for each in documents:
-                if not isinstance(each, str):
-                    raise DataError(
-                        f"column {self.column!r} must have text for the tokenizer, got {type(each).__name__}"
-                    )
-            return [to_tokens(self.tokenizer(each), f"the tokenizer {name_of(self.tokenizer)}") for each in documents]
-        return [to_tokens(each, f"column {self.column!r}") for each in documents]
-
-    def measure(self, fragment: Fragment) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the length of each document of a fragment, and a checksum of all tokens."""
-        documents = self.read(fragment)
-        return np.array([len(each) for each in documents], dtype=np.int64), _checksum(documents)
+        if self.tokenizer is None:
+            return documents
+        for each in documents:
+            if not isinstance(each, str):
+                raise DataError(f"column {self.column!r} must have text for the tokenizer, got {type(each).__name__}")
+        return map(self.tokenizer, documents)
 
 
 def _checksum(documents: Sequence[npt.NDArray[np.int32]]) -> int:
     checksum = 0
     for each in documents:
-        checksum = zlib.crc32(each.tobytes(), checksum)
+        checksum = zlib.crc32(each.data, checksum)
     return checksum
 
 

@@ -5,12 +5,25 @@ Runs in Ray Data's workers too, so it imports neither torch nor Ray.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrow import Rows
+from ..errors import DataError
+
+OnBadRow = Literal["raise", "skip"]
+
+
+def check_on_bad_row(value: str) -> None:
+    """Check the option of this name.
+
+    Raises:
+        DataError: it is neither "raise" nor "skip".
+    """
+    if value not in get_args(OnBadRow):
+        raise DataError(f"on_bad_row must be 'raise' or 'skip', got {value!r}")
 
 
 class Fragment(Protocol):

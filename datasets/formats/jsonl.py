@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -25,9 +25,8 @@ import pyarrow as pa
 from ..arrow import Rows
 from ..errors import DataError
 from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
+from .base import OnBadRow, check_on_bad_row
 from .index_cache import Index, cached_file, cached_index, index_folder, open_file, path_for
-
-OnBadRow = Literal["raise", "skip"]
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUFFIXES = tuple(f"{each}{zipped}" for each in (".jsonl", ".ndjson") for zipped in ("", *_COMPRESSED))
@@ -62,8 +61,7 @@ class JsonLines:
     index: PathLike | None = None
 
     def __post_init__(self) -> None:
-        if self.on_bad_row not in ("raise", "skip"):
-            raise DataError(f"on_bad_row must be 'raise' or 'skip', got {self.on_bad_row!r}")
+        check_on_bad_row(self.on_bad_row)
         if isinstance(self.columns, str) or self.columns == []:
             raise DataError(f"columns must be a list of names, or None for all, got {self.columns!r}")
         object.__setattr__(self, "path", absolute(self.path))

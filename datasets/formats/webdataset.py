@@ -1,0 +1,296 @@
+"""WebDataset tars as a source: files that share a name up to its first dot are one row, with a column per extension.
+
+An index of each tar is built once, from its headers and from the members with text, which are checked then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+
+from ..arrow import Rows
+from ..errors import DataError
+from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
+from .base import OnBadRow, check_on_bad_row
+from .index_cache import Index, cached_index, index_folder, open_file, path_for, sample_digest
+
+KEY = "__key__"
+SUFFIXES = (".tar",)
+# A fragment ends at the first of these.
+_FRAGMENT_ROWS, _FRAGMENT_BYTES = 256, 8 * 2**20
+
+# How the contents of a member become a value, by extension; others stay bytes.
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "cls": lambda data: int(data),
+    "txt": lambda data: data.decode(),
+    "json": json.loads,
+}
+
+
+@dataclass(frozen=True)
+class WebDataset:
+    """Tar files of samples, to be read by a `Stream`, alone or as a part of a mixture.
+
+    The members `a/7.jpg`, `a/7.cls` and `a/7.seg.png` are one row with the columns `__key__` ("a/7"), `jpg`, `cls` and
+    `seg.png`. `cls` becomes an integer, `txt` text, `json` a Python object; anything else stays bytes, to be decoded in
+    a transform. The id of a row is "<tar>/<key>".
+
+    Args:
+        path: a tar file, a folder (searched recursively for `.tar`), a glob, an fsspec URI of one of these, or a list
+            of them.
+        columns: extensions to read; None for those of the first row. `__key__` is always there.
+        on_bad_row: a row that lacks a column, or whose `cls`, `txt` or `json` is damaged, is an error that names it
+            ("raise"), or is left out ("skip"): the same rows on every rank and in every resume.
+        index: folder for the index; None puts it beside the data, in `.headway-index`.
+
+    Example:
+        >>> from headway.datasets.formats.webdataset import WebDataset
+        >>> data = WebDataset("shards/*.tar", columns=["jpg", "cls"], on_bad_row="skip")
+    """
+
+    path: Paths
+    columns: Sequence[str] | None = None
+    on_bad_row: OnBadRow = "raise"
+    index: PathLike | None = None
+
+    def __post_init__(self) -> None:
+        check_on_bad_row(self.on_bad_row)
+        if isinstance(self.columns, str) or self.columns == []:
+            raise DataError(f"columns must be a list of extensions, or None, got {self.columns!r}")
+        object.__setattr__(self, "path", absolute(self.path))
+
+    def open(self) -> TarSource:
+        """Read the index of each tar, or build it.
+
+        Raises:
+            DataError: the data is missing, has no rows, or has a damaged row.
+        """
+        found = find_all(self.path, suffixes=SUFFIXES)
+        indexes = [
+            cached_index(path_for(each, index_folder(each, self.index), ".tar-1.npz"), partial(_build, each))
+            for each in found
+        ]
+        known = {extension for index in indexes for extension in index.facts["extensions"]}
+        first = next((index.facts["first"] for index in indexes if index.facts["first"]), None)
+        if first is None:
+            raise DataError(f"{self} has no rows")
+        for extension in self.columns or ():
+            if extension not in known:
+                raise DataError(f"no row has the extension {extension!r}; {nearest(extension, sorted(known))}")
+        columns = tuple(self.columns or first)
+        named = zip(found, name_files(found), indexes, strict=True)
+        tars = [_select(each.path, name, index, columns) for each, name, index in named]
+        skipped = [(tar.name, *bad) for tar in tars for bad in tar.bad]
+        if skipped and self.on_bad_row == "raise":
+            name, key, why = skipped[0]
+            more = f", and {len(skipped) - 1} more rows like it" if len(skipped) > 1 else ""
+            raise DataError(f"{name}/{key} is not a row: {why}{more}. Mend it, or set on_bad_row='skip'")
+        if not any(len(tar.keys) for tar in tars):
+            raise DataError(f"{self} has no row with {', '.join(columns)}")
+        digests = "\0".join(f"{tar.name}\0{index.facts['digest']}" for tar, index in zip(tars, indexes, strict=True))
+        fingerprint = hashlib.sha256(f"{digests}\0{len(skipped)}".encode()).hexdigest()[:16]
+        return TarSource(tuple(tars), columns, len(skipped), fingerprint)
+
+    def __str__(self) -> str:
+        return ", ".join(absolute(self.path))
+
+
+class Tar(NamedTuple):
+    """The rows of a tar.
+
+    Attributes:
+        path, name: the file.
+        keys: of the rows.
+        starts, sizes: int64 [rows, columns], where the contents of each member are.
+        cuts: the first row of each fragment, and the number of rows.
+        bad: (key, why) of the rows that are left out.
+    """
+
+    path: str
+    name: str
+    keys: tuple[str, ...]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    cuts: tuple[int, ...]
+    bad: tuple[tuple[str, str], ...]
+
+
+class TarRows(NamedTuple):
+    """A fragment: consecutive rows of a tar; see `Tar`."""
+
+    path: str
+    name: str
+    keys: tuple[str, ...]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    columns: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.keys)
+
+    def read(self) -> Rows:
+        """Return all rows, in the order of the tar.
+
+        Raises:
+            DataError: the tar is missing, is shorter than before, or a member is damaged.
+        """
+        begin, end = int(self.starts.min()), int((self.starts + self.sizes).max())
+        try:
+            with open(self.path, "rb") if "://" not in self.path else fsspec.open(self.path, "rb") as file:
+                file.seek(begin)
+                data = file.read(end - begin)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {type(error).__name__}: {error}") from error
+        if len(data) < end - begin:
+            raise DataError(f"{self.path} has become shorter since the run started. Start a new run for new data")
+        rows: Rows = {KEY: _objects(self.keys)}
+        for column, extension in enumerate(self.columns):
+            values = []
+            for row, (start, size) in enumerate(zip(self.starts[:, column], self.sizes[:, column], strict=True)):
+                content = data[start - begin : start - begin + size]
+                try:
+                    values.append(_DECODERS.get(extension, bytes)(content))
+                except ValueError as error:
+                    raise DataError(
+                        f"{self.name}/{self.keys[row]}.{extension} has changed since the run started: {error}. Start a "
+                        "new run for new data"
+                    ) from error
+            rows[extension] = np.array(values, dtype=np.int64) if extension == "cls" else _objects(values)
+        return rows
+
+
+@dataclass(frozen=True)
+class TarSource:
+    """Opened tars.
+
+    Attributes:
+        tars: sorted by name.
+        columns: extensions.
+        skipped_rows: rows that are left out because they are damaged.
+        fingerprint: of every tar's name, size and headers, and of 4 KiB from its start, middle and end.
+    """
+
+    tars: tuple[Tar, ...]
+    columns: tuple[str, ...]
+    skipped_rows: int
+    fingerprint: str
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all tars."""
+        return int(self.fragment_rows.sum())
+
+    @cached_property
+    def fragment_rows(self) -> npt.NDArray[np.int64]:
+        """Rows of each fragment."""
+        return np.concatenate([np.diff(tar.cuts) for tar in self.tars]).astype(np.int64)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Approximate size of a row."""
+        return max(1, sum(int(tar.sizes.sum()) for tar in self.tars) // self.rows)
+
+    def fragment(self, index: int) -> TarRows:
+        """Return a fragment."""
+        tar, at = self._find(index)
+        rows = slice(tar.cuts[at], tar.cuts[at + 1])
+        return TarRows(tar.path, tar.name, tar.keys[rows], tar.starts[rows], tar.sizes[rows], self.columns)
+
+    def row_name(self, index: int, row: int) -> str:
+        """Return the id "<tar>/<key>" of a row of a fragment."""
+        tar, at = self._find(index)
+        return f"{tar.name}/{tar.keys[tar.cuts[at] + row]}"
+
+    def _find(self, index: int) -> tuple[Tar, int]:
+        ends = np.cumsum([len(tar.cuts) - 1 for tar in self.tars])
+        which = int(np.searchsorted(ends, index, side="right"))
+        return self.tars[which], index - int(ends[which - 1] if which else 0)
+
+
+def _build(found: Found) -> Index:
+    """Read the headers of a tar, and the members with text."""
+    members: list[tuple[str, str, int, int]] = []
+    damaged: list[tuple[str, str, str]] = []
+    digest = hashlib.sha256(sample_digest(found).encode())
+    try:
+        with open_file(found) as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
+            for member in tar:
+                folder, slash, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
+                if not member.isfile() or not stem or not dot:
+                    continue
+                key = f"{folder}{slash}{stem}"
+                members.append((key, extension, member.offset_data, member.size))
+                digest.update(f"{member.name}\0{member.offset_data}\0{member.size}\0".encode())
+                if extension in _DECODERS and (file := tar.extractfile(member)) is not None:
+                    try:
+                        _DECODERS[extension](file.read())
+                    except ValueError as error:
+                        damaged.append((key, extension, f"its {extension} is damaged: {error}"))
+            # `tarfile` takes a header that is cut off for the end.
+            raw.seek(tar.offset)
+            if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("it has no end marker")
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{found.path} is not a complete tar file: {error}") from error
+    rows = [(key, list(some)) for key, some in groupby(members, key=lambda each: each[0])]
+    extensions = sorted({extension for _, extension, _, _ in members})
+    places = np.full((len(rows), len(extensions), 2), -1, dtype=np.int64)
+    column = {extension: index for index, extension in enumerate(extensions)}
+    for row, (_, some) in enumerate(rows):
+        for _, extension, start, size in some:
+            places[row, column[extension]] = start, size
+    facts = {
+        "digest": digest.hexdigest(),
+        "extensions": extensions,
+        "first": [extension for _, extension, _, _ in rows[0][1]] if rows else [],
+        "keys": [key for key, _ in rows],
+        "damaged": damaged,
+    }
+    return Index({"places": places}, facts)
+
+
+def _select(path: str, name: str, index: Index, columns: Sequence[str]) -> Tar:
+    """Return the rows of a tar that have all columns, undamaged."""
+    facts, places = index.facts, index.arrays["places"]
+    damaged = {key: why for key, extension, why in facts["damaged"] if extension in columns}
+    which = [facts["extensions"].index(each) if each in facts["extensions"] else -1 for each in columns]
+    keys: list[str] = []
+    kept: list[int] = []
+    bad: list[tuple[str, str]] = []
+    cuts = [0]
+    size = 0
+    for row, key in enumerate(facts["keys"]):
+        missing = [extension for extension, at in zip(columns, which, strict=True) if at < 0 or places[row, at, 0] < 0]
+        if missing or key in damaged:
+            bad.append((key, f"it has no {missing[0]}" if missing else damaged[key]))
+            continue
+        keys.append(key)
+        kept.append(row)
+        size += int(places[row, :, 1].sum())
+        if len(keys) - cuts[-1] == _FRAGMENT_ROWS or size >= _FRAGMENT_BYTES:
+            cuts.append(len(keys))
+            size = 0
+    if cuts[-1] != len(keys):
+        cuts.append(len(keys))
+    chosen = places[kept][:, which] if kept else np.zeros((0, len(columns), 2), np.int64)
+    return Tar(path, name, tuple(keys), chosen[..., 0], chosen[..., 1], tuple(cuts), tuple(bad))
+
+
+def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
+    objects = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        objects[index] = value
+    return objects

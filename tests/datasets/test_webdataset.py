@@ -1,0 +1,138 @@
+"""WebDataset tars: every row once in any order, damage, and the index."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.datasets.errors import DataError
+from headway.datasets.formats import webdataset
+from headway.datasets.formats.webdataset import WebDataset
+from headway.datasets.stream import Stream
+
+from .conftest import shard_info
+
+
+def write_tar(path: Path, rows: range, **replaced: bytes | None) -> Path:
+    """Write rows {jpg, cls, json}; `r7_cls=b"x"` replaces the cls of row 7, and None leaves it out."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for row in rows:
+            contents = {"jpg": f"image {row}".encode() * (row % 5), "cls": str(row).encode(), "json": b'{"a": [1]}'}
+            for extension, content in contents.items():
+                if (data := replaced.get(f"r{row}_{extension}", content)) is not None:
+                    member = tarfile.TarInfo(f"./{row // 10}/{row:03d}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+@pytest.fixture
+def tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """103 rows in three tars and many fragments."""
+    monkeypatch.setattr(webdataset, "_FRAGMENT_ROWS", 8)
+    write_tar(tmp_path / "data" / "a.tar", range(0, 40))
+    write_tar(tmp_path / "data" / "b.tar", range(40, 80))
+    write_tar(tmp_path / "data" / "deep" / "c.tar", range(80, 103))
+    return tmp_path / "data"
+
+
+def batches(data: Any, *, rank: int = 0, world_size: int = 1, offset: int = 0, engine: str = "threads") -> Any:
+    stream = Stream(data, engine=engine, tail="keep")  # type: ignore[arg-type]
+    stream.setup(shard_info(rank, world_size))
+    try:
+        return list(stream.epoch(0, offset=offset))
+    finally:
+        stream.close()
+
+
+def rows(data: Any, *, world_size: int = 1, **options: Any) -> list[list[int]]:
+    """Return the classes of each global batch, by rank."""
+    ranks = [batches(data, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    return [
+        [row for batch in step for row in batch.micro_batches[0]["cls"].tolist()] for step in zip(*ranks, strict=True)
+    ]
+
+
+def test_every_row_is_seen_once_and_a_resize_changes_nothing(tars: Path, engine: str) -> None:
+    whole = rows(WebDataset(tars), engine=engine)
+    assert sorted(row for batch in whole for row in batch) == list(range(103))
+    assert rows(WebDataset(tars), world_size=2)[:5] + rows(WebDataset(tars), offset=40) == whole
+
+
+def test_members_are_decoded_by_their_extension_and_rows_named_by_their_key(tars: Path) -> None:
+    for batch in batches(WebDataset(tars)):
+        (columns,) = batch.micro_batches
+        assert set(columns) == {"__key__", "jpg", "cls", "json"}
+        assert columns["cls"].dtype == torch.int64
+        for at, row in enumerate(columns["cls"].tolist()):
+            assert columns["jpg"][at] == f"image {row}".encode() * (row % 5)
+            assert columns["json"][at] == {"a": [1]}
+            assert columns["__key__"][at] == f"./{row // 10}/{row:03d}"
+            tar = "a.tar" if row < 40 else "b.tar" if row < 80 else "deep/c.tar"
+            assert batch.row_ids()[0][at] == f"{tar}/{columns['__key__'][at]}"
+    assert set(batches(WebDataset(tars, columns=["cls"]))[0].micro_batches[0]) == {"__key__", "cls"}
+
+
+@pytest.mark.parametrize(
+    ("replaced", "why"),
+    [
+        ({"r7_cls": b"seven"}, "its cls is damaged: invalid literal"),
+        ({"r7_json": b"{"}, "its json is damaged"),
+        ({"r7_jpg": None}, "it has no jpg"),
+    ],
+)
+def test_a_damaged_row_is_named_and_skipped_only_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, replaced: dict[str, bytes | None], why: str
+) -> None:
+    path = write_tar(tmp_path / "rows.tar", range(20), **replaced)
+    with pytest.raises(DataError, match=rf"rows.tar/./0/007 is not a row: {why}.*on_bad_row='skip'"):
+        WebDataset(path).open()
+    data = WebDataset(path, on_bad_row="skip")
+    seen = sorted(row for batch in rows(data, world_size=2) for row in batch)
+    assert seen == [*range(7), *range(8, 20)]
+    assert "1 damaged rows of" in caplog.text
+
+
+def test_a_truncated_or_foreign_file_is_named(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "rows.tar", range(20))
+    path.write_bytes(path.read_bytes()[: 512 * 58 + 600])
+    with pytest.raises(DataError, match="rows.tar is not a complete tar file"):
+        WebDataset(path).open()
+    path.write_text("no tar" * 1000)
+    with pytest.raises(DataError, match="rows.tar is not a complete tar file"):
+        WebDataset(path).open()
+
+
+def test_the_index_is_built_once_and_the_fingerprint_follows_the_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    build = webdataset._build
+    monkeypatch.setattr(webdataset, "_build", lambda found: (built.append(found.path), build(found))[1])
+    path = write_tar(tmp_path / "here" / "rows.tar", range(20))
+    before = WebDataset(path, index=tmp_path / "index").open().fingerprint
+    assert WebDataset(path, index=tmp_path / "index").open().fingerprint == before
+    assert len(built) == 1
+    assert WebDataset(write_tar(tmp_path / "there" / "rows.tar", range(20))).open().fingerprint == before
+    write_tar(path, range(21))
+    assert WebDataset(path, index=tmp_path / "index").open().fingerprint != before
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "rows.tar", range(20))
+    with pytest.raises(DataError, match="on_bad_row must be 'raise' or 'skip', got 'ignore'"):
+        WebDataset(path, on_bad_row="ignore")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no row has the extension 'png'"):
+        WebDataset(path, columns=["png"]).open()
+    with pytest.raises(DataError, match="columns must be a list of extensions"):
+        WebDataset(path, columns="jpg")
+    with tarfile.open(tmp_path / "empty.tar", "w"):
+        pass
+    with pytest.raises(DataError, match="empty.tar has no rows"):
+        WebDataset(tmp_path / "empty.tar").open()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         TrainingFailedError as TrainingFailedError,
     )
     from .reports.run import write_report as write_report
+    from .runs.pointer import checkpoint_path as checkpoint_path
     from .runs.rerun import rerun as rerun
     from .runs.result import RunResult as RunResult
     from .runs.run import Run as Run, find_run as find_run, list_runs as list_runs
@@ -31,14 +32,17 @@ if TYPE_CHECKING:
         Uniform as Uniform,
         When as When,
     )
+    from .sweeps.trainable import trainable as trainable
     from .train.dry_run import Plan as Plan, plan as plan
     from .train.fit import fit as fit
+    from .train.train_loop import train_loop as train_loop
 
 _PUBLIC = {
     "config.experiment": ("Experiment", "Retries", "Scaling"),
     "config.loader": ("resolve",),
     "errors": ("RunConflictError", "StorageError", "TrainingFailedError"),
     "reports.run": ("write_report",),
+    "runs.pointer": ("checkpoint_path",),
     "runs.rerun": ("rerun",),
     "runs.result": ("RunResult",),
     "runs.run": ("Run", "find_run", "list_runs"),
@@ -48,8 +52,10 @@ _PUBLIC = {
     "sweeps.schedulers": ("ASHA", "HyperBand", "MedianStopping", "PBT"),
     "sweeps.search": ("Search",),
     "sweeps.space": ("Choice", "Grid", "LogUniform", "Normal", "RandInt", "Uniform", "When"),
+    "sweeps.trainable": ("trainable",),
     "train.dry_run": ("Plan", "plan"),
     "train.fit": ("fit",),
+    "train.train_loop": ("train_loop",),
 }
 """Public names by defining module. Type checkers read the block above instead, which must list the same names."""
 

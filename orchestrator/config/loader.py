@@ -164,9 +164,14 @@ def from_plain(plain: Mapping[str, Any]) -> Experiment:
     return _experiment_of(trainer, settings)
 
 
-def to_yaml(experiment: Experiment) -> str:
-    """Return the whole experiment, including defaults, as YAML."""
-    return render_yaml(to_plain(experiment))
+def to_yaml(experiment: Experiment, *, trainer: str | None = None) -> str:
+    """Return the whole experiment, including defaults, as YAML.
+
+    Args:
+        experiment: the experiment.
+        trainer: target of its trainer, where this process cannot know its file.
+    """
+    return render_yaml(to_plain(experiment) | ({"trainer": trainer} if trainer else {}))
 
 
 def from_yaml(text: str) -> Experiment:

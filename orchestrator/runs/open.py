@@ -100,12 +100,12 @@ def _begin(
     experiment: Experiment, folder: Folder, found: OpenedRun | None, *, claim: str, provenance: dict[str, Any] | None
 ) -> OpenedRun:
     """Write the record of a new start."""
-    text, scaling = to_yaml(experiment), experiment.scaling
-    folder.write("config.yaml", text, durable=True)
+    scaling, provenance = experiment.scaling, provenance or provenance_of(experiment)
+    folder.write("config.yaml", to_yaml(experiment, trainer=provenance["trainer"]), durable=True)
     start: dict[str, Any] = {
         "status": "running", "started": now(), "driver": Driver.this(), "claim": claim, "workers": scaling.min_workers,
         "min_workers": scaling.min_workers, "max_workers": scaling.max_workers,
-        "defaults": non_default_fields(experiment), **(provenance or provenance_of(experiment)),
+        "defaults": non_default_fields(experiment), **provenance,
     }  # fmt: skip
     if found is None:
         record = Record(id=uuid.uuid4().hex[:12], name=experiment.name, created=start["started"], **start)

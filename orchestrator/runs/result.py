@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from headway.trainer.data.protocols import Guarantee
 from headway.trainer.result import Status, Table, read_history
@@ -59,6 +61,17 @@ class RunResult:
         As in `headway runs show`; see docs/measuring.md. Reads the run's files.
         """
         return goodput_report_of(Run(self.run_dir)).goodput
+
+    @classmethod
+    def returned(cls, run: Run, fields_of_fit: Mapping[str, Any], *, signal: int | None = None) -> RunResult:
+        """Return the result of a run from what `run_attempt` has returned on the main rank."""
+        if fields_of_fit.keys() == {"status", "reason"}:  # stopped before training began
+            return cls.recorded(run, **fields_of_fit, signal=signal)
+        record = run.record
+        return cls(
+            **fields_of_fit, run_dir=run.run_dir, attempts=record.attempts, preemptions=record.preemptions,
+            failures=record.failures, signal=signal,
+        )  # fmt: skip
 
     @classmethod
     def recorded(cls, run: Run, *, status: Status, reason: str, signal: int | None = None) -> RunResult:

@@ -332,13 +332,7 @@ class RunDriver:
             raise training_error(self._error, self._run)
         returned = self._returned or {}
         signal = self._signals.number if returned.get("status") == "interrupted" else None
-        if returned.keys() == {"status", "reason"}:  # stopped before training began
-            return RunResult.recorded(self._run, **returned, signal=signal)
-        record = self._run.record
-        return RunResult(
-            **returned, run_dir=self._run.run_dir, attempts=record.attempts, preemptions=record.preemptions,
-            failures=record.failures, signal=signal,
-        )  # fmt: skip
+        return RunResult.returned(self._run, returned, signal=signal)
 
     def _endings(self) -> dict[str, int]:
         preemptions, failures = count_endings(read_events(self._run.folder))

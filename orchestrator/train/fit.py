@@ -74,7 +74,7 @@ def fit(
     check_training(experiment, elsewhere=not will_start_own_ray())
     opened = open_run(experiment, accept_changes=accept_changes, say=display.line)
     if opened.state == "finished":
-        return _finished(opened.run, display)
+        return finished_result(opened.run, display)
     try:
         return _train(opened, experiment, resume_options, display, began=began, verbose=verbose)
     finally:
@@ -172,7 +172,8 @@ def rank0_world(experiment: Experiment, workers: int) -> World:
     return World(rank=0, size=workers, local_rank=0, device=device)
 
 
-def _finished(run: Run, display: RunConsole) -> RunResult:
+def finished_result(run: Run, display: RunConsole) -> RunResult:
+    """Show that a run is finished, and return its result."""
     record = run.record
     display.line(
         f"{record.name} is finished: {record.status} after {record.steps:,} steps ({record.reason}). "

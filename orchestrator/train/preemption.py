@@ -1,23 +1,13 @@
-"""Preemption: Ray's notice that machines will be taken away, and whether there is time to save before.
-
-`ray.train.get_preemption_info` is the only public source of the notice, and it is a barrier over all ranks. Each rank
-therefore polls in its own thread, off the path of a step, and these threads wait for one another.
-"""
+"""Preemption: Ray's notice that machines will be taken away, and whether there is time to save before."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray.train
-
 from ..storage.events import Event
 
-POLL_S = 2.0
 # The last save's duration is an estimate, and a machine may be taken early.
 _MARGIN = 1.5
 
@@ -35,42 +25,6 @@ class PreemptionNotice:
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     deadline: float | None
-
-
-class PreemptionListener:
-    """Polls for notices in a thread. Every rank must create one; nothing else may use Ray Train's collectives.
-
-    Args:
-        handle: called in the thread with each notice that names a new node.
-        poll_s: seconds between two polls.
-    """
-
-    def __init__(self, handle: Callable[[PreemptionNotice], None], *, poll_s: float | None = None) -> None:
-        self._handle, self._poll_s = handle, POLL_S if poll_s is None else poll_s
-        self._ended = threading.Event()
-        threading.Thread(target=self._listen, name="headway-preemption", daemon=True).start()
-
-    def end(self) -> None:
-        """Stop polling. A poll that waits for other ranks is abandoned."""
-        self._ended.set()
-
-    def _listen(self) -> None:
-        known: set[str] = set()
-        while not self._ended.wait(self._poll_s):
-            try:
-                info = ray.train.get_preemption_info()
-            except Exception:
-                # The group is being shut down, or other code used Ray Train's collectives: no notices from here on.
-                return
-            if info is not None and not set(info.preempted_node_ids) <= known:
-                known |= set(info.preempted_node_ids)
-                try:
-                    self._handle(notice_of(info))
-                except Exception as error:
-                    # The thread must survive for the next notice. The warning is written to the storage, and may fail.
-                    with contextlib.suppress(Exception):
-                        message = f"a preemption notice could not be handled: {type(error).__name__}: {error}"
-                        warnings.warn(message, stacklevel=2)
 
 
 def notice_of(info: Any) -> PreemptionNotice:

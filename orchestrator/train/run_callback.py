@@ -1,7 +1,7 @@
 """The callback that connects the trainer with the driver: writes events to the run's files, polls for requests.
 
-It does not call `ray.train.report`, a barrier of a second or more over all ranks: metrics, checkpoints and progress are
-in the run's own files. From Ray it only reads preemption notices. Nothing here is on the path of a step.
+Metrics, checkpoints and progress are in the run's own files. Ray Train gives preemption notices; in a user's own
+`TorchTrainer` it also receives evaluations and checkpoints, in a thread. Nothing here is on the path of a step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from headway.trainer.callbacks.base import Callback
 from headway.trainer.trainer import Trainer
 
 from ..runs.ownership import lease_lost
+from ..runs.pointer import Pointer
 from ..runs.requests import StopRequest, read_scale_up_request, read_stop_request
 from ..storage.events import EventWriter
 from ..storage.folder import Folder
-from .preemption import PreemptionListener, PreemptionNotice, has_time_to_save
+from .preemption import PreemptionNotice, has_time_to_save
+from .ray_train_thread import RayTrainThread
 from .time_spent import time_spent
 
 
@@ -38,6 +40,7 @@ class RunCallback(Callback):
         is_main: whether this is the main rank.
         lease: lease of the driver that started this attempt.
         polls_preemption: whether this Ray gives preemption notices; must be equal on every rank.
+        reports: whether to report evaluations and checkpoints to Ray Train; must be equal on every rank.
         scalable_attempt: number of this attempt if it may be asked to scale up, else None.
         previous_workers: workers of the previous attempt, if their number differs.
         requests: returns the driver's requests that came through the mailbox, by kind.
@@ -55,6 +58,7 @@ class RunCallback(Callback):
         is_main: bool,
         lease: str,
         polls_preemption: bool,
+        reports: bool = False,
         scalable_attempt: int | None = None,
         previous_workers: int | None = None,
         requests: Callable[[], Mapping[str, Any]] = dict,
@@ -62,8 +66,11 @@ class RunCallback(Callback):
         self.began_at: int | None = None
         self.is_to_resize = False
         self._folder, self._events, self._is_main, self._lease = folder, events, is_main, lease
-        self._polls_preemption = polls_preemption
-        self._preemption: PreemptionListener | None = None
+        self._polls_preemption, self._reports = polls_preemption, reports
+        self._ray_train: RayTrainThread | None = None
+        # The last value of each metric, now and when the last checkpoint was captured.
+        self._metrics: dict[str, float] = {}
+        self._captured_metrics: dict[str, float] = {}
         self._scalable_attempt, self._previous_workers = scalable_attempt, previous_workers
         self._requests = requests
         self._ended = threading.Event()
@@ -73,8 +80,9 @@ class RunCallback(Callback):
         """Start the polling threads."""
         if self._is_main:
             threading.Thread(target=self._poll_requests, args=(trainer,), name="headway-stop", daemon=True).start()
-        if self._polls_preemption:
-            self._preemption = PreemptionListener(functools.partial(self._handle_notice, trainer))
+        if self._polls_preemption or self._reports:
+            on_notice = functools.partial(self._handle_notice, trainer) if self._polls_preemption else None
+            self._ray_train = RayTrainThread(is_main=self._is_main, on_notice=on_notice, reports=self._reports)
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
         """Write the step from which the run resumes, and a change in the number of workers."""
@@ -95,6 +103,7 @@ class RunCallback(Callback):
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Write the durations of the setup phases, with the first record of training."""
+        self._metrics.update(metrics)
         if not self._has_emitted_setup and "first_update" in trainer.setup_times:
             self._has_emitted_setup = True
             seconds = {phase: round(seconds, 3) for phase, seconds in trainer.setup_times.items()}
@@ -105,13 +114,24 @@ class RunCallback(Callback):
         self._emit("out_of_memory", step=trainer.global_step, reason=reason)
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Write the metrics."""
+        """Write the metrics, and report them."""
         self._emit("evaluated", step=trainer.global_step, metrics=dict(metrics))
+        self._metrics.update(metrics)
+        self._report(trainer.global_step, self._metrics)
+
+    def on_checkpoint_start(self, trainer: Trainer[Any]) -> None:
+        """Keep the metrics of this update, because the checkpoint may be complete only after later ones."""
+        self._captured_metrics = dict(self._metrics)
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Write its path, and the time spent so far."""
+        """Write its path and the time spent so far, and report it."""
         so_far = time_spent(trainer.activity, attempt=trainer.attempt, step=trainer.global_step)
         self._emit("checkpoint_saved", step=checkpoint.step, path=str(checkpoint.path), spent=so_far)
+        self._report(
+            checkpoint.step,
+            self._captured_metrics,
+            Pointer(run_dir=self._folder.place, checkpoint=str(checkpoint.path)),
+        )
 
     def on_checkpoint_failed(self, trainer: Trainer[Any], error: BaseException) -> None:
         """Write the error."""
@@ -123,10 +143,14 @@ class RunCallback(Callback):
             self._emit("stop_requested", step=trainer.global_step, reason=reason)
 
     def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
-        """Stop polling."""
+        """Stop polling. Without an error, wait until Ray Train has all reports."""
         self._ended.set()
-        if self._preemption is not None:
-            self._preemption.end()
+        if self._ray_train is not None:
+            self._ray_train.end(wait=error is None)
+
+    def _report(self, step: int, metrics: Mapping[str, float], pointer: Pointer | None = None) -> None:
+        if self._reports and self._ray_train is not None:
+            self._ray_train.report({**metrics, "step": step}, pointer)
 
     def _emit_size(self, trainer: Trainer[Any]) -> None:
         if (before := self._previous_workers) is not None:

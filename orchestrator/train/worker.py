@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray.cloudpickle
@@ -50,7 +51,7 @@ class Task:
         resume_options: the user's choice of what to resume from.
         imports: folders that the driver imports from, besides its installed packages.
         current_dir: the driver's current directory, for relative paths in a config.
-        threads: torch threads on a CPU.
+        threads: torch threads on a CPU; None leaves their number to Ray.
         on_cpu: whether the workers have no GPU.
         lease: the driver's lease on the run.
         driver_host: host of the driver.
@@ -62,13 +63,14 @@ class Task:
         timeout_s: timeout of collectives.
         evaluates_elsewhere: whether another worker evaluates the checkpoints.
         mailbox: the actor for heartbeats and requests; None if they go through files only.
+        reports: whether the ranks report evaluations and checkpoints to Ray Train.
     """
 
     run_dir: str
     resume_options: ResumeOptions
     imports: tuple[str, ...]
     current_dir: str
-    threads: int
+    threads: int | None
     on_cpu: bool
     lease: str
     driver_host: str
@@ -80,6 +82,7 @@ class Task:
     timeout_s: float
     evaluates_elsewhere: bool
     mailbox: Any = None
+    reports: bool = False
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -106,10 +109,8 @@ def run_attempt(
         callbacks: further callbacks of the trainer.
     """
     entered = time.time()
-    if os.path.isdir(task.current_dir):
-        os.chdir(task.current_dir)
-    sys.path[:0] = [path for path in task.imports if path not in sys.path]
-    if task.on_cpu:
+    enter_driver_folders(task.current_dir, task.imports)
+    if task.on_cpu and task.threads is not None:
         torch.set_num_threads(task.threads)
     world = World.attach("cpu" if task.on_cpu else None, timeout_s=task.timeout_s)
     differences = check_worker(
@@ -132,6 +133,7 @@ def run_attempt(
         is_main=world.is_main,
         lease=task.lease,
         polls_preemption=task.polls_preemption,
+        reports=task.reports,
         scalable_attempt=attempt if world.size < task.max_workers else None,
         previous_workers=previous_workers if previous_workers != world.size else None,
         requests=lambda: watchdog.requests,
@@ -161,7 +163,7 @@ def run_attempt(
                 callbacks=[run_callback, recorder, Spares(), *elsewhere, *callbacks],
                 world=world,
                 attempt=attempt,
-                printer=lambda text: events.add("message", text=text),
+                printer=partial(_print, events, shows=task.reports),
             )
             watchdog.attach(trainer)
             with claimed_by_driver(task.run_dir):
@@ -201,6 +203,25 @@ def run_attempt(
         world.barrier()
         raise RestartToResize(result.reason)
     return asdict(result)
+
+
+def enter_driver_folders(current_dir: str, imports: Sequence[str]) -> None:
+    """Use the driver's current directory, where it exists, and import from its folders.
+
+    Args:
+        current_dir: the driver's current directory.
+        imports: folders that the driver imports from, besides its installed packages.
+    """
+    if os.path.isdir(current_dir):
+        os.chdir(current_dir)
+    sys.path[:0] = [path for path in imports if path not in sys.path]
+
+
+def _print(events: EventWriter, text: str, *, shows: bool) -> None:
+    events.add("message", text=text)
+    if shows:
+        # No driver shows the events: the line goes where Ray sends the output of workers.
+        print(text, flush=True)
 
 
 def _past(folder: Folder, asked: ResumeOptions, lease: str) -> tuple[int, ResumeOptions, int | None]:

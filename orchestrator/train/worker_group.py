@@ -142,7 +142,7 @@ def _run_ray_train(
             run_config=RunConfig(
                 name=f"{experiment.name}-{run.record.id}",
                 storage_path=ray_dir,
-                worker_runtime_env=environment(task.threads) if spares else {},
+                worker_runtime_env=environment(torch_threads(scaling)) if spares else {},
                 failure_config=FailureConfig(
                     max_failures=_MOST_RAY_RETRIES,
                     # Ray Train reports an attempt that it ends at a deadline to no callback, so this is its budget.
@@ -188,12 +188,12 @@ def make_task(
         resume_options=resume_options,
         imports=import_folders(),
         current_dir=os.getcwd(),
-        threads=max(1, int(scaling.cpus_per_worker)),
+        threads=torch_threads(scaling),
         on_cpu=not scaling.gpus_per_worker,
         lease=run.lease,
         driver_host=run.record.driver.host,
         versions=driver_versions(),
-        polls_preemption=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true"),
+        polls_preemption=polls_preemption(),
         monitors_hangs=experiment.retries.hang_timeout is not None,
         capture_output=not verbose,
         max_workers=scaling.max_workers,
@@ -203,11 +203,30 @@ def make_task(
     )
 
 
+def torch_threads(scaling: Scaling) -> int:
+    """Return the torch threads of a worker on CPUs."""
+    return max(1, int(scaling.cpus_per_worker))
+
+
+def polls_preemption() -> bool:
+    """Return whether Ray Train gives preemption notices."""
+    return os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1").lower() in ("1", "true")
+
+
 def pickle_trainer(experiment: Experiment) -> bytes:
     """Return the pickled class and config of the trainer; definitions from a user's file travel by value."""
+    return _pickle((experiment.trainer, experiment.config), experiment)
+
+
+def pickle_experiment(experiment: Experiment) -> bytes:
+    """Return the pickled experiment; definitions from a user's file travel by value."""
+    return _pickle(experiment, experiment)
+
+
+def _pickle(value: object, experiment: Experiment) -> bytes:
     with pickling_by_value(experiment):
         try:
-            pickled: bytes = cloudpickle.dumps((experiment.trainer, experiment.config))
+            pickled: bytes = cloudpickle.dumps(value)
         except Exception as error:
             raise ConfigError(
                 f"{experiment.trainer.__name__} cannot be pickled for the workers ({type(error).__name__}: {error}): "

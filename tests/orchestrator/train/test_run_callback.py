@@ -23,7 +23,7 @@ from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train import preemption
+from headway.orchestrator.train import ray_train_thread
 from headway.orchestrator.train.failures.budget import Failure
 from headway.orchestrator.train.failures.retry_policy import was_preempted
 from headway.orchestrator.train.preemption import count_endings, has_time_to_save
@@ -188,7 +188,7 @@ def noticed(
         return ray.train.PreemptionInfo(other_ms, {"a": [1], "b": [0]})
 
     monkeypatch.setattr(ray.train, "get_preemption_info", get_preemption_info)
-    monkeypatch.setattr(preemption, "POLL_S", 0.01)
+    monkeypatch.setattr(ray_train_thread, "POLL_S", 0.01)
     config = TinyConfig(max_steps=100, checkpoint=CheckpointConfig(every=None, at_end=False))
     said: list[str] = []
     trainer = Noticed(

@@ -1,0 +1,141 @@
+"""Calls Ray Train from the workers, in one thread of each rank: polls for preemption notices, and reports.
+
+`ray.train.get_preemption_info` and `ray.train.report` are barriers over all ranks, which take up to seconds. Here only
+these threads wait for one another, never a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray.train
+import ray.train.collective
+
+from ..runs.pointer import Pointer, write_pointer
+from .preemption import PreemptionNotice, notice_of
+
+POLL_S = 2.0
+_Report = tuple[dict[str, Any], Pointer | None]
+
+
+class RayTrainThread:
+    """Makes all calls of Ray Train's barriers. Every rank must create one; nothing else may call them meanwhile.
+
+    With reports, the main rank chooses the next call and broadcasts it, so that all ranks make the same one.
+
+    Args:
+        is_main: whether this is the main rank.
+        on_notice: called in the thread with each notice that names a new node; None: notices are not polled for.
+        reports: whether `report` will be called; equal on every rank.
+        poll_s: seconds between two polls.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_main: bool,
+        on_notice: Callable[[PreemptionNotice], None] | None,
+        reports: bool,
+        poll_s: float | None = None,
+    ) -> None:
+        self._is_main, self._on_notice, self._reports = is_main, on_notice, reports
+        self._poll_s = POLL_S if poll_s is None else poll_s
+        self._ended = threading.Event()
+        self._queue: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._next: _Report | None = None
+        self._error: Exception | None = None
+        self._known: set[str] = set()
+        run = self._run if reports else self._poll_until_end
+        self._thread = threading.Thread(target=run, name="headway-ray-train", daemon=True)
+        self._thread.start()
+
+    def report(self, metrics: Mapping[str, Any], pointer: Pointer | None = None) -> None:
+        """Report to Ray Train, without waiting for it. Every rank must call this, equally often.
+
+        Args:
+            metrics: numbers by name.
+            pointer: the checkpoint that Ray's `Checkpoint` is to point to.
+
+        Raises:
+            Exception: an earlier report failed on this rank.
+        """
+        if self._error is not None:
+            raise self._error
+        self._queue.put((dict(metrics), pointer))
+
+    def end(self, *, wait: bool) -> None:
+        """Stop polling.
+
+        Args:
+            wait: first wait until Ray Train has taken all reports; every rank must have made them.
+
+        Raises:
+            Exception: a report failed on this rank.
+        """
+        self._ended.set()
+        if self._reports and wait:
+            self._queue.put(None)
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+
+    def _run(self) -> None:
+        try:
+            while (call := self._choose()) != "end":
+                if call == "report":
+                    self._report()
+                else:
+                    self._poll()
+        except Exception as error:
+            self._error = error
+
+    def _choose(self) -> str:
+        """Return the next call, on which all ranks agree; for a report, also take it from the queue."""
+        call: str = ""
+        if self._is_main:
+            try:
+                self._next = self._queue.get(timeout=None if self._on_notice is None else self._poll_s)
+                call = "end" if self._next is None else "report"
+            except queue.Empty:
+                call = "poll"
+        agreed: str = ray.train.collective.broadcast_from_rank_zero(call)
+        if agreed != "poll" and not self._is_main:
+            self._next = self._queue.get()
+        return agreed
+
+    def _report(self) -> None:
+        assert self._next is not None
+        metrics, pointer = self._next
+        if pointer is None or not self._is_main:
+            ray.train.report(metrics)
+            return
+        with tempfile.TemporaryDirectory(prefix="headway-pointer-") as folder:
+            write_pointer(pointer, folder)
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    def _poll_until_end(self) -> None:
+        while not self._ended.wait(self._poll_s):
+            try:
+                self._poll()
+            except Exception:
+                # The group is being shut down, or other code used Ray Train's collectives: no notices from here on.
+                return
+
+    def _poll(self) -> None:
+        info = ray.train.get_preemption_info()
+        if info is None or self._on_notice is None or set(info.preempted_node_ids) <= self._known:
+            return
+        self._known |= set(info.preempted_node_ids)
+        try:
+            self._on_notice(notice_of(info))
+        except Exception as error:
+            # The thread must survive for the next notice. The warning is written to the storage, and may fail.
+            with contextlib.suppress(Exception):
+                message = f"a preemption notice could not be handled: {type(error).__name__}: {error}"
+                warnings.warn(message, stacklevel=2)

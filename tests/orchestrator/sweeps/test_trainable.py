@@ -1,0 +1,146 @@
+"""`trainable` inside a `Tuner` of the user's: schedulers, searchers, results, and a `Tuner` that is restored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search.optuna import OptunaSearch
+
+from headway.orchestrator import Experiment, Run, checkpoint_path, trainable
+from headway.orchestrator.runs.pointer import Pointer, write_pointer
+from headway.orchestrator.runs.resume import ResumeOptions
+from headway.orchestrator.sweeps.trainable import run_trial
+from headway.orchestrator.train.train_loop import Start
+from headway.trainer import CheckpointConfig, ConfigError, Duration
+from tests.tiny import TinyConfig, TinyTrainer
+
+
+def experiment(storage: Path, **config: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "max_steps": 12, "evaluate_every": Duration(4, "steps"), "checkpoint": CheckpointConfig(every=None), **config,
+    }  # fmt: skip
+    return Experiment(name="tiny", trainer=TinyTrainer, config=TinyConfig(**settings), storage=str(storage / "runs"))
+
+
+class Tune:
+    """Stands in for Ray Tune around one trial: keeps the reports, and ends the trial inside one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_at: int | None = None) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self.pointers: list[dict[str, str] | None] = []
+        self.checkpoint: tune.Checkpoint | None = None
+        self.name, self._ends_at = "tiny_1", ends_at
+        monkeypatch.setattr(tune, "report", self._report)
+        monkeypatch.setattr(tune, "get_checkpoint", lambda: self.checkpoint)
+        monkeypatch.setattr(tune, "get_context", lambda: SimpleNamespace(get_trial_name=lambda: self.name))
+        monkeypatch.setattr(ray, "get_gpu_ids", list)
+
+    def _report(self, metrics: Mapping[str, Any], checkpoint: tune.Checkpoint | None = None) -> None:
+        self.reports.append(dict(metrics))
+        self.pointers.append(checkpoint and json.loads(Path(checkpoint.path, "headway.json").read_text()))
+        if metrics["step"] == self._ends_at:
+            raise SystemExit(0)
+
+    def train(self, ours: Experiment, config: dict[str, Any], metric: str | None = "validation/loss") -> None:
+        run_trial(Start.of(ours, ResumeOptions(accept_changes=True)), config, metric)
+
+    def give(self, pointer: Pointer, folder: Path) -> None:
+        folder.mkdir()
+        write_pointer(pointer, str(folder))
+        self.checkpoint = tune.Checkpoint.from_directory(str(folder))
+
+
+def test_each_evaluation_is_reported_once_with_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    around, ours = Tune(monkeypatch), experiment(tmp_path)
+    around.train(ours, {"config.learning_rate": 0.1})
+    run = Run(f"{ours.run_dir}/tiny_1")
+    assert [report["step"] for report in around.reports] == [4, 8, 12]
+    assert around.reports[-1]["validation/loss"] == run.record.metrics["validation/loss"]
+    assert [pointer and Path(pointer["checkpoint"]).name for pointer in around.pointers] == [
+        "step-00000004", "step-00000008", "step-00000012",
+    ]  # fmt: skip
+    assert run.experiment().config.learning_rate == 0.1
+
+    # As after `Tuner.restore`, whose last snapshot may be of before the end.
+    around.reports.clear()
+    around.train(ours, {"config.learning_rate": 0.1})
+    assert [report["step"] for report in around.reports] == [12]
+
+
+def test_a_trial_that_tune_ends_is_interrupted_and_goes_on_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around, ours = Tune(monkeypatch, ends_at=8), experiment(tmp_path, max_steps=40)
+    with pytest.raises(SystemExit):
+        around.train(ours, {})
+    run = Run(f"{ours.run_dir}/tiny_1")
+    assert (run.status, run.reason) == ("interrupted", "ended or paused by Ray Tune")
+    assert around.reports[-1]["step"] == 8
+
+    resumed = Tune(monkeypatch)
+    resumed.give(Pointer(**around.pointers[-1]), tmp_path / "own")  # type: ignore[arg-type]
+    resumed.train(ours, {})
+    steps = [report["step"] for report in resumed.reports]
+    assert steps == list(range(steps[0], 41, 4))
+    assert steps[0] > 8
+    assert Run(run.run_dir).record.attempts == 2
+
+
+def test_a_trial_goes_on_from_the_checkpoint_of_another_with_its_own_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around, ours = Tune(monkeypatch), experiment(tmp_path, max_steps=8)
+    around.train(ours, {"config.learning_rate": 0.1})
+    donor = around.pointers[0]
+    assert donor is not None
+    other = Tune(monkeypatch)
+    other.name = "tiny_2"
+    other.give(Pointer(**donor), tmp_path / "donor")
+    other.train(ours, {"config.learning_rate": 0.02})
+    run = Run(f"{ours.run_dir}/tiny_2")
+    assert [report["step"] for report in other.reports] == [8]
+    assert run.record.resumed_from == donor["checkpoint"]
+    assert 0 < run.record.metrics["lr"] < 0.02
+
+
+def test_a_metric_that_no_evaluation_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation logs .*validation/loss"):
+        Tune(monkeypatch).train(experiment(tmp_path), {}, "validation/los")
+
+
+@pytest.mark.ray
+def test_tuners_of_ray_search_prune_and_are_restored(tmp_path: Path, ray_session: None) -> None:
+    ours = experiment(tmp_path)
+    tuner = tune.Tuner(
+        trainable(ours, metric="validation/loss"),
+        param_space={"config.learning_rate": tune.loguniform(1e-4, 1e-1)},
+        tune_config=tune.TuneConfig(
+            metric="validation/loss", mode="min", num_samples=4, max_concurrent_trials=2,
+            search_alg=OptunaSearch(seed=1), scheduler=ASHAScheduler(grace_period=1, max_t=3, reduction_factor=2),
+        ),
+        run_config=tune.RunConfig(name="theirs", storage_path=str(tmp_path / "ray"), verbose=0),
+    )  # fmt: skip
+    results = tuner.fit()
+    assert len(results) == 4
+    assert results.num_errors == 0
+    best = results.get_best_result()
+    assert best.metrics is not None
+    assert best.checkpoint is not None
+    path = checkpoint_path(best.checkpoint)
+    run = Run(str(Path(path).parents[1]))
+    assert run.experiment().config.learning_rate == best.config["config.learning_rate"]
+    assert best.metrics["step"] == 12
+    assert run.record.metrics["validation/loss"] == best.metrics["validation/loss"]
+
+    restored = tune.Tuner.restore(
+        str(tmp_path / "ray" / "theirs"), trainable(ours, metric="validation/loss"), resume_unfinished=True
+    )
+    assert len(restored.get_results()) == 4

@@ -1,0 +1,138 @@
+"""`train_loop` inside a `TorchTrainer` of the user's: reports, restarts by Ray Train, and the run's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from headway.orchestrator import Experiment, Run, RunConflictError, checkpoint_path, train_loop
+from headway.orchestrator.config.values import with_values
+from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.runs.resume import ResumeOptions
+from headway.orchestrator.storage.events import EventWriter
+from headway.orchestrator.train.train_loop import Start, train_rank
+from headway.trainer import CheckpointConfig, ConfigError, Duration, World, load_weights
+from tests.on_ray import OnRay, OnRayConfig, rows_seen, write_rows
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_rows(tmp_path_factory.mktemp("rows") / "train", 64)
+
+
+class KilledOnce(OnRay):
+    """Rank 1 dies in the first attempt."""
+
+    def on_step_end(self) -> None:
+        if self.attempt == 1 and self.global_step == 5 and self.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def experiment(storage: Path, data: str, trainer: type[OnRay] = OnRay, **config: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "data": data, "max_steps": 8, "global_batch_size": 16, "engine": "threads", "log_every": Duration(1, "steps"),
+        "evaluate_every": Duration(4, "steps"), "checkpoint": CheckpointConfig(every=Duration(2, "steps")), **config,
+    }  # fmt: skip
+    return Experiment(name="run", trainer=trainer, config=OnRayConfig(**settings), storage=str(storage / "runs"))
+
+
+# Ray reads its own snapshot with a deprecated method of pydantic.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.ray
+def test_ray_train_restarts_a_run_exactly_and_its_result_points_to_the_checkpoints(
+    tmp_path: Path, data: str, ray_session: None
+) -> None:
+    ours = experiment(tmp_path, data, KilledOnce)
+    result = TorchTrainer(
+        train_loop(ours),
+        train_loop_config={"config.max_steps": 6},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(
+            name="theirs", storage_path=str(tmp_path / "ray"), failure_config=FailureConfig(max_failures=1)
+        ),
+    ).fit()
+
+    alone = experiment(tmp_path / "alone", data, max_steps=6)
+    expected = OnRay(alone.config, run_dir=alone.run_dir, world=World.single("cpu"), show_progress=False).fit()
+    run = Run(ours.run_dir)
+    assert (run.status, run.record.attempts, run.record.steps) == ("completed", 2, 6)
+    assert run.record.trainer == "tests.orchestrator.train.test_train_loop:KilledOnce"
+    assert result.return_value["metrics"] == run.record.metrics
+    both = [rows_seen(ours.run_dir, rank) for rank in (0, 1)]
+    assert {step: sorted(both[0][step] + both[1][step]) for step in both[0]} == {
+        step: sorted(rows) for step, rows in rows_seen(alone.run_dir, 0).items()
+    }
+    assert expected.last_checkpoint is not None
+    weights = load_weights(expected.last_checkpoint)
+    for found in (result, Result.from_path(str(tmp_path / "ray" / "theirs"))):
+        assert found.metrics["step"] == 6
+        assert found.metrics["validation/loss"] == run.record.metrics["validation/loss"]
+        torch.testing.assert_close(load_weights(checkpoint_path(found.checkpoint)), weights, atol=1e-5, rtol=0)
+    assert [metrics["step"] for _, metrics in result.best_checkpoints] == [2, 4, 6]
+    with pytest.raises(ConfigError, match="points to a checkpoint that is gone or damaged"):
+        checkpoint_path(result.best_checkpoints[0][0])
+
+
+def start_of(ours: Experiment) -> Start:
+    return Start.of(ours, ResumeOptions())
+
+
+def train_here(start: Start, ours: Experiment) -> dict[str, Any]:
+    """Train as a single worker does, without Ray."""
+    return train_rank(start, ours, on_cpu=True, reports=False)
+
+
+def test_a_finished_run_returns_its_result_again(tmp_path: Path, data: str) -> None:
+    ours = experiment(tmp_path, data, max_steps=2)
+    first, again = (train_here(start_of(ours), ours) for _ in range(2))
+    assert first == again
+    assert (first["status"], first["steps"]) == ("completed", 2)
+
+
+def test_a_run_that_another_process_trains_is_refused_unless_its_workers_were_replaced(
+    tmp_path: Path, data: str
+) -> None:
+    ours = experiment(tmp_path, data, max_steps=2)
+    opened = open_run(ours)
+    theirs = json.loads(Path(ours.run_dir, "owner/000001.json").read_text())
+    # A process that is alive.
+    theirs["process"] |= {"pid": os.getppid(), "started": ""}
+    Path(ours.run_dir, "owner/000001.json").write_text(json.dumps(theirs))
+    start = start_of(ours)
+    with pytest.raises(RunConflictError, match="is being trained by"):
+        train_here(start, ours)
+    EventWriter(opened.run.folder, "driver").add("driver_started", call=start.id)
+    assert train_here(start, ours)["status"] == "completed"
+
+
+def test_an_error_is_recorded_and_raised_as_it_is(tmp_path: Path, data: str) -> None:
+    ours = experiment(tmp_path, data, fail_at=1)
+    with pytest.raises(ValueError, match="a bad batch at step 1"):
+        train_here(start_of(ours), ours)
+    assert (Run(ours.run_dir).status, Run(ours.run_dir).record.error) == (
+        "failed", "ValueError: a bad batch at step 1",
+    )  # fmt: skip
+
+
+def test_values_of_ray_are_checked_and_become_plain(tmp_path: Path, data: str) -> None:
+    ours = experiment(tmp_path, data)
+    changed = with_values(ours, {"config.max_steps": np.int64(3), "config.checkpoint.keep_last": 1})
+    assert (changed.config.max_steps, type(changed.config.max_steps)) == (3, int)
+    assert changed.config.checkpoint == CheckpointConfig(every=Duration(2, "steps"), keep_last=1)
+    for values, message in {
+        "config.max_step": "did you mean config.max_steps",
+        "config.data.path": "has no field 'path'",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            with_values(ours, {values: 1})
+    with pytest.raises(ConfigError, match="keep_last must be"):
+        with_values(ours, {"config.checkpoint.keep_last": 0})

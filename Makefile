@@ -1,7 +1,9 @@
 # All targets use .venv, which the first one creates. To install from another index (for example torch without CUDA), set
 # pip's variables: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS.
 PYTHON ?= python3
-VENV := .venv
+# RAY=2.61.0 tests another version of Ray, in an environment of its own.
+RAY ?=
+VENV := .venv$(RAY:%=-ray-%)
 BIN := $(VENV)/bin
 DATA := data/stdlib
 RUN ?= gpt
@@ -32,6 +34,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt setuptools
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@if [ -n "$(RAY)" ]; then $(BIN)/pip install --quiet --no-deps ray==$(RAY); fi
 	@touch $@
 
 $(DATA)/vocabulary.json: | $(VENV)/installed

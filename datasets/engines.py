@@ -155,8 +155,7 @@ class _Execution:
         try:
             # Not `iter_batches`: abandoned midway, it kills the processes of its tasks, and the next stream spends
             # seconds starting them again. Blocks come out as they were made: in task order, never split or merged.
-            # This is what `iter_internal_ref_bundles` does, which does not return the executor.
-            bundles, _, executor = self._dataset._execute_to_iterator(capture_executor=False)
+            bundles, drop_unstarted_tasks = execute(self._dataset)
             for bundle in bundles:
                 if end is None and not self._stopped.is_set():
                     try:
@@ -165,7 +164,7 @@ class _Execution:
                         end = error
                 del bundle
                 if end is not None or self._stopped.is_set():
-                    _drop_unstarted_tasks(executor)
+                    drop_unstarted_tasks()
         except BaseException as error:
             end = end or error
         self._put(end)
@@ -196,15 +195,30 @@ class _Execution:
             return
 
 
-def _drop_unstarted_tasks(executor: Any) -> None:
-    """Remove the tasks that have not started from an execution, which then ends with those that have.
+def execute(dataset: Any) -> tuple[Iterator[Any], Callable[[], None]]:
+    """Start a dataset's execution; return its bundles, and a function that removes the tasks that have not started.
 
-    Abandoning the execution would cancel its running tasks, and a task that ends while it is being cancelled may abort
-    this whole process: https://github.com/ray-project/ray/issues/54846.
+    The execution then ends with the tasks that have started. Abandoning it would cancel these, and a task that ends
+    while it is being cancelled may abort this whole process: https://github.com/ray-project/ray/issues/54846.
+
+    Ray Data has no public way to end an execution, so this uses private parts of it. Without them nothing is removed:
+    closing a stream then waits for the rest of the execution's tasks.
+
+    Args:
+        dataset: a `ray.data.Dataset`.
     """
-    for operator in executor._topology.values():
-        for waiting in operator.input_queues:
-            waiting.clear()
+    try:
+        # This is what `iter_internal_ref_bundles` does, which does not return the executor.
+        bundles, _, executor = dataset._execute_to_iterator(capture_executor=False)
+    except (AttributeError, TypeError, ValueError):
+        return dataset.iter_internal_ref_bundles(), lambda: None
+
+    def drop_unstarted_tasks() -> None:
+        for operator in getattr(executor, "_topology", {}).values():
+            for waiting in getattr(operator, "input_queues", ()):
+                waiting.clear()
+
+    return bundles, drop_unstarted_tasks
 
 
 def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> Any:

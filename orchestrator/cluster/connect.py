@@ -86,11 +86,12 @@ def _check_machine(scaling: Scaling) -> None:
         import torch
 
         there = torch.cuda.device_count()
-        needed = scaling.gpus_per_worker * workers + evaluation.get("GPU", 0)
+        each = scaling.gpus_per_worker or 0
+        needed = each * workers + evaluation.get("GPU", 0)
         if needed > there:
             also = f" and the evaluation worker with {evaluation['GPU']:g}" if "GPU" in evaluation else ""
             raise ConfigError(
-                f"{workers} workers with {scaling.gpus_per_worker:g} GPU each{also} need {needed:g} GPUs, and this "
+                f"{workers} workers with {each:g} GPU each{also} need {needed:g} GPUs, and this "
                 f"machine has {there}: lower one of them"
             )
 
@@ -178,6 +179,35 @@ def target_workers_now(scaling: Scaling, *, workers: int) -> int:
     return target_workers(live_node_resources(), ray.available_resources(), scaling, workers=workers)
 
 
+def with_gpus(scaling: Scaling) -> Scaling:
+    """Return the scaling with GPUs chosen, where `gpus_per_worker` is None: one per worker if there are enough.
+
+    Unchanged if Ray is to be connected but is not yet.
+    """
+    if scaling.gpus_per_worker is not None:
+        return scaling
+    if ray.is_initialized():
+        gpus = float(ray.cluster_resources().get("GPU", 0))
+    elif will_start_own_ray():
+        import torch
+
+        gpus = float(torch.cuda.device_count())
+    else:
+        return scaling
+    free = gpus - (scaling.evaluation_worker or {}).get("GPU", 0)
+    return replace(scaling, gpus_per_worker=1 if free >= scaling.min_workers else 0)
+
+
+def unused_gpus(scaling: Scaling) -> str | None:
+    """Return a line about GPUs of the connected cluster that the run leaves unused; None if it leaves none."""
+    if (gpus := ray.cluster_resources().get("GPU", 0)) == 0 or scaling.gpus_per_worker:
+        return None
+    return (
+        f"the workers train on CPUs, and {gpus:g} GPU{'s'[: gpus > 1]} of the cluster {'are' if gpus > 1 else 'is'} "
+        f"unused: scaling.gpus_per_worker=1 gives one to each of {scaling}, and a fraction shares them"
+    )
+
+
 def clamp_to_machine(scaling: Scaling) -> Scaling:
     """Return the scaling clamped to this machine, if Ray is to be started here, where no nodes can join."""
     if not scaling.is_elastic or not will_start_own_ray():
@@ -185,7 +215,7 @@ def clamp_to_machine(scaling: Scaling) -> Scaling:
     import torch
 
     machine = {"CPU": float(usable_cpus()), "GPU": float(torch.cuda.device_count())}
-    fitting = slots_capped([{**dict.fromkeys(scaling.resources_per_worker, math.inf), **machine}], scaling)
+    fitting = slots_capped([{**dict.fromkeys(scaling.worker_resources, math.inf), **machine}], scaling)
     return replace(scaling, workers=max(fitting, scaling.min_workers))
 
 

@@ -18,6 +18,9 @@ from ..storage.folder import absolute, join
 
 # Any phase may take this long on a busy machine.
 _SHORTEST_HANG_S = 10
+_Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+# Ray reserves this much of an accelerator type for a worker that must be on a machine with it.
+_SOME = 0.001
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -30,8 +33,16 @@ class Scaling:
             workers as fit, and rescales when machines are added or lost. Global batch, schedule and data order do
             not change.
         cpus_per_worker: CPUs that a worker reserves, and its torch threads; below 1, workers share a CPU.
-        gpus_per_worker: GPUs that a worker reserves; with GPUs, ranks communicate by NCCL instead of Gloo.
+        gpus_per_worker: GPUs that a worker reserves; with GPUs, ranks communicate by NCCL instead of Gloo. None: in
+            `fit`, 1 if the machine or the connected cluster has a GPU for each worker when the run starts, else 0. Set
+            it for a cluster that starts machines with GPUs on demand.
         resources_per_worker: other resources that a worker reserves, by Ray's names: "memory" in bytes, or custom.
+        accelerator_type: the GPU that each worker needs, by Ray's name for it, such as "H100".
+        placement_strategy: how Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" (one node) or "STRICT_SPREAD"
+            (a node each).
+        label_selector: labels that the nodes of the workers must have, such as {"ray.io/market-type": "!spot"}.
+        env: environment variables of the workers, such as {"NCCL_SOCKET_IFNAME": "eth0"}. They are in the record.
+        runtime_env: Ray's `runtime_env` of the workers, such as {"pip": ["einops"]}; without spare processes.
         evaluation_worker: resources of one more worker, such as {"CPU": 4, "GPU": 1}, which evaluates the checkpoints
             of the run while the others go on training. Needs `evaluate_every=None` in the config. None: the workers
             pause to evaluate.
@@ -47,8 +58,13 @@ class Scaling:
 
     workers: int | tuple[int, int] = 1
     cpus_per_worker: float = 1
-    gpus_per_worker: float = 0
+    gpus_per_worker: float | None = None
     resources_per_worker: dict[str, float] = field(default_factory=dict)
+    accelerator_type: str | None = None
+    placement_strategy: _Placement = "PACK"
+    label_selector: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    runtime_env: dict[str, Any] = field(default_factory=dict)
     evaluation_worker: dict[str, float] | None = None
     wait: Duration | None = None
     grow_after: Duration = Duration(60, "seconds")
@@ -65,13 +81,23 @@ class Scaling:
             raise ConfigError(f"workers must be an integer >= 1, got {self.workers!r}")
         if not self.cpus_per_worker > 0:
             raise ConfigError(f"cpus_per_worker must be > 0, got {self.cpus_per_worker!r}")
-        if self.gpus_per_worker < 0:
+        if self.gpus_per_worker is not None and self.gpus_per_worker < 0:
             raise ConfigError(f"gpus_per_worker must be >= 0, got {self.gpus_per_worker!r}")
         for name, amount in self.resources_per_worker.items():
             if name in ("CPU", "GPU"):
                 raise ConfigError(f"resources_per_worker[{name!r}] is not allowed: use {name.lower()}s_per_worker")
             if amount < 0:
                 raise ConfigError(f"resources_per_worker[{name!r}] must be >= 0, got {amount!r}")
+        if self.placement_strategy not in get_args(_Placement):
+            raise ConfigError(
+                f"placement_strategy must be {', '.join(get_args(_Placement))}, got {self.placement_strategy!r}"
+            )
+        for name in ("label_selector", "env"):
+            for key, value in getattr(self, name).items():
+                if not isinstance(value, str):
+                    raise ConfigError(f"{name}[{key!r}] must be a string, got {value!r}: write it in quotes")
+        if "env_vars" in self.runtime_env:
+            raise ConfigError("runtime_env['env_vars'] is not allowed: use env")
         for name, amount in (self.evaluation_worker or {}).items():
             if not amount > 0:
                 raise ConfigError(f"evaluation_worker[{name!r}] must be > 0, got {amount!r}")
@@ -82,7 +108,8 @@ class Scaling:
     def worker_resources(self) -> dict[str, float]:
         """Resources that one worker reserves, by Ray's names."""
         gpu = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
-        return {"CPU": self.cpus_per_worker, **gpu, **self.resources_per_worker}
+        accelerator = {f"accelerator_type:{self.accelerator_type}": _SOME} if self.accelerator_type else {}
+        return {"CPU": self.cpus_per_worker, **gpu, **accelerator, **self.resources_per_worker}
 
     @property
     def min_workers(self) -> int:

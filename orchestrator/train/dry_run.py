@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.trainer.distributed.mesh_sizes import MeshSizes
 from headway.trainer.errors import ConfigError
@@ -125,8 +125,9 @@ def plan(
         StorageError: the storage cannot be written.
     """
     quiet_environment()
-    from ..cluster.connect import check_resources
+    from ..cluster.connect import check_resources, with_gpus
 
+    experiment = replace(experiment, scaling=with_gpus(experiment.scaling))
     ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
     check_resources(experiment.scaling)
     Folder(experiment.run_dir).check_writable()

@@ -63,13 +63,14 @@ def fit(
     """
     began = time.time()
     quiet_environment(verbose=verbose)
-    from ..cluster.connect import check_resources, will_start_own_ray
+    from ..cluster.connect import check_resources, will_start_own_ray, with_gpus
     from ..cluster.token_check import check_token
 
     display = display or RunConsole()
     resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
     check_not_redacted(experiment)
     check_token()
+    experiment = replace(experiment, scaling=with_gpus(experiment.scaling))
     check_resources(experiment.scaling)
     check_training(experiment, elsewhere=not will_start_own_ray())
     opened = open_run(experiment, accept_changes=accept_changes, say=display.line)
@@ -93,7 +94,7 @@ def _train(
     """Train a run that this process owns."""
     import ray
 
-    from ..cluster.connect import clamp_to_machine, ray_connection
+    from ..cluster.connect import clamp_to_machine, ray_connection, unused_gpus, with_gpus
     from ..cluster.own_ray import ended_processes, server_processes
     from .driver import RunDriver
     from .driver_watch import watch_driver
@@ -111,6 +112,9 @@ def _train(
                 # In case a library has taken them.
                 signals.install()
                 servers = server_processes() if is_own else {}
+                experiment = replace(experiment, scaling=with_gpus(experiment.scaling))
+                if (unused := unused_gpus(experiment.scaling)) is not None:
+                    display.line(unused, "yellow")
                 if connects:
                     watched.enter_context(watch_driver(run, servers))
                 driver = RunDriver(

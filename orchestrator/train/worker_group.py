@@ -133,16 +133,18 @@ def _run_ray_train(
             ),
             scaling_config=ScalingConfig(
                 num_workers=_workers_beside(avoided, scaling),
-                label_selector={"ray.io/node-id": f"!in({','.join(sorted(avoided))})"} if avoided else None,
+                label_selector=_node_labels(avoided, scaling),
+                placement_strategy=scaling.placement_strategy,
+                accelerator_type=scaling.accelerator_type,
                 # Ray Train would end the group in the middle of an update; see elastic.py.
                 elastic_resize_monitor_interval_s=math.inf,
-                use_gpu=scaling.gpus_per_worker > 0,
+                use_gpu=bool(scaling.gpus_per_worker),
                 resources_per_worker=scaling.worker_resources,
             ),
             run_config=RunConfig(
                 name=f"{experiment.name}-{run.record.id}",
                 storage_path=ray_dir,
-                worker_runtime_env=environment(torch_threads(scaling)) if spares else {},
+                worker_runtime_env=_runtime_env(scaling, spares=spares),
                 failure_config=FailureConfig(
                     max_failures=_MOST_RAY_RETRIES,
                     # Ray Train reports an attempt that it ends at a deadline to no callback, so this is its budget.
@@ -157,6 +159,21 @@ def _run_ray_train(
         with temporary_env({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
             returned: dict[str, Any] = trainer.fit().return_value
         return returned
+
+
+def _node_labels(avoided: frozenset[str], scaling: Scaling) -> dict[str, str] | None:
+    """Return the labels of the nodes for the workers; None: any node."""
+    beside = {"ray.io/node-id": f"!in({','.join(sorted(avoided))})"} if avoided else {}
+    return {**scaling.label_selector, **beside} or None
+
+
+def _runtime_env(scaling: Scaling, *, spares: bool) -> dict[str, Any]:
+    """Return Ray's `runtime_env` of the workers."""
+    # A spare is prestarted without packages and files of an environment.
+    found = environment(torch_threads(scaling)) if spares and not scaling.runtime_env else {}
+    if variables := {**found.get("env_vars", {}), **scaling.env}:
+        found = {**found, "env_vars": variables}
+    return {**scaling.runtime_env, **found}
 
 
 def _workers_beside(avoided: frozenset[str], scaling: Scaling) -> int | tuple[int, int]:

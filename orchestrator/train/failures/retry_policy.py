@@ -251,9 +251,19 @@ def name_process(error: BaseException) -> None:
 
 def _failed_process(error: BaseException) -> str | None:
     """Return an id of the process that died or raised, equal each time the error is reported; None if unknown."""
-    gone: str | None = getattr(getattr(error, "health_check_failure", None), "actor_id", None)
+    gone: str | None = getattr(_death_of(error), "actor_id", None)
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_RAISED_IN)]
     return gone or (notes[-1] if notes else None)
+
+
+def _death_of(error: BaseException) -> BaseException:
+    """Return Ray's error for the actor of a dead worker, or the error itself.
+
+    Ray Train wraps it in an error of its own, which is not public. If that changes, failures of one group may count
+    several times, and a preemption without notice counts as a failure.
+    """
+    death: BaseException = getattr(error, "health_check_failure", error)
+    return death
 
 
 def was_preempted(failure: Failure, events: Sequence[Event], errors: Mapping[int, BaseException]) -> bool:
@@ -265,7 +275,7 @@ def was_preempted(failure: Failure, events: Sequence[Event], errors: Mapping[int
             before Ray notices that the machine is gone.
         errors: Ray's errors, by rank.
     """
-    if any(getattr(getattr(error, "health_check_failure", error), "preempted", False) for error in errors.values()):
+    if any(getattr(_death_of(error), "preempted", False) for error in errors.values()):
         return True
     noticed = {event["attempt"] for event in events if event["event"] == "preemption_notice"}
     return failure.attempt in noticed and not failure.is_user_error and not failure.hung

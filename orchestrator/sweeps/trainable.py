@@ -58,6 +58,7 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
 
     Example:
         >>> from ray import tune
+        >>> experiment = Experiment(name="digits", trainer=Digits, config=config)
         >>> tuner = tune.Tuner(
         ...     trainable(experiment, metric="validation/loss"),
         ...     param_space={"config.learning_rate": tune.loguniform(1e-4, 1e-1)},

@@ -118,6 +118,7 @@ def train_loop(
     Example:
         >>> from ray.train import ScalingConfig
         >>> from ray.train.torch import TorchTrainer
+        >>> experiment = Experiment(name="digits", trainer=Digits, config=config)
         >>> trainer = TorchTrainer(train_loop(experiment), scaling_config=ScalingConfig(num_workers=8, use_gpu=True))
         >>> # result = trainer.fit()
     """

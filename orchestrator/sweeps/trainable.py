@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -90,6 +91,8 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
         config: the trial's values at dotted paths.
         metric: a metric that each evaluation must have.
     """
+    # Time for a trial that Ray Tune ends to save, where its process is used again.
+    os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
     experiment = start.enter(config)
     name = tune.get_context().get_trial_name()
     experiment = replace(experiment, name=name, storage=experiment.run_dir)

@@ -186,10 +186,10 @@ def non_default_fields(experiment: Experiment) -> dict[str, str | None]:
         settings = getattr(experiment, section)
         for each in _settable(type(settings)):
             where = _at(section, each.name)
-            if each.default is MISSING and each.default_factory is MISSING:
+            if _is_missing(each.default) and _is_missing(each.default_factory):
                 found[where] = None
                 continue
-            default = each.default if each.default_factory is MISSING else each.default_factory()
+            default = each.default if _is_missing(each.default_factory) else each.default_factory()  # type: ignore[operator]
             sides = [
                 {where: _field_to_plain(each, value, section)} for value in (default, getattr(settings, each.name))
             ]
@@ -197,6 +197,11 @@ def non_default_fields(experiment: Experiment) -> dict[str, str | None]:
                 before = change.before
                 found[change.path] = before if isinstance(before, str) else json.dumps(before)
     return found
+
+
+def _is_missing(default: object) -> bool:
+    # By its class: in a class that was pickled by value, `MISSING` is another object.
+    return type(default) is type(MISSING)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,14 @@ def experiment(storage: Path, data: str, trainer: type[OnRay] = OnRay, **config:
 def test_ray_train_restarts_a_run_exactly_and_its_result_points_to_the_checkpoints(
     tmp_path: Path, data: str, ray_session: None
 ) -> None:
-    ours = experiment(tmp_path, data, KilledOnce)
+    @dataclass(frozen=True, kw_only=True)
+    class ByValue(OnRayConfig):
+        """Pickled by value, as a class of a script is."""
+
+        learning_rates: list[float] = field(default_factory=list)
+
+    given = experiment(tmp_path, data, KilledOnce)
+    ours = replace(given, config=ByValue(**vars(given.config)))
     result = TorchTrainer(
         train_loop(ours),
         train_loop_config={"config.max_steps": 6},

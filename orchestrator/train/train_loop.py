@@ -96,7 +96,7 @@ def train_loop(
     resume: Literal["auto", "never"] | str = "auto",
     restore: Collection[str] = COMPONENTS,
     accept_changes: bool = False,
-) -> Callable[..., dict[str, Any]]:
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function for a `TorchTrainer`, which trains the experiment, or resumes it, on Ray Train's workers.
 
     The run is in the experiment's folder, with the files that `fit` writes. Each evaluation and each checkpoint is
@@ -124,8 +124,9 @@ def train_loop(
     """
     start = Start.of(experiment, ResumeOptions.checked(resume, restore, accept_changes=accept_changes))
 
-    def train_experiment(config: dict[str, Any] | None = None) -> dict[str, Any]:
-        return train_rank(start, start.enter(config or {}), on_cpu=not ray.get_gpu_ids(), reports=True)
+    # Ray Train passes its config only to a function that requires one; without `train_loop_config` it is empty.
+    def train_experiment(config: dict[str, Any]) -> dict[str, Any]:
+        return train_rank(start, start.enter(config), on_cpu=not ray.get_gpu_ids(), reports=True)
 
     return train_experiment
 
@@ -247,6 +248,7 @@ class _RecordKeeper(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run, self._lock, self._ended = run, threading.Lock(), threading.Event()
+        self._metrics: dict[str, float] = {}
         self._thread = threading.Thread(target=self._beat, name="headway-record", daemon=True)
         self._thread.start()
 
@@ -254,9 +256,13 @@ class _RecordKeeper(Callback):
         """Record the attempt and the data."""
         self._update(attempts=trainer.attempt, workers=trainer.world.size, data=trainer.data_identity)
 
+    def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Keep the metrics for the record."""
+        self._metrics.update(metrics)
+
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
-        """Record it: the record stays true if this process dies."""
-        self._update(steps=checkpoint.step, last_checkpoint=str(checkpoint.path))
+        """Record it: the record stays true if this process dies, as it may when Ray Tune ends a trial."""
+        self._update(steps=checkpoint.step, last_checkpoint=str(checkpoint.path), metrics=self._metrics)
 
     def close(self) -> None:
         """End the thread."""

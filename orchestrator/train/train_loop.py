@@ -248,7 +248,7 @@ class _RecordKeeper(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run, self._lock, self._ended = run, threading.Lock(), threading.Event()
-        self._metrics: dict[str, float] = {}
+        self._metrics = dict(run.record.metrics)
         self._thread = threading.Thread(target=self._beat, name="headway-record", daemon=True)
         self._thread.start()
 

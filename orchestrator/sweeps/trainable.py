@@ -20,8 +20,7 @@ from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.trainer import Trainer
 
 from ..cli.console import RunConsole
-from ..config.experiment import Experiment, Scaling
-from ..config.values import with_values
+from ..config.experiment import Experiment
 from ..errors import StorageError
 from ..runs.open import open_run
 from ..runs.pointer import Pointer, read_pointer, write_pointer
@@ -73,10 +72,7 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
         run_trial(start, config, metric)
 
     def resources(config: dict[str, Any]) -> Any:
-        searched = {path: value for path, value in config.items() if path.startswith("scaling.")}
-        values = {path.removeprefix("scaling."): value for path, value in searched.items()}
-        changed: Scaling = with_values(scaling, values)
-        return trial_resources(changed)
+        return trial_resources(scaling, config)
 
     # Ray Tune names trials after the function.
     train_trial.__name__ = experiment.name

@@ -70,9 +70,10 @@ def fit(
     resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
     check_not_redacted(experiment)
     check_token()
-    experiment = replace(experiment, scaling=with_gpus(experiment.scaling))
-    check_resources(experiment.scaling)
-    check_training(experiment, elsewhere=not will_start_own_ray())
+    # The record keeps what was asked for, because the next start may find other machines.
+    on_gpus = replace(experiment, scaling=with_gpus(experiment.scaling))
+    check_resources(on_gpus.scaling)
+    check_training(on_gpus, elsewhere=not will_start_own_ray())
     opened = open_run(experiment, accept_changes=accept_changes, say=display.line)
     if opened.state == "finished":
         return finished_result(opened.run, display)
@@ -103,7 +104,7 @@ def _train(
     run, is_never = opened.run, resume_options.resume == "never"
     _greet(opened, experiment, display)
     resume_options = _resumption(resume_options, run, display)
-    experiment = replace(experiment, scaling=clamp_to_machine(experiment.scaling))
+    experiment = replace(experiment, scaling=clamp_to_machine(with_gpus(experiment.scaling)))
     connects = not ray.is_initialized()
     with contextlib.ExitStack() as watched, StopSignals() as signals:
         try:

@@ -36,6 +36,9 @@ class Tune:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_at: int | None = None) -> None:
         self.reports: list[dict[str, Any]] = []
         self.pointers: list[dict[str, str] | None] = []
+        # The metrics in the run's record when each report is made: Ray Tune may end the process inside it.
+        self.records: list[dict[str, float]] = []
+        self.storage = ""
         self.checkpoint: tune.Checkpoint | None = None
         self.name, self._ends_at = "tiny_1", ends_at
         monkeypatch.setattr(tune, "report", self._report)
@@ -45,11 +48,13 @@ class Tune:
 
     def _report(self, metrics: Mapping[str, Any], checkpoint: tune.Checkpoint | None = None) -> None:
         self.reports.append(dict(metrics))
+        self.records.append(Run(f"{self.storage}/{self.name}").record.metrics)
         self.pointers.append(checkpoint and json.loads(Path(checkpoint.path, "headway.json").read_text()))
         if metrics["step"] == self._ends_at:
             raise SystemExit(0)
 
     def train(self, ours: Experiment, config: dict[str, Any], metric: str | None = "validation/loss") -> None:
+        self.storage = ours.run_dir
         run_trial(Start.of(ours, ResumeOptions(accept_changes=True)), config, metric)
 
     def give(self, pointer: Pointer, folder: Path) -> None:
@@ -64,6 +69,8 @@ def test_each_evaluation_is_reported_once_with_its_checkpoint(tmp_path: Path, mo
     run = Run(f"{ours.run_dir}/tiny_1")
     assert [report["step"] for report in around.reports] == [4, 8, 12]
     assert around.reports[-1]["validation/loss"] == run.record.metrics["validation/loss"]
+    assert all("validation/loss" in record for record in around.records)
+    assert around.records[-1]["validation/loss"] == around.reports[-1]["validation/loss"]
     assert [pointer and Path(pointer["checkpoint"]).name for pointer in around.pointers] == [
         "step-00000004", "step-00000008", "step-00000012",
     ]  # fmt: skip
@@ -139,7 +146,6 @@ def test_tuners_of_ray_search_prune_and_are_restored(tmp_path: Path, ray_session
     assert run.experiment().config.learning_rate == best.config["config.learning_rate"]
     assert best.metrics["step"] == 12
     assert run.record.metrics["validation/loss"] == best.metrics["validation/loss"]
-
     restored = tune.Tuner.restore(
         str(tmp_path / "ray" / "theirs"), trainable(ours, metric="validation/loss"), resume_unfinished=True
     )

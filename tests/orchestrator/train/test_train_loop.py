@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from headway.orchestrator import Experiment, Run, RunConflictError, checkpoint_path, train_loop
 from headway.orchestrator.config.values import with_values
 from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.runs.pointer import Pointer, write_pointer
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.storage.events import EventWriter
 from headway.orchestrator.train.train_loop import Start, train_rank
@@ -85,9 +86,19 @@ def test_ray_train_restarts_a_run_exactly_and_its_result_points_to_the_checkpoin
         assert found.metrics["step"] == 6
         assert found.metrics["validation/loss"] == run.record.metrics["validation/loss"]
         torch.testing.assert_close(load_weights(checkpoint_path(found.checkpoint)), weights, atol=1e-5, rtol=0)
-    assert [metrics["step"] for _, metrics in result.best_checkpoints] == [2, 4, 6]
-    with pytest.raises(ConfigError, match="points to a checkpoint that is gone or damaged"):
-        checkpoint_path(result.best_checkpoints[0][0])
+    assert [metrics["step"] for _, metrics in result.best_checkpoints][-1] == 6
+
+
+def test_a_pointer_to_a_deleted_checkpoint_names_the_setting(tmp_path: Path) -> None:
+    write_pointer(Pointer(run_dir=str(tmp_path), checkpoint=str(tmp_path / "checkpoints/step-00000002")), str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="points to a checkpoint that is gone or damaged .* `config.checkpoint` decides"
+    ):
+        checkpoint_path(Checkpoint.from_directory(str(tmp_path)))
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ConfigError, match="is not a checkpoint of a Headway run"):
+        checkpoint_path(Checkpoint.from_directory(str(other)))
 
 
 def start_of(ours: Experiment) -> Start:

@@ -100,6 +100,9 @@ class TuneSearcher:
             self._searcher.on_trial_result(self._ids[index], dict(result))
 
     def _set_space(self) -> None:
+        if (optuna := sys.modules.get("optuna")) is not None:
+            # As for "tpe": otherwise it prints a line for each study and each result.
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
         space = {path: _to_tune(axis) for path, axis in self._axes.items()}
         try:
             accepted = self._searcher.set_search_properties(self._search.metric, self._search.mode, space)

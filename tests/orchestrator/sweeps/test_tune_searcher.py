@@ -117,7 +117,9 @@ def test_the_state_of_a_searcher_survives_its_driver(tmp_path: Path, killed_befo
         assert tried == expected
 
 
-def test_what_a_killed_driver_would_lose_is_said_before_the_sweep_starts(tmp_path: Path) -> None:
+def test_what_a_killed_driver_would_lose_is_said_before_the_sweep_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     lines = []
     for number, made in enumerate((OptunaSearch(), Remembering(), Forgetful())):
         told = io.StringIO()
@@ -126,6 +128,7 @@ def test_what_a_killed_driver_would_lose_is_said_before_the_sweep_starts(tmp_pat
         _make_searcher(search, opened, SweepConsole("validation/loss", "min", Console(file=told, width=300)))
         lines.append(told.getvalue())
     assert lines[0] == ""
+    assert "A new study created" not in capfd.readouterr().err
     assert "Remembering cannot save its state: if the driver is killed, it will learn the results anew" in lines[1]
     assert "Forgetful can neither save its state nor learn earlier results" in lines[2]
 

@@ -159,7 +159,7 @@ def describe_wait(scaling: Scaling, taken: set[str]) -> str | None:
         taken: `placed_groups` when they started to wait; if there are others now, they are starting.
     """
     there, free, wanted = ray.cluster_resources(), ray.available_resources(), scaling.min_workers
-    fitting = min(slots_capped([free], scaling), slots_capped(live_node_resources(), scaling))
+    fitting = min(slots_capped(free_node_resources(), scaling), slots_capped(live_node_resources(), scaling))
     if fitting >= wanted or placed_groups() - taken:
         return None
     amounts = ", ".join(
@@ -174,9 +174,23 @@ def live_node_resources() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
+def free_node_resources() -> list[dict[str, float]]:
+    """Return the unused resources of each live node of the connected cluster.
+
+    Ray has no public call for it. If the private one changes, their sum counts as one node, in which pieces too
+    small for a worker seem to suffice.
+    """
+    try:
+        from ray._private.state import available_resources_per_node
+
+        return [dict(free) for free in available_resources_per_node().values()]
+    except (ImportError, AttributeError, TypeError):
+        return [ray.available_resources()]
+
+
 def target_workers_now(scaling: Scaling, *, workers: int) -> int:
     """Return how many workers a group with `workers` workers could have on the connected cluster now."""
-    return target_workers(live_node_resources(), ray.available_resources(), scaling, workers=workers)
+    return target_workers(live_node_resources(), free_node_resources(), scaling, workers=workers)
 
 
 def with_gpus(scaling: Scaling) -> Scaling:

@@ -92,7 +92,7 @@ def slots_capped(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:
 
 
 def target_workers(
-    nodes: Iterable[Mapping[str, float]], free: Mapping[str, float], scaling: Scaling, *, workers: int
+    nodes: Iterable[Mapping[str, float]], free: Iterable[Mapping[str, float]], scaling: Scaling, *, workers: int
 ) -> int:
     """Return how many workers a group of `workers` could restart with.
 
@@ -101,9 +101,9 @@ def target_workers(
 
     Args:
         nodes: resources of each machine.
-        free: unused resources, summed over all machines.
+        free: unused resources of each machine.
         scaling: the wanted workers.
         workers: the running workers.
     """
     held = slots_capped(nodes, scaling)
-    return held if slots_capped([free], scaling) >= held - workers else workers
+    return held if slots_capped(free, scaling) >= held - workers else workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -321,7 +322,9 @@ def _error_without_failure(error: BaseException, ended: BaseException | None) ->
     if isinstance(error, lost) and ended is None:
         text = str(error)
         if isinstance(error, OutOfMemoryError) or "OUT_OF_MEMORY" in text or "low on memory" in text:
-            cause = "Ray ended Ray Train's controller, because its node ran out of memory"
+            found = re.search(r"[\d.]+GB used / [\d.]+GB", text)
+            amount = f": {found[0]}" if found else ""
+            cause = f"Ray ended Ray Train's controller, because its node ran out of memory{amount}"
         elif "worker process has died" in text:
             cause = "Ray Train's controller is gone: its process died, alone or with the head node of the cluster"
         else:

@@ -120,7 +120,7 @@ def _command(fault: str, storage: str) -> list[str]:
         sys.executable, "-m", "headway.orchestrator", "fit", "tests.chaos.faults:Faulty", "name=faulty",
         f"storage={storage}", "scaling.workers=2", f"config.fault={fault}", "config.max_steps=60",
         "config.log_every=1 steps", "config.global_batch_size=16", "config.checkpoint.every=5 steps",
-        "retries.hang_timeout=10s", "retries.spares=false", "scaling.wait=2m",
+        "retries.hang_timeout=10s", "retries.spares=false", "scaling.wait=10m",
     ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def _environment(**variables: str) -> dict[str, str]:
 
 def _run_alone(fault: str, folder: str) -> str:
     done = subprocess.run(
-        _command(fault, folder), env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        _command(fault, folder), env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
     return done.stdout + done.stderr
 
@@ -189,7 +189,7 @@ def _run_in_memory_group(fault: str, folder: str) -> str:
     command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *_command(fault, folder)]
     try:
         done = subprocess.run(
-            command, env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+            command, env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
         )
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
@@ -216,13 +216,13 @@ def _run_without_token(fault: str, folder: str) -> str:
         without = {name: text for name, text in _environment().items() if not name.startswith("RAY_AUTH")}
         done = subprocess.run(
             _command(fault, folder), env={**without, "RAY_ADDRESS": f"127.0.0.1:{port}", "HOME": folder}, cwd=ROOT,
-            capture_output=True, text=True, timeout=280, check=False,
+            capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
     return done.stdout + done.stderr
 
 
 def _wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError("the run does not train")

@@ -17,7 +17,12 @@ import pytest
 import ray
 
 from headway.orchestrator import Run, Scaling
-from headway.orchestrator.cluster.connect import placed_groups, ray_connection
+from headway.orchestrator.cluster.connect import (
+    free_node_resources,
+    live_node_resources,
+    placed_groups,
+    ray_connection,
+)
 from headway.orchestrator.cluster.ray_env import quiet_environment
 from headway.trainer.errors import HeadwayError
 from tests.promises.test_ctrl_c_loses_nothing import TARGET
@@ -185,3 +190,13 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     packed = b"".join(words[start : start + 4][::-1] for start in range(0, len(words), 4))
     address = ipaddress.ip_address(packed)
     return getattr(address, "ipv4_mapped", None) or address
+
+
+@pytest.mark.ray
+def test_the_free_resources_are_known_node_by_node(ray_session: None) -> None:
+    assert len(free_node_resources()) == len(live_node_resources()) == 1
+    deadline = time.monotonic() + 60
+    # Processes of other tests may still be ending.
+    while free_node_resources()[0].get("CPU") != ray.available_resources().get("CPU"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

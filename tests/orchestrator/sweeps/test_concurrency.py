@@ -106,6 +106,7 @@ class Cluster:
         total = lambda: {"CPU": sum(each["CPU"] for each in self.machines)}  # noqa: E731
         monkeypatch.setattr(connect.ray, "cluster_resources", total)
         monkeypatch.setattr(connect.ray, "available_resources", total)
+        monkeypatch.setattr(connect, "free_node_resources", self.live_node_resources)
 
     def live_node_resources(self) -> list[dict[str, float]]:
         return self.machines

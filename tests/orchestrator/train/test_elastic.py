@@ -243,16 +243,28 @@ def test_workers_are_counted_machine_by_machine() -> None:
 @pytest.mark.parametrize(
     ("nodes", "free", "expected"),
     [
-        ([4, 4], 6, 8),
-        ([4, 4], 5, 2),  # Ray Train would wait for resources that others use
-        ([4], 2, 4),
-        ([2], 0, 2),
-        ([1], 0, 1),  # a machine is gone, and its workers soon will be
+        ([4, 4], [2, 4], 8),
+        ([4, 4], [2, 3], 2),  # Ray Train would wait for resources that others use
+        ([4], [2], 4),
+        ([2], [0], 2),
+        ([1], [0], 1),  # a machine is gone, and its workers soon will be
     ],
 )
-def test_there_is_room_where_all_that_ray_train_would_take_is_free(nodes: list[int], free: int, expected: int) -> None:
-    found = target_workers([{"CPU": cpus} for cpus in nodes], {"CPU": free}, Scaling(workers=(1, 8)), workers=2)
+def test_there_is_room_where_all_that_ray_train_would_take_is_free(
+    nodes: list[int], free: list[int], expected: int
+) -> None:
+    found = target_workers(_with_cpus(nodes), _with_cpus(free), Scaling(workers=(1, 8)), workers=2)
     assert found == expected
+
+
+@pytest.mark.parametrize(("free", "expected"), [([2, 2, 0], 6), ([1, 1, 2], 4)])
+def test_there_is_no_room_in_pieces_too_small_for_a_worker(free: list[int], expected: int) -> None:
+    scaling = Scaling(workers=(1, 8), cpus_per_worker=2)
+    assert target_workers(_with_cpus([4, 4, 4]), _with_cpus(free), scaling, workers=4) == expected
+
+
+def _with_cpus(nodes: list[int]) -> list[dict[str, float]]:
+    return [{"CPU": cpus} for cpus in nodes]
 
 
 # ---- How a run scales up ---------------------------------------------------------------------------------------------

@@ -68,6 +68,10 @@ def test_the_driver_raises_the_error_of_the_check_as_it_is(tmp_path: Path) -> No
     ("text", "told"),
     [
         (
+            "NODE_OUT_OF_MEMORY Memory on the node (IP: ...) was 22.82GB used / 23.54GB limit (0.969602)",
+            "because its node ran out of memory: 22.82GB used / 23.54GB",
+        ),
+        (
             "Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: the node is running low on memory",
             "ran out of memory",
         ),

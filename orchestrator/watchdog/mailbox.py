@@ -7,6 +7,7 @@ driver would read all their files. Files remain the record, and take over if the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -127,10 +128,11 @@ class DriverMailbox:
         return None if found is None else Straggler(**found)
 
     def close(self) -> None:
-        """End the actor."""
+        """End the actor. Ray may be gone."""
         import ray
 
-        ray.kill(self.actor)
+        with contextlib.suppress(Exception):
+            ray.kill(self.actor)
 
 
 class RankMailbox:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from .checkpoints.retention import Mode, Retention
+from .checkpoints.retention import Mode, Retention, warn_of_mode
 from .errors import ConfigError
 from .loop.progress import Duration
 from .redaction import REDACTED, is_secret_field, redact_urls, redact_value
@@ -27,7 +27,7 @@ MAY_CHANGE = (
 """Fields of a `TrainerConfig` that do not change what is learned: a resumed run may have other values."""
 
 
-ELSEWHERE = {
+FIELDS_ELSEWHERE = {
     "batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
     "per_device_train_batch_size": "micro_batch_size", "epochs": "max_epochs", "num_epochs": "max_epochs",
     "num_train_epochs": "max_epochs", "steps": "max_steps", "total_steps": "max_steps", "max_grad": "max_grad_norm",
@@ -56,7 +56,22 @@ class InitSignature:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-class _NamesTheNearest:
+class _FrozenOnly(type):
+    """Metaclass of the configs: a dataclass decorator without `frozen=True` is an error that says what to write.
+
+    The decorator sets `__dataclass_params__` before it compares them with those of the base.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "__dataclass_params__" and not value.frozen:
+            raise TypeError(
+                f"{cls.__name__} must not change once it is created, since it is the record of a run: write "
+                "@dataclass(frozen=True, kw_only=True) above the class"
+            )
+        super().__setattr__(name, value)
+
+
+class _NamesTheNearest(metaclass=_FrozenOnly):
     """Base of the configs: an unknown keyword is an error that names the nearest field."""
 
     __signature__ = InitSignature()
@@ -78,8 +93,8 @@ def _instead_of(cls: type, name: str, known: list[str]) -> str:
         return (
             "it is declared, but the class is no dataclass; write @dataclass(frozen=True, kw_only=True) above the class"
         )
-    if name in ELSEWHERE and issubclass(cls, TrainerConfig):
-        return f"use {ELSEWHERE[name]}"
+    if name in FIELDS_ELSEWHERE and issubclass(cls, TrainerConfig):
+        return f"use {FIELDS_ELSEWHERE[name]}"
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {near[0]}?"
     if issubclass(cls, TrainerConfig):
@@ -226,6 +241,7 @@ class CheckpointConfig(_NamesTheNearest):
                 f'monitor must be an evaluation metric in the log, such as "validation/loss", got {self.monitor!r}'
             )
         _ = self.retention  # checks its own fields
+        warn_of_mode("CheckpointConfig", self.monitor, self.mode)
 
     @property
     def retention(self) -> Retention:
@@ -444,12 +460,17 @@ C = TypeVar("C", bound=TrainerConfig)
 
 
 def check_is_dataclass(config: TrainerConfig) -> None:
-    """Check that the fields that a config's class declares are fields.
+    """Check that the fields that a config's class declares are fields, and that numbers are not texts.
 
     Raises:
-        ConfigError: the class lacks its decorator, so that declared fields are ignored.
+        ConfigError: the class lacks its decorator, so that declared fields are ignored; or a field that is declared as
+            a number is a text, as from a command line.
     """
     known = {each.name for each in fields(config)}
+    for each in fields(config):
+        kind = getattr(each.type, "__name__", each.type)
+        if kind in ("int", "float", "bool") and isinstance(value := getattr(config, each.name), str):
+            raise ConfigError(f"{each.name} of {type(config).__name__} must be a {kind}, got the text {value!r}")
     for base in type(config).__mro__:
         for name, annotation in vars(base).get("__annotations__", {}).items():
             if name not in known and "ClassVar" not in str(annotation):

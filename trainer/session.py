@@ -121,6 +121,13 @@ class Session(ActiveRun):
     ) -> None:
         if not isinstance(config, TrainerConfig):
             raise ConfigError(f"config must be a TrainerConfig (or a subclass), got {config!r:.80}")
+        made_by = getattr(optimizer, "func", optimizer)
+        if isinstance(made_by, Optimizer) or (isinstance(made_by, type) and issubclass(made_by, Optimizer)):
+            raise ConfigError(
+                "optimizer must be a function from the model to an optimizer, because it is called after sharding: "
+                f"optimizer=lambda model: {getattr(made_by, '__name__', type(made_by).__name__)}(model.parameters(), "
+                f"...), got {optimizer!r:.60}"
+            )
         if validation is not None and validation_step is None:
             raise ConfigError("validation data needs validation_step, a function (run, batch) that returns the loss")
         if config.halve_on_out_of_memory or config.non_finite == "retry":
@@ -232,6 +239,8 @@ class Session(ActiveRun):
         Raises:
             ConfigError, DataError, ResumeError, CheckpointError: as `Trainer.fit`.
         """
+        if self._has_started and not self._has_finished:
+            raise StepError("run.restore() was called during the run: call it once, before `for batch in run`")
         return self._engine.loop.restore(resume, restore, accept_changes=accept_changes)
 
     def start(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from .active_run import ActiveRun
 from .callbacks.base import Callback, OwnHooks, PlainFunction, check_hooks
 from .callbacks.progress_bar import ProgressBar
-from .config import TrainerConfig, check_is_dataclass, one_step_on_cpu
+from .config import InitSignature, TrainerConfig, check_is_dataclass, one_step_on_cpu
 from .distributed.context_parallel import Divided
 from .distributed.mesh_sizes import MeshSizes
 from .distributed.tensor_parallel import Plan
@@ -24,7 +25,7 @@ from .loop.steps import LossWeight
 from .result import FitResult
 from .session import Session
 from .setup import weight_init
-from .setup.class_check import check_overrides
+from .setup.class_check import ATTRIBUTES_ELSEWHERE, check_arguments, check_overrides
 from .setup.dry_run import Estimate
 from .step.lr_stepping import Interval
 from .step.precision import LossScaler, ScalesLoss
@@ -118,6 +119,13 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         super().__init_subclass__(**kwargs)
         check_hooks(cls, leading=("self",))
         check_overrides(cls, Trainer)
+
+    __signature__ = InitSignature()
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Check the keywords: other trainers take fields of the config as arguments."""
+        check_arguments(cls, given, [each.name for each in fields(TrainerConfig)])
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -331,10 +339,13 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
                     "pass on the keyword arguments of Trainer"
                 )
             engine = vars(self).get("_engine")
-            when = " yet: models, optimizers and data exist after setup(), which fit() calls"
+            hint = ""
+            if name in ATTRIBUTES_ELSEWHERE:
+                hint = f": {ATTRIBUTES_ELSEWHERE[name]}"
+            elif engine is not None and not engine.is_set_up:
+                hint = " yet: models, optimizers and data exist after setup(), which fit() calls"
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}"
-                f"{when if engine is not None and not engine.is_set_up else ''}",
+                f"{type(self).__name__!r} object has no attribute {name!r}{hint}",
                 name=name,
                 obj=self,
             )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.retention import Best, Mode, is_better
+from ..checkpoints.retention import Best, Mode, is_better, warn_of_mode
 from ..errors import ConfigError
 from .base import Callback
 
@@ -66,6 +66,7 @@ class EarlyStopping(Callback):
             raise ConfigError(f"target must be better than divergence in mode {mode!r}, got {target} and {divergence}")
         self.monitor, self.patience, self.target, self.divergence = monitor, patience, target, divergence
         self.best: Best = Best(mode, min_delta)
+        warn_of_mode("EarlyStopping", monitor, mode)
         self.without_gain: int = 0
         self._warmup_left = warmup
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cmp_to_key
@@ -12,6 +14,12 @@ from ..errors import CheckpointError, ConfigError
 from ..loop.progress import Duration
 from .format.manifest import Checkpoint
 from .storage import Storage
+
+_HIGHER_IS_BETTER = frozenset(
+    ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "psnr", "r2", "recall",
+     "reward", "rouge", "ssim")
+)  # fmt: skip
+_LOWER_IS_BETTER = frozenset(("cer", "error", "fid", "loss", "mae", "mse", "perplexity", "ppl", "rmse", "wer"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +198,15 @@ def unmark_kept(storage: Storage, name: str) -> None:
 def is_kept(storage: Storage, name: str) -> bool:
     """Return whether a checkpoint is pinned."""
     return storage.has(name, KEEP_MARK)
+
+
+def warn_of_mode(owner: str, monitor: str, mode: Mode) -> None:
+    """Warn if a metric has the name of one that is better in the other direction, such as an accuracy with "min"."""
+    words = set(re.split(r"[^a-z0-9]+", monitor.lower()))
+    better = "max" if words & _HIGHER_IS_BETTER else "min" if words & _LOWER_IS_BETTER else mode
+    if better != mode:
+        warnings.warn(
+            f"{owner} with monitor={monitor!r} and mode={mode!r} takes the {'lowest' if mode == 'min' else 'highest'} "
+            f"value as the best: set mode={better!r}, unless that is what you want",
+            stacklevel=4,
+        )

@@ -17,7 +17,8 @@ class ReplicatedModule(DistributedDataParallel):
 
     DDP averages the gradients of a backward pass only if the forward pass before it went through DDP. A forward pass
     through a part of the model, or through a method that calls the module inside, does not: its gradients would stay
-    different on every rank, without an error. `reduces_itself` tells whether DDP reduces the next backward pass.
+    different on every rank, without an error. `reduces_itself` tells whether DDP reduces the next backward pass. Nor
+    does it ever reduce gradients of parameters that were frozen when the module was wrapped: `reduced` has the others.
 
     Args:
         module: the user's module, initialized.
@@ -33,6 +34,7 @@ class ReplicatedModule(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.reduces_itself = False
+        self.reduced = frozenset(parameter for parameter in module.parameters() if parameter.requires_grad)
         self._is_ready = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

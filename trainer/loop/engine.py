@@ -32,6 +32,7 @@ from ..setup.compile_cache import CompileCache
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
 from ..setup.rank_consistency import check_agreement
+from ..setup.trainable import TrainableCheck
 from ..setup.versions import check_same_versions
 from ..step.lr_stepping import LrStepping
 from ..step.oom import add_memory_advice, is_out_of_memory
@@ -137,7 +138,10 @@ class Engine:
             ConfigError: it does not exist before the end of `setup`.
         """
         if self._loop is None:
-            raise ConfigError("this trainer is not set up yet: call setup() first, or use on_setup_end and later hooks")
+            raise ConfigError(
+                "this run is not set up yet: call setup() of a trainer first, or use on_setup_end and later hooks; use "
+                "a Session in `with Session(...) as run:`"
+            )
         return self._loop
 
     @property
@@ -244,7 +248,7 @@ class Engine:
             if self.data.guarantee != "exact":
                 self._length.steps_on_ranks = self.world.all_gather_object(self.data.steps_in_epoch(0))
         with self.setup_times.phase("optimizers"):
-            build.make_optimizers(program, ctx)
+            build.make_optimizers(program, ctx, evaluates=bool(self.validation), total_steps=self._length.total_steps)
         metrics = EvaluationMetrics(program.configure_metrics(), mesh.loss)
         numerics.check_metrics(metrics)
         self.metrics = metrics
@@ -252,6 +256,8 @@ class Engine:
             ctx, program, numerics, self.requests, self.data, self.validation, metrics=metrics, length=self._length
         )
         self._loop.compile_cache = compile_cache
+        self._loop.check_trainable = TrainableCheck(program, ctx)
+        self._loop.check_trainable()
         trackers = self._given_trackers if self._given_trackers is not None else program.configure_trackers()
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
             # Commands that follow the run read this file.
@@ -304,7 +310,7 @@ class Engine:
             self.open_data(ctx)
             unknown = ""
             try:
-                build.make_optimizers(self.program, ctx)
+                build.make_optimizers(self.program, ctx, evaluates=bool(self.validation), total_steps=self.total_steps)
             except HeadwayError:
                 raise
             except Exception as error:

@@ -145,7 +145,7 @@ class Evaluation:
                         micro_batch = steps.prepare_batch(micro_batch)
                     callbacks.on_evaluation_batch_start(micro_batch, batch_idx)
                     with ctx.divided_sequences(steps, micro_batch), autocast(ctx.config.precision, ctx.device):
-                        outputs = _as_dict(ctx.name, steps.validation_step(micro_batch, batch_idx))
+                        outputs = _as_dict(ctx.name, self._validation_step(micro_batch, batch_idx))
                     if num_samples:
                         self._means.add(outputs, self.weight, self._prefix)
                     callbacks.on_evaluation_batch_end(outputs, micro_batch, batch_idx)
@@ -159,6 +159,23 @@ class Evaluation:
                 if agreed.stop or (agreed.at_once and self._may_repeat):
                     return None
         return None if self._reads.was_ended else num_batches
+
+    def _validation_step(self, micro_batch: Any, batch_idx: int) -> Any:
+        try:
+            outputs = self._steps.validation_step(micro_batch, batch_idx)
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                error.add_note(
+                    "evaluations run under torch.no_grad(): compute gradients in `with torch.enable_grad():`"
+                )
+            raise
+        if self._ctx.world.is_main and (left := [name for name, each in self._ctx.models.items() if each.training]):
+            warnings.warn(
+                f"validation_step left {', '.join(left)} in training mode, with dropout and updates of running means: "
+                "remove the call of train(), because evaluations set and restore the mode",
+                stacklevel=2,
+            )
+        return outputs
 
     def _report_no_data(self, name: str, stream: BatchStream) -> None:
         what = f"the validation data{f' {name!r}' if name else ''}"

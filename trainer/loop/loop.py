@@ -63,6 +63,7 @@ class Loop:
         needs_restore: True after an exception mid-update: model state is undefined until a checkpoint is restored.
         began_s: start of the run, including setup, by `time.perf_counter`.
         compile_cache: saves what the first updates have compiled; None if it is not kept.
+        check_trainable: called at the start of each epoch and evaluation, since hooks may change models.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Loop:
         self.needs_restore = False
         self._step_timeout = config.parallel.step_timeout
         self.compile_cache: CompileCache | None = None
+        self.check_trainable: Callable[[], None] = _no_op
         self._is_running = False
         self._resumes = False
         self._resumed_from: Checkpoint | None = None
@@ -125,6 +127,8 @@ class Loop:
 
     def restore(self, resume: str, components: Collection[str], *, accept_changes: bool) -> Checkpoint | None:
         """Restore as `Trainer.fit` describes, and return the checkpoint, if there is one."""
+        if not isinstance(resume, str):
+            raise ConfigError(f'resume must be "auto", "never" or the path of a checkpoint, got {resume!r}')
         if resume == "never" and self._progress.step:
             raise ConfigError(
                 f'resume="never" starts fresh, and this trainer has made {self._progress.step} updates: create another '
@@ -238,6 +242,7 @@ class Loop:
         # A caller who continues past a limit gets full epochs.
         was_past_limit = reached_limit_in_epoch(config, progress)
         self._callbacks.on_epoch_start()
+        self.check_trainable()
         with closing(self._global_batches(epoch)) as batches:
             for batch in batches:
                 self._epoch_batch, self._awaits_update = batch, True
@@ -621,6 +626,7 @@ class Loop:
         """
         if not self._validation or self._progress.evaluated_step == self._progress.step:
             return True
+        self.check_trainable()
         generators = RngState()
         before = generators.state_dict()
         while (metrics := self.evaluate(self._validation, may_repeat=True)) is None:
@@ -727,3 +733,7 @@ class Loop:
         finally:
             if (close := getattr(iterator, "close", None)) is not None:
                 close()
+
+
+def _no_op() -> None:
+    return

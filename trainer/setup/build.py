@@ -23,7 +23,7 @@ from ..config import as_plain
 from ..data.protocols import BatchStream, ShardInfo, is_stream
 from ..data.streams import as_stream
 from ..distributed import parallelize
-from ..distributed.dtensor import is_sharded, unwrap
+from ..distributed.dtensor import is_sharded
 from ..distributed.fsdp import gather_in_methods
 from ..distributed.parallelize import named_tensors
 from ..distributed.tensor_parallel import Plan, divide_layers
@@ -39,6 +39,7 @@ from ..trackers.base import Tracker
 from . import weight_init
 from .freezing import freeze
 from .rank_consistency import check_agreement, check_weights, code_digests, shapes
+from .scheduler_checks import check_schedulers
 from .value_tracking import ValueTracker
 
 T = TypeVar("T")
@@ -332,11 +333,18 @@ def rejoin_process_group(program: Program, ctx: RunContext) -> None:
         _set_model(program, ctx, name, parallelize.rewrap_ddp(model, ctx.config.parallel, ctx.world))
 
 
-def make_optimizers(program: Program, ctx: RunContext) -> None:
+def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total_steps: int | None) -> None:
     """Create optimizers and schedulers over the models' parameters.
 
+    Args:
+        program: gets them as attributes.
+        ctx: gets them.
+        evaluates: whether there is validation data.
+        total_steps: updates of the whole run, if known.
+
     Raises:
-        ConfigError: there is no optimizer, one has a parameter of no model, or scheduler settings are invalid.
+        ConfigError: there is no optimizer, one has a parameter of no model or needs a closure, a `GradScaler` is an
+            attribute, or scheduler settings are invalid.
     """
     returned = program.configure_optimizers()
     collect(program, returned, "configure_optimizers", {"optimizer": Optimizer, "scheduler": LRScheduler})
@@ -354,23 +362,25 @@ def make_optimizers(program: Program, ctx: RunContext) -> None:
         raise ConfigError(
             f"configure_optimizers() of {ctx.name} made no optimizer: set self.optimizer = ..., or return it"
         )
-    _check_schedulers(ctx)
+    _check_kinds(program, ctx)
+    check_schedulers(ctx, evaluates=evaluates, total_steps=total_steps)
     if ctx.mesh.tensor_mesh is not None:
         _check_grouping(ctx)
-    if ctx.world.is_main:
-        _warn_of_parameters(ctx)
 
 
-def _check_schedulers(ctx: RunContext) -> None:
-    """Raise for a scheduler that changes the learning rate of another optimizer than those that train."""
-    groups = {id(group) for optimizer in ctx.optimizers.values() for group in optimizer.param_groups}
-    for name, scheduler in ctx.lr_stepping.schedulers.items():
-        of = getattr(scheduler, "optimizer", None)
-        # An optimizer that wraps another shares its groups.
-        if of is not None and not any(id(group) in groups for group in of.param_groups):
+def _check_kinds(program: Program, ctx: RunContext) -> None:
+    """Raise for an optimizer that Headway cannot step, and for a second loss scaler."""
+    for name, optimizer in ctx.optimizers.items():
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                f"self.{name} is a scheduler of an optimizer that is not an attribute of {ctx.name}, so it would "
-                f"change no learning rate: create it with {' or '.join(f'self.{each}' for each in ctx.optimizers)}"
+                f"self.{name} is an LBFGS, which computes the loss several times in each step. Headway does not "
+                "support it: use another optimizer"
+            )
+    for name, value in vars(program).items():
+        if isinstance(value, torch.amp.GradScaler):
+            raise ConfigError(
+                f"self.{name} is a GradScaler, but Headway scales the loss itself: remove it, and set precision='fp16' "
+                "(with configure_loss_scaler() for other settings)"
             )
 
 
@@ -385,26 +395,6 @@ def _check_grouping(ctx: RunContext) -> None:
                         f"self.{name} has {setting}=True, which torch does not support for a model of which "
                         f"parallel.tp={ctx.config.parallel.tp} divides only some layers: leave {setting} out"
                     )
-
-
-def _warn_of_parameters(ctx: RunContext) -> None:
-    """Warn of trainable parameters that were left out when others of their model were given to an optimizer."""
-    held = {
-        parameter
-        for optimizer in ctx.optimizers.values()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for name, model in ctx.models.items():
-        trainable = {path: each for path, each in unwrap(model).named_parameters() if each.requires_grad}
-        missing = [f"{name}.{path}" for path, parameter in trainable.items() if parameter not in held]
-        # A model without an optimizer, such as a teacher, is usual.
-        if missing and len(missing) < len(trainable):
-            warnings.warn(
-                f"{_first(missing)} can be trained, but no optimizer has it: pass it to one in configure_optimizers(), "
-                "or freeze it, by config.freeze or requires_grad_(False)",
-                stacklevel=2,
-            )
 
 
 def open_data(program: Program, ctx: RunContext, numerics: Numerics) -> tuple[BatchStream, dict[str, BatchStream]]:
@@ -500,9 +490,16 @@ def collect(program: object, returned: Any, method: str, kinds: Mapping[str, typ
             kind = next((name for name, cls in kinds.items() if isinstance(each, cls)), None)
             if kind is None:
                 allowed = " or ".join(cls.__name__ for cls in kinds.values())
+                foreign = isinstance(each, (list, Mapping)) or key in ("monitor", "interval", "frequency")
+                advice = (
+                    "; this is the form of Lightning: set self.optimizer and self.scheduler, with the class attributes "
+                    "scheduler_interval and scheduler_monitor for the rest"
+                    if foreign and method == "configure_optimizers"
+                    else ""
+                )
                 raise ConfigError(
-                    f"{method}() returned {type(each).__name__} {each!r:.60}; return {allowed} objects, a dict of them "
-                    "by name, or nothing if the method sets them as attributes"
+                    f"{method}() returned a {type(each).__name__}{f' as {key!r}' if key else ''}; return {allowed} "
+                    f"objects, a dict of them by name, or nothing if the method sets them as attributes{advice}"
                 )
             first = next(iter(kinds))
             name = (key if kind == first else f"{key}_{kind}") if key else kind

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from types import CodeType
+
+from ..config import FIELDS_ELSEWHERE
+from ..errors import ConfigError
 
 _DATA = "configure_dataloaders(self), which returns (train, validation)"
 _STEP = "training_step(self, batch, batch_idx), which returns the loss"
@@ -49,6 +53,65 @@ FOREIGN = {
 }
 """What Headway has in place of methods and attributes that Lightning, Hugging Face's Trainer and others call."""
 
+ATTRIBUTES_ELSEWHERE = {
+    "hparams": "use self.config",
+    "args": "use self.config",
+    "save_hyperparameters": "the config is recorded with every run",
+    "log_dict": "call self.log(name, number) for each, or return a dict from the step",
+    "manual_backward": "call self.backward(loss)",
+    "lr_schedulers": "schedulers are attributes, such as self.scheduler",
+    "logger": "call self.log(), or use a tracker (configure_trackers)",
+    "loggers": "call self.log(), or use a tracker (configure_trackers)",
+    "trainer": "self is the trainer",
+    "parameters": "use self.model.parameters()",
+    "named_parameters": "use self.model.named_parameters()",
+    "forward": "call self.model(...)",
+    "to": "Headway moves models and batches to self.device",
+    "cuda": "Headway moves models and batches to self.device",
+    "eval": "use `with trainer.evaluating():`",
+    "train": "call fit()",
+    "run": "call fit()",
+    "validate": "call evaluate()",
+    "test": "call evaluate(data)",
+    "predict": "call trainer.model in `with trainer.evaluating():`",
+    "save_model": "call save_pretrained(folder) or export(file)",
+    "is_world_process_zero": "use self.world.is_main",
+    "is_global_zero": "use self.world.is_main",
+    "is_main_process": "use self.world.is_main",
+    "global_rank": "use self.world.rank",
+    "local_rank": "use self.world.local_rank",
+    "world_size": "use self.world.size",
+    "num_processes": "use self.world.size",
+    "all_gather": "use self.world.all_gather(tensor)",
+    "accelerator": "self has its methods: backward, autocast, print, unwrap",
+    "estimated_stepping_batches": "use self.total_steps",
+    "num_training_batches": "use self.total_steps",
+    "state": "use self.progress",
+    "datamodule": "data come from configure_dataloaders()",
+}
+"""Attributes of trainers of other frameworks, and what to use in their place."""
+
+ARGUMENTS_ELSEWHERE = {
+    **dict.fromkeys(
+        ("accelerator", "devices", "num_nodes", "gpus"),
+        "start it with torchrun, or by headway fit with scaling.workers",
+    ),
+    **dict.fromkeys(("default_root_dir", "output_dir", "logging_dir", "project_dir", "save_dir"), "use run_dir"),
+    **dict.fromkeys(("logger", "loggers", "log_with", "report_to"), "use trackers"),
+    **dict.fromkeys(("enable_progress_bar", "disable_tqdm"), "use show_progress"),
+    **dict.fromkeys(
+        ("model", "optimizers", "train_dataset", "eval_dataset", "data_collator", "train_dataloader"),
+        "they come from the configure_ methods, or use SupervisedTrainer",
+    ),
+    "args": "use config",
+    "resume_from_checkpoint": "use fit(resume=...)",
+    "train_loop_config": "use config",
+    "run_config": "use an Experiment, of headway.orchestrator",
+    "scaling_config": "use an Experiment, of headway.orchestrator",
+    "strategy": "use config.parallel.strategy",
+}
+"""Arguments of trainers of other frameworks, and what to use in their place."""
+
 
 def check_overrides(cls: type, base: type) -> None:
     """Check the methods of a trainer class that nothing in it uses, because only Headway could call them.
@@ -59,9 +122,11 @@ def check_overrides(cls: type, base: type) -> None:
 
     Raises:
         TypeError: a method has nearly the name of one to override, or the name of another framework's; or an override
-            does not accept the arguments that Headway passes. The message says what to define.
+            does not accept the arguments that Headway passes, or clips gradients before there are any. The message
+            says what to define.
     """
     used = set(_names_used(cls, base))
+    _check_training_step(cls, used)
     for name, each in vars(cls).items():
         if name.startswith(("_", "on_")):
             continue
@@ -86,6 +151,29 @@ def check_overrides(cls: type, base: type) -> None:
                 f"{cls.__qualname__} defines {name}, which Headway never calls; did you mean {near[0]}? A helper of "
                 "your own needs another name, or a call in the class"
             )
+
+
+def _check_training_step(cls: type, used: set[str]) -> None:
+    """Check a training step for what Headway does around it, and which would be lost or done twice in it.
+
+    Raises:
+        TypeError: it clips gradients that do not exist yet.
+    """
+    step = vars(cls).get("training_step")
+    if not inspect.isfunction(step):
+        return
+    names = set(_names_in(step.__code__))
+    if "backward" not in used and (clips := sorted(names & {"clip_grad_norm_", "clip_grad_value_"})):
+        raise TypeError(
+            f"{cls.__qualname__}.training_step calls {clips[0]}, but gradients are computed after it has returned the "
+            f"loss: set config.{'max_grad_norm' if 'norm' in clips[0] else 'max_grad_value'} and remove the call"
+        )
+    if "gradient_accumulation_steps" in names:
+        warnings.warn(
+            f"{cls.__qualname__}.training_step uses gradient_accumulation_steps: return the mean loss of the "
+            "micro-batch and do not divide it, because Headway weights it by the micro-batch's share of the update",
+            stacklevel=4,
+        )
 
 
 def _check_arguments(cls: type, name: str, written: object, ours: object) -> None:
@@ -122,3 +210,26 @@ def _names_in(code: CodeType) -> Iterator[str]:
         elif isinstance(constant, str):
             # getattr(self, "name")
             yield constant
+
+
+def check_arguments(cls: type, names: Collection[str], config_fields: Collection[str]) -> None:
+    """Check the keywords with which a trainer is created.
+
+    Args:
+        cls: its class.
+        names: of the keywords.
+        config_fields: the fields of `TrainerConfig`, which belong into the config.
+
+    Raises:
+        ConfigError: no constructor knows a keyword that is a field of the config, or another framework's.
+    """
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if inspect.isfunction(vars(base).get("__init__"))]
+    for name in sorted(set(names) - {each for init in inits for each in inspect.signature(init).parameters}):
+        if name in ARGUMENTS_ELSEWHERE:
+            raise ConfigError(f"{cls.__name__} has no argument {name}: {ARGUMENTS_ELSEWHERE[name]}")
+        if name in config_fields:
+            raise ConfigError(
+                f"{cls.__name__} has no argument {name}, a field of its config: TrainerConfig({name}=...)"
+            )
+        if name in FIELDS_ELSEWHERE:
+            raise ConfigError(f"{cls.__name__} has no argument {name}: in its config, use {FIELDS_ELSEWHERE[name]}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -96,10 +96,15 @@ class OptimizerStep:
         self._called_backward = self._is_applied = self._is_accumulating = self._has_accumulated = False
         self._rejection: str | None = None
         self._stepped: set[Optimizer] = set()
+        self._versions: list[int | None] | None = None
         self._skipped_losses = self._skipped_in_a_row = self._skipped_in_update = 0
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._not_yet_checked = set(self._optimizers)
         self._replicated = [model for model in self._models.values() if isinstance(model, ReplicatedModule)]
+        # Gradients of these are averaged by `_reduce_what_ddp_did_not`, if they are unfrozen.
+        self._unfrozen_later: frozenset[torch.Tensor] = (
+            _unknown_to_ddp(self._models.values()) if self._world.size > 1 else frozenset()
+        )
         # Graphs are freed after each micro-batch; autograd would create their ends again for every parameter.
         self._graph_ends: list[GradientEdge] = [
             get_gradient_edge(parameter) for parameter in _trainable(self._optimizers)
@@ -145,6 +150,7 @@ class OptimizerStep:
             with closing(self._each_micro_batch()) as each:
                 for micro_batch, _ in each:
                     self._in_user_step = True
+                    self._versions = _gradient_versions(self._optimizers) if self._not_yet_checked else None
                     with autocast(self._config.precision, self._world.device):
                         yield micro_batch
                     self._in_user_step = False
@@ -165,6 +171,13 @@ class OptimizerStep:
                 "run.backward(loss) was called outside of `for micro_batch in run.accumulate(batch)`, which determines "
                 "the weight of the loss: move it into that loop"
             )
+        if self._versions is not None and self._versions != _gradient_versions(self._optimizers):
+            raise StepError(
+                "gradients were changed by loss.backward() or zero_grad() inside `for micro_batch in "
+                "run.accumulate(batch)`: remove these calls; run.backward(loss) adds up the gradients, and run.step() "
+                "clears them"
+            )
+        self._versions = None
         self.backward(loss)
         before = self._returned.get("loss")
         self._returned = {"loss": loss.detach() if before is None else before + loss.detach()}
@@ -493,7 +506,7 @@ class OptimizerStep:
         """Compute the gradient norm of some optimizers, step them if it is finite, and return the norm."""
         guard = self._guard
         self._activity.enter("optimizer")
-        if self._replicated:
+        if self._replicated or self._unfrozen_later:
             self._reduce_what_ddp_did_not(optimizers)
         if self._scaler is not None:
             scale_gradients([p.grad for p in _parameters_with_gradient(optimizers)], 1.0 / self._scaler.scale)
@@ -564,9 +577,15 @@ class OptimizerStep:
             )
 
     def _reduce_what_ddp_did_not(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average gradients of forward passes around DDP, and of a second backward pass after one forward pass."""
+        """Average gradients that DDP does not.
+
+        Those of forward passes around DDP, of a second backward pass after one forward pass, and of parameters that
+        were frozen when the model was wrapped.
+        """
         twice = len(self._losses) > self._micro_batch + 1
+        rest: frozenset[torch.Tensor] | set[torch.Tensor]
         rest = {p for model in self._replicated if twice or not model.reduces_itself for p in model.parameters()}
+        rest = rest | self._unfrozen_later if rest else self._unfrozen_later
         if rest:
             self._loss_world.all_reduce_mean([p.grad for p in _parameters_with_gradient(optimizers) if p in rest])
 
@@ -641,6 +660,17 @@ def _parameters_with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
     return [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]
+
+
+def _unknown_to_ddp(models: Iterable[nn.Module]) -> frozenset[torch.Tensor]:
+    """Return the parameters of replicated models whose gradients DDP never reduces, because they were frozen."""
+    unknown: set[torch.Tensor] = set()
+    for model in models:
+        if isinstance(model, ReplicatedModule):
+            unknown |= set(model.parameters()) - model.reduced
+        elif not any(each.requires_grad for each in model.parameters()):
+            unknown |= {each for each in model.parameters() if not isinstance(each, DTensor)}
+    return frozenset(unknown)
 
 
 def _trainable(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

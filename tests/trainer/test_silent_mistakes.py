@@ -1,0 +1,367 @@
+"""Mistakes that train something else than was meant, and that other frameworks let pass in silence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from headway.trainer import CheckpointConfig, ConfigError, Session, StepError, Trainer, TrainerConfig, World
+from headway.trainer.callbacks import EarlyStopping
+from tests.distributed import run_on_ranks
+from tests.tiny import Rows, TinyConfig, TinyTrainer, weights
+
+ALONE = World.single("cpu")
+
+
+def _fit(cls: type[TinyTrainer], **config: Any) -> TinyTrainer:
+    trainer = cls(TinyConfig(**{"max_steps": 4, "log_every": 1, **config}), world=ALONE)
+    trainer.fit()
+    return trainer
+
+
+def _loss(trainer: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(trainer.model(batch["x"]), batch["y"])
+
+
+# ---- In the step ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_not_clipped_before_they_exist() -> None:
+    with pytest.raises(TypeError, match=r"training_step calls clip_grad_norm_, but .* set config\.max_grad_norm"):
+
+        class Clips(TinyTrainer):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                return _loss(self, batch)
+
+    class ByHand(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.backward(_loss(self, batch))
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.step(self.optimizer)
+            return {}
+
+    _fit(ByHand)
+
+
+def test_a_loss_that_is_divided_by_the_accumulation_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="uses gradient_accumulation_steps: return the mean loss of the micro-batch"):
+
+        class Divides(TinyTrainer):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return _loss(self, batch) / self.config.gradient_accumulation_steps
+
+
+def test_the_loss_is_not_scaled_twice() -> None:
+    class Scales(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            self.scaler = torch.amp.GradScaler("cpu")
+
+    with pytest.raises(ConfigError, match=r"self\.scaler is a GradScaler, but Headway scales the loss itself"):
+        _fit(Scales)
+
+
+def test_dropout_in_an_evaluation_is_warned_of() -> None:
+    class Trains(TinyTrainer):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.model.train()
+            return _loss(self, batch)
+
+    with pytest.warns(UserWarning, match="validation_step left model in training mode"):
+        _fit(Trains)
+
+
+def test_a_gradient_in_an_evaluation_says_how() -> None:
+    class Differentiates(TinyTrainer):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = _loss(self, batch)
+            loss.backward()
+            return loss
+
+    with pytest.raises(RuntimeError) as raised:
+        _fit(Differentiates)
+    assert "with torch.enable_grad()" in "".join(raised.value.__notes__)
+
+
+def test_a_loop_does_not_clear_gradients_between_micro_batches() -> None:
+    config = TinyConfig(max_steps=2, gradient_accumulation_steps=2)
+    data = DataLoader(Rows(40), batch_size=8)
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with Session(config, model=nn.Linear(6, 3), optimizer=optimizer_of, data=data, world=ALONE) as run:
+            for batch in run:
+                for micro_batch in run.accumulate(batch):
+                    run.optimizer.zero_grad()
+                    run.backward(_loss(run, micro_batch))
+                run.step()
+
+    with pytest.raises(StepError, match=r"zero_grad\(\) inside `for micro_batch in run\.accumulate\(batch\)`: remove"):
+        train()
+
+
+# ---- Learning rates and metrics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda each: lr_scheduler.CosineAnnealingLR(each, T_max=3), "T_max is reached after 3 of the 36 updates"),
+        (lambda each: lr_scheduler.StepLR(each, 1), "step_size is reached after 1 of the 36"),
+        (lambda each: lr_scheduler.MultiStepLR(each, [1, 2]), "last of its milestones is reached after 2 of the 36"),
+        (lambda each: lr_scheduler.ExponentialLR(each, 0.5), "gamma=0.5 makes the learning rate 1e-11 of the first"),
+        (lambda each: lr_scheduler.CosineAnnealingLR(each, T_max=36), None),
+        (lambda each: lr_scheduler.LinearLR(each, total_iters=3), None),
+        (lambda each: lr_scheduler.ExponentialLR(each, 0.99), None),
+    ],
+)
+def test_a_scheduler_that_counts_epochs_is_warned_of(make: Callable[[Any], Any], message: str | None) -> None:
+    class Schedules(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.scheduler = make(self.optimizer)
+
+    class ByEpoch(Schedules):
+        scheduler_interval = "epoch"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for cls in (ByEpoch, *([Schedules] if message is None else [])):
+            cls(TinyConfig(max_epochs=3), world=ALONE).setup()
+    if message is not None:
+        with pytest.warns(UserWarning, match=rf"self\.scheduler steps after every update, and .*{message}"):
+            Schedules(TinyConfig(max_epochs=3), world=ALONE).setup()
+
+
+def test_a_plateau_needs_evaluations() -> None:
+    class Waits(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.scheduler = lr_scheduler.ReduceLROnPlateau(self.optimizer)
+
+        def configure_dataloaders(self) -> Any:
+            return super().configure_dataloaders()[0]
+
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau that steps after evaluations, but there is no validation"):
+        _fit(Waits)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    class Closes(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.LBFGS(self.model.parameters())
+
+    with pytest.raises(ConfigError, match=r"self\.optimizer is an LBFGS"):
+        _fit(Closes)
+
+
+def test_the_lowest_accuracy_is_not_the_best_without_a_warning() -> None:
+    with pytest.warns(UserWarning, match="CheckpointConfig with monitor='validation/accuracy' and mode='min' takes"):
+        CheckpointConfig(monitor="validation/accuracy")
+    with pytest.warns(UserWarning, match="EarlyStopping with monitor='validation/loss' and mode='max' takes the high"):
+        EarlyStopping("validation/loss", mode="max")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CheckpointConfig(monitor="validation/accuracy", mode="max")
+        CheckpointConfig(monitor="validation/word_count")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda each: ([each], [lr_scheduler.StepLR(each, 9)]), "returned a list; .*this is the form of Lightning"),
+        (
+            lambda each: {"optimizer": each, "lr_scheduler": {"scheduler": lr_scheduler.StepLR(each, 9)}},
+            "returned a dict as 'lr_scheduler'; .*scheduler_interval",
+        ),
+        (lambda each: {"optimizer": each, "monitor": "val_loss"}, "returned a str as 'monitor'; .*scheduler_monitor"),
+    ],
+)
+def test_the_optimizers_of_lightning_are_refused(make: Callable[[Any], Any], message: str) -> None:
+    class Returns(TinyTrainer):
+        def configure_optimizers(self) -> Any:
+            return make(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    with pytest.raises(ConfigError, match=message):
+        _fit(Returns)
+
+
+# ---- Changes during the run ----------------------------------------------------------------------------------------
+
+
+class Changes(TinyTrainer):
+    def on_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.change()
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+
+class ReplacesOptimizer(Changes):
+    def change(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+
+class ReplacesModel(Changes):
+    def change(self) -> None:
+        self.model = nn.Linear(6, 3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (ReplacesOptimizer, r"self\.optimizer was replaced during the run, .* change its param_groups"),
+        (ReplacesModel, r"self\.model was replaced during the run, .* change its weights in place"),
+    ],
+)
+def test_a_model_or_optimizer_that_is_replaced_is_refused(cls: type[TinyTrainer], message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        _fit(cls, max_steps=None, max_epochs=2)
+
+
+def test_a_model_may_be_compiled_in_a_hook() -> None:
+    class Compiles(Changes):
+        def change(self) -> None:
+            self.model = torch.compile(self.model, backend="eager")
+
+    _fit(Compiles, max_steps=None, max_epochs=2)
+
+
+def test_a_layer_that_no_optimizer_trains_is_warned_of_once() -> None:
+    class Replaces(Changes):
+        def change(self) -> None:
+            self.model.last = nn.Linear(9, 3)
+
+    with pytest.warns(UserWarning, match=r"model\.last\.weight and 1 more can be trained, but no opt") as raised:
+        _fit(Replaces, max_steps=None, max_epochs=4)
+    assert sum("no optimizer has it" in str(each.message) for each in raised) == 1
+
+
+class Unfreezes(TinyTrainer):
+    """Trains its blocks from step 2 on; before, only its last layer, or with `dropout` nothing at all."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.requires_grad_(False)
+        self.model.last.requires_grad_(not self.config.dropout)
+
+    def on_step_start(self) -> None:
+        if self.global_step >= 2 or self.config.dropout:
+            self.model.blocks.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.before = self.before if batch_idx else self.model.blocks[0][0].weight.detach().clone()
+        return super().training_step(batch, batch_idx)
+
+
+def _unfreezes(world: World, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    trainer = Unfreezes(TinyConfig(max_steps=4, batch_size=4, learning_rate=0.1, dropout=dropout), world=world)
+    trainer.fit()
+    return trainer.before, weights(trainer)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["partly frozen", "wholly frozen"])
+def test_what_is_unfrozen_during_the_run_is_equal_on_all_ranks(dropout: float) -> None:
+    (before, first), (_, second) = run_on_ranks(_unfreezes, 2, dropout)
+    assert not torch.equal(first["model.blocks.0.0.weight"], before)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+# ---- Arguments and attributes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("max_epochs", r"no argument max_epochs, a field of its config: TrainerConfig\(max_epochs=\.\.\.\)"),
+        ("gradient_clip_val", "no argument gradient_clip_val: in its config, use max_grad_norm"),
+        ("accelerator", "no argument accelerator: start it with torchrun"),
+        ("default_root_dir", "no argument default_root_dir: use run_dir"),
+    ],
+)
+def test_arguments_of_other_trainers_say_where_they_belong(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TinyTrainer(TinyConfig(max_steps=1), **{argument: 1})
+
+
+def test_an_argument_of_the_users_own_is_not_refused() -> None:
+    class Own(TinyTrainer):
+        def __init__(self, config: TinyConfig, *, strategy: str, **options: Any) -> None:
+            super().__init__(config, **options)
+            self.own = strategy
+
+    assert Own(TinyConfig(max_steps=1), strategy="mine", world=ALONE).own == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("log_dict", r"call self\.log"), ("hparams", r"use self\.config"), ("validate", r"call evaluate\(\)")],
+)
+def test_attributes_of_other_trainers_name_ours(name: str, advice: str) -> None:
+    with pytest.raises(AttributeError, match=f"'TinyTrainer' object has no attribute '{name}': {advice}"):
+        getattr(TinyTrainer(TinyConfig(max_steps=1), world=ALONE), name)
+
+
+def test_resume_takes_a_path() -> None:
+    with pytest.raises(ConfigError, match='resume must be "auto", "never" or the path of a checkpoint, got True'):
+        TinyTrainer(TinyConfig(max_steps=1), world=ALONE).fit(resume=True)  # type: ignore[arg-type]
+
+
+def test_a_config_that_may_change_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"Changing must not change .*: write @dataclass\(frozen=True, kw_only=True\)"):
+
+        @dataclass
+        class Changing(TrainerConfig):  # type: ignore[misc]
+            rate: float = 0.1
+
+
+def test_a_text_in_place_of_a_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="learning_rate of TinyConfig must be a float, got the text '1e-3'"):
+        TinyTrainer(TinyConfig(max_steps=1, learning_rate="1e-3"), world=ALONE)  # type: ignore[arg-type]
+    assert isinstance(TinyTrainer(TinyConfig(max_steps=1, learning_rate=1), world=ALONE), Trainer)
+
+
+# ---- Sessions ------------------------------------------------------------------------------------------------------
+
+
+def _session(**options: Any) -> Session:
+    model = nn.Linear(6, 3)
+    options = {"optimizer": lambda each: torch.optim.SGD(each.parameters(), lr=0.1)} | options
+    data = DataLoader(Rows(40), batch_size=8)
+    return Session(TinyConfig(max_steps=2), model=model, data=data, world=ALONE, **options)
+
+
+def test_an_optimizer_that_exists_already_is_refused() -> None:
+    made = torch.optim.SGD(nn.Linear(6, 3).parameters(), lr=0.1)
+    for optimizer in (made, torch.optim.SGD):
+        with pytest.raises(ConfigError, match=r"optimizer=lambda model: SGD\(model\.parameters\(\), \.\.\.\)"):
+            _session(optimizer=optimizer)
+
+
+def test_a_session_must_be_entered() -> None:
+    with pytest.raises(ConfigError, match=r"use a Session in `with Session\(\.\.\.\) as run:`"):
+        next(iter(_session()))
+
+
+def test_restore_comes_before_the_loop() -> None:
+    def train() -> None:
+        with _session() as run:
+            next(iter(run))
+            run.restore()
+
+    with pytest.raises(StepError, match="call it once, before `for batch in run`"):
+        train()

@@ -1,0 +1,72 @@
+"""Checks that every trainable parameter is in an optimizer, before the first update and during the run."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..distributed.dtensor import unwrap
+from ..errors import StepError
+from ..loop.context import RunContext
+
+
+class TrainableCheck:
+    """Finds parameters that no optimizer trains, and models and optimizers that were replaced after setup.
+
+    Args:
+        program: has models and optimizers as attributes.
+        ctx: of the run, with models and optimizers.
+    """
+
+    def __init__(self, program: object, ctx: RunContext) -> None:
+        self._program, self._ctx = program, ctx
+        self._reported: set[nn.Parameter] = set()
+
+    def __call__(self) -> None:
+        """Warn on the main rank of trainable parameters that no optimizer has, if others of their model have one.
+
+        Raises:
+            StepError: an attribute that held a model or an optimizer at setup holds another one.
+        """
+        ctx = self._ctx
+        for name, model in ctx.models.items():
+            now = vars(self._program).get(name)
+            # `torch.compile` and other wrappers share the parameters.
+            if isinstance(now, nn.Module) and set(now.parameters()).isdisjoint(model.parameters()):
+                raise StepError(_replaced(name, "model", "change its weights in place"))
+        for name, optimizer in ctx.optimizers.items():
+            now = vars(self._program).get(name)
+            groups = {id(group) for group in optimizer.param_groups}
+            if isinstance(now, Optimizer) and groups.isdisjoint(map(id, now.param_groups)):
+                raise StepError(_replaced(name, "optimizer", "change its param_groups, or use add_param_group()"))
+        if not ctx.world.is_main:
+            return
+        held = {
+            parameter
+            for optimizer in ctx.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for name, model in ctx.models.items():
+            trainable = {path: each for path, each in unwrap(model).named_parameters() if each.requires_grad}
+            missing = {path: each for path, each in trainable.items() if each not in held}
+            # A model without an optimizer, such as a teacher, is usual.
+            if len(missing) == len(trainable) or self._reported.issuperset(missing.values()):
+                continue
+            self._reported.update(missing.values())
+            first = next(iter(missing))
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            warnings.warn(
+                f"{name}.{first}{more} can be trained, but no optimizer has it: pass it to one in "
+                "configure_optimizers(), or freeze it, by config.freeze or requires_grad_(False)",
+                stacklevel=2,
+            )
+
+
+def _replaced(name: str, kind: str, advice: str) -> str:
+    return (
+        f"self.{name} was replaced during the run, but Headway continues with the {kind} of configure_{kind}s(): "
+        f"{advice}"
+    )

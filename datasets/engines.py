@@ -34,6 +34,8 @@ _WAITING_TASKS = 4
 # Tasks of one Ray Data execution. It stores them all before it starts, so a long epoch is read by several executions.
 _TASKS_PER_EXECUTION = 64
 _ERROR = "headway: error"
+# Key in the metadata of a table: the pickled jobs whose rows it has, to name the row of an error.
+_JOBS = b"headway: jobs"
 # Set where worker processes of this environment are kept in reserve for training: reading must not use them up.
 _SPARES = "HEADWAY_SPARES"
 
@@ -253,7 +255,12 @@ def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], reader
 
 def _read_task(items: pa.Table) -> pa.Table:
     (task,) = items.column("jobs").to_pylist()
-    return _errors_as_table(lambda: read_table(pickle.loads(task)))
+
+    def make() -> pa.Table:
+        table = read_table(pickle.loads(task))
+        return table.replace_schema_metadata({**(table.schema.metadata or {}), _JOBS: task})
+
+    return _errors_as_table(make)
 
 
 class _Transformed:
@@ -266,7 +273,21 @@ class _Transformed:
     def __call__(self, table: pa.Table) -> pa.Table:
         if _ERROR in table.column_names:
             return table
-        return _errors_as_table(lambda: concat([transform(rows, [self._function]) for rows in chunks(table)]))
+        task = (table.schema.metadata or {}).get(_JOBS)
+        pieces = list(chunks(table))
+        # One piece per job, unless Ray Data has split or merged blocks.
+        jobs = pickle.loads(task) if task is not None else []
+        if len(jobs) != len(pieces):
+            jobs = [None] * len(pieces)
+
+        def make() -> pa.Table:
+            done = [transform(rows, [self._function], job) for rows, job in zip(pieces, jobs, strict=True)]
+            changed = concat(done)
+            if task is None:
+                return changed
+            return changed.replace_schema_metadata({**(changed.schema.metadata or {}), _JOBS: task})
+
+        return _errors_as_table(make)
 
 
 def _errors_as_table(make: Callable[[], pa.Table]) -> pa.Table:

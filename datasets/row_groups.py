@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -76,13 +77,9 @@ def read(job: ReadJob, transforms: Sequence[Transform] = ()) -> Rows:
         start, stop = job.ranges[0]
         rows = {name: column[start:stop] for name, column in rows.items()}
     else:
-        seed, epoch, fragment = job.order or (0, 0, 0)
-        order = row_order(
-            job.fragment.num_rows, seed=seed, epoch=epoch, fragment=fragment, shuffle=job.order is not None
-        )
-        wanted = np.concatenate([order[start:stop] for start, stop in job.ranges])
+        wanted = _row_numbers(job)
         rows = {name: column[wanted] for name, column in rows.items()}
-    return transform(rows, transforms)
+    return transform(rows, transforms, job)
 
 
 def read_group(group: RowGroup) -> pa.Table:
@@ -105,16 +102,51 @@ def read_group(group: RowGroup) -> pa.Table:
     return table
 
 
-def transform(rows: Rows, transforms: Sequence[Transform]) -> Rows:
-    """Apply the transforms in order."""
+def transform(rows: Rows, transforms: Sequence[Transform], job: ReadJob | None = None) -> Rows:
+    """Apply the transforms in order to the rows of a job, if it is known; an error names the row that causes it."""
     for each in transforms:
-        # Through Arrow, as between processes, so that both engines give a column the same form.
-        changed = apply(each, rows)
         try:
-            rows = from_table(to_table(changed))
-        except DataError as error:
-            raise DataError(f"the transform {name_of(each)} returned invalid rows: {error}") from error
+            rows = _transform(rows, each)
+        except Exception as error:
+            error.add_note(_place(rows, each, job))
+            raise
     return rows
+
+
+def _transform(rows: Rows, each: Transform) -> Rows:
+    # Through Arrow, as between processes, so that both engines give a column the same form.
+    changed = apply(each, rows)
+    try:
+        return from_table(to_table(changed))
+    except DataError as error:
+        raise DataError(f"the transform {name_of(each)} returned invalid rows: {error}") from error
+
+
+def _place(rows: Rows, each: Transform, job: ReadJob | None) -> str:
+    """Say which row makes a transform fail, by transforming them one by one: each row's result depends on it only."""
+    num_rows = len(next(iter(rows.values())))
+    what = f"{num_rows} rows"
+    for i in range(num_rows):
+        try:
+            _transform({name: column[i : i + 1] for name, column in rows.items()}, each)
+        except Exception:
+            what = f"row {_row_numbers(job)[i] if job is not None else i}"
+            break
+    where = f" of {_origin(job.fragment)}" if job is not None else f" of {num_rows} that were read together"
+    return f"raised by the transform {name_of(each)} for {what}{where}"
+
+
+def _origin(fragment: Fragment) -> str:
+    # A mixture wraps the fragments of its sources.
+    inner: Any = getattr(fragment, "fragment", fragment)
+    return f"row group {inner.group} of {inner.path}" if isinstance(inner, RowGroup) else f"{inner!r:.200}"
+
+
+def _row_numbers(job: ReadJob) -> npt.NDArray[np.int64]:
+    """Return the numbers of a job's rows in its fragment, in the order of the job."""
+    seed, epoch, fragment = job.order or (0, 0, 0)
+    order = row_order(job.fragment.num_rows, seed=seed, epoch=epoch, fragment=fragment, shuffle=job.order is not None)
+    return np.concatenate([order[start:stop] for start, stop in job.ranges])
 
 
 def read_table(jobs: Sequence[ReadJob]) -> pa.Table:

@@ -407,9 +407,11 @@ def _half(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def test_an_error_in_a_transform_comes_out_as_it_was_raised(folder: Path, engine: str) -> None:
     stream = opened(folder, engine=engine, transforms=[_broken])
-    with pytest.raises(ZeroDivisionError, match="in the user's code"):
+    with pytest.raises(ZeroDivisionError, match="in the user's code") as raised:
         next(iter(stream.epoch(0)))
     stream.close()
+    notes = "".join(raised.value.__notes__)
+    assert re.search(rf"raised by the transform _broken for row \d+ of row group \d+ of {folder}/.*parquet", notes)
 
 
 def _broken(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from headway.datasets.arrow import Rows, concat
 from headway.datasets.errors import DataError
-from headway.datasets.row_groups import transform
+from headway.datasets.row_groups import ReadJob, RowGroup, read, transform
+from headway.datasets.transforms import name_of
 
 ROWS = {"x": np.arange(2)}
 
@@ -119,3 +123,21 @@ def test_a_transform_may_work_in_place_wherever_its_rows_lie() -> None:
 
     assert transform({"x": shared}, [halve, halve])["x"].tolist() == [0, 0.25, 0.5, 0.75]
     assert shared.tolist() == [0, 1, 2, 3]
+
+
+def test_an_error_names_the_row_its_row_group_and_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"x": range(20)}), file, row_group_size=10)
+
+    def fails(rows: Rows) -> Rows:
+        if (rows["x"] == 13).any():
+            raise KeyError("thirteen")
+        return rows
+
+    for order in (None, (1, 2, 3)):
+        job = ReadJob(RowGroup(str(file), "", 1, 10, ("x",)), order, ((0, 4), (4, 10)))
+        with pytest.raises(KeyError, match="thirteen") as raised:
+            read(job, [fails])
+        assert raised.value.__notes__ == [
+            f"raised by the transform {name_of(fails)} for row 3 of row group 1 of {file}"
+        ]

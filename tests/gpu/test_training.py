@@ -268,6 +268,44 @@ def test_memory_and_mfu_are_logged(device: str) -> None:
         assert last["peak_memory_bytes"] > 0
 
 
+class MeasuresAll(Plain):
+    """Has a metric of all logits, which the device could not hold."""
+
+    def configure_metrics(self) -> Any:
+        return {"share": self.share}
+
+    def share(self, logits: torch.Tensor, labels: torch.Tensor) -> float:
+        assert logits.device.type == labels.device.type == "cpu"
+        assert len(logits) == 10
+        return (logits.argmax(1) == labels).float().mean().item()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch["x"])
+        self.metrics["share"].update(logits, batch["y"])
+        return {"accuracy": (logits.argmax(1) == batch["y"]).float().mean()}
+
+
+@on_devices
+def test_arguments_of_a_metric_of_all_rows_wait_on_the_host(device: str) -> None:
+    metrics = MeasuresAll(_config(2), world=World.single(device)).evaluate()
+    assert metrics["validation/share"] == pytest.approx(metrics["validation/accuracy"])
+
+
+class Accumulates(Plain):
+    """Checks that only the micro-batches in use are on the device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        waiting = self._engine.loop.optimizer_step._micro_batches
+        assert batch["x"].device.type == self.device.type
+        assert all(each["x"].device.type == "cpu" for each in waiting)
+        return super().training_step(batch, batch_idx)
+
+
+@on_devices
+def test_micro_batches_move_to_the_device_one_at_a_time(device: str) -> None:
+    _train(device, _config(2, gradient_accumulation_steps=4), cls=Accumulates)
+
+
 # ---- Waiting for the device ----------------------------------------------------------------------------------------
 
 

@@ -262,9 +262,8 @@ class Unfreezes(TinyTrainer):
         if self.global_step >= 2 or self.config.dropout:
             self.model.blocks.requires_grad_(True)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.before = self.before if batch_idx else self.model.blocks[0][0].weight.detach().clone()
-        return super().training_step(batch, batch_idx)
+    def on_fit_start(self) -> None:
+        self.before = self.model.blocks[0][0].weight.detach().clone()
 
 
 def _unfreezes(world: World, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -49,7 +49,7 @@ class Throughput(Callback):
 
     Args:
         peak_flops: FLOPs per second of one device in the training precision; looked up for known GPUs. float32 counts
-            as TF32 if `torch.set_float32_matmul_precision` allows it.
+            as TF32 if `torch.set_float32_matmul_precision` allows it, and with `float8` the peak is that of float8.
 
     Raises:
         ConfigError: `peak_flops` is not positive.
@@ -69,7 +69,8 @@ class Throughput(Callback):
 
     def on_setup_end(self, trainer: Trainer[Any]) -> None:
         """Register as a metric source, if the peak is known."""
-        peak = self._peak_flops or known_peak_flops(trainer.device, trainer.config.precision)
+        config = trainer.config
+        peak = self._peak_flops or known_peak_flops(trainer.device, config.precision, float8=config.float8)
         if peak is not None:
             self._by_parameters = sum(flops_by_parameters(model) for model in trainer.models.values())
             trainer.add_metric_source(partial(self._measure, trainer, peak))
@@ -100,19 +101,21 @@ def flops_by_parameters(model: nn.Module) -> int:
     )
 
 
-def known_peak_flops(device: torch.device, precision: str) -> float | None:
+def known_peak_flops(device: torch.device, precision: str, *, float8: bool = False) -> float | None:
     """Return the dense peak of a GPU in FLOPs per second, or None if unknown.
 
     Args:
         device: this rank's device.
         precision: as in `TrainerConfig.precision`.
+        float8: as in `TrainerConfig.float8`, of which every device that supports it makes twice as many.
     """
     if device.type != "cuda":
         return None
     kind = precision.removesuffix("-true")
     if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
         kind = "tf32"
-    return peak_flops_of(torch.cuda.get_device_name(device), kind)
+    peak = peak_flops_of(torch.cuda.get_device_name(device), kind)
+    return 2 * peak if peak is not None and float8 else peak
 
 
 def peak_flops_of(name: str, kind: str) -> float | None:

@@ -138,6 +138,8 @@ class Copy:
         """Finish the copy; called by the save thread. `check` raises its errors."""
         try:
             if self._copied_event is not None:
+                # A thread begins with device 0, and would make a context there.
+                torch.cuda.set_device(self._device)
                 self._copied_event.synchronize()
             else:
                 self._copy()

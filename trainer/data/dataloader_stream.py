@@ -229,17 +229,39 @@ class _SeededRows(Dataset[Any]):
         self._dataset, self._seed = dataset, seed
         # `Dataset.__getitem__`, which a dataset may inherit, only raises.
         self._has_rows = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+        self._reads_at_once = hasattr(dataset, "__getitems__")
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+        """Return several rows: at once if the dataset can and draws no random numbers, which depend on the row."""
+        if self._reads_at_once:
+            epoch, first = places[0]
+            self._seed_row(epoch, first)
+            before = _generator_states()
+            rows: list[Any] = self._dataset.__getitems__([row for _, row in places])
+            if before == _generator_states():
+                return rows
+            self._reads_at_once = False
+        return [self[place] for place in places]
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
+        self._seed_row(epoch, row)
+        return self._dataset[row] if self._has_rows else self._dataset.__getitems__([row])[0]
+
+    def _seed_row(self, epoch: int, row: int) -> None:
         words = np.random.SeedSequence((self._seed, epoch, row)).generate_state(2, np.uint32)
         seed_torch(int(words[0]))
         random.seed(int(words[1]))
         np.random.seed(words)
-        return self._dataset[row] if self._has_rows else self._dataset.__getitems__([row])[0]
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    """Return the states of the global generators, which can be compared."""
+    kind, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
 def _read(batches: Iterator[Any], rows: Sequence[int], epoch: int) -> Any:

@@ -28,6 +28,7 @@ TIMEOUT_S = 1800.0
 _GLOO_DRAIN_S = 0.05
 _BUCKET_BYTES = 25 * 2**20  # as in DDP
 _OWN_GROUP = "headway-own-group"
+_CONTROL_GROUP = "headway-control-group"
 _group_numbers = itertools.count(1)
 
 
@@ -111,7 +112,7 @@ class World:
             size=dist.get_world_size(),
             local_rank=local_rank,
             device=on,
-            control=_new_group(timeout_s) if on.type != "cpu" else None,
+            control=_control_group(timeout_s) if on.type != "cpu" else None,
         )
 
     def set_timeout(self, seconds: float) -> None:
@@ -200,6 +201,15 @@ class World:
             dist.all_reduce(flat, group=self.group)
             means = flat.div_(self.size).split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
+
+    def reserve_for_mean(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Allocate and free the memory that `all_reduce_mean` will need; the allocator of a GPU keeps it. Local.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough.
+        """
+        for alike in _buckets(tensors):
+            torch.empty(sum(each.numel() for each in alike), dtype=alike[0].dtype, device=alike[0].device)
 
     def all_to_all(self, tensor: torch.Tensor, *, give: int, take: Sequence[int]) -> torch.Tensor:
         """Send each rank the next `give` elements of a flat tensor; return the received ones, `take[r]` from rank r."""
@@ -361,6 +371,15 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                 bucket = []
             bucket.append(tensor)
         yield bucket
+
+
+def _control_group(timeout_s: float) -> dist.ProcessGroup:
+    """Return the gloo group that goes with the default group; nobody destroys it before that one."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group.group_desc == _CONTROL_GROUP:
+            set_group_timeout(group, timeout_s)
+            return group
+    return _new_group(timeout_s, _CONTROL_GROUP)
 
 
 def _new_group(timeout_s: float, description: str | None = None) -> dist.ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -52,7 +53,8 @@ class Requests:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._requested = [0, 0, 0]
+        # Deques, because `append` and `popleft` cannot lose a request of another thread or of a signal handler.
+        self._evaluations, self._saves, self._stop = deque[int](), deque[int](), 0
         self._in_flight: tuple[torch.Tensor, Any] | None = None
         # Updates until the next reduction is read; it starts one update before.
         self._interval, self._left = 1, 2
@@ -68,31 +70,30 @@ class Requests:
 
     def evaluate(self) -> None:
         """Request an evaluation. Any rank may call this, from any thread."""
-        self._requested[0] = 1
+        self._evaluations.append(1)
 
     def save(self, *, at_once: bool = False) -> None:
         """Request a checkpoint, with `at_once` also during an evaluation. Any rank may call this, from any thread."""
-        self._requested[1] = max(self._requested[1], 2 if at_once else 1)
+        self._saves.append(2 if at_once else 1)
 
     def stop(self, reason: str, status: StopStatus) -> None:
         """Request an orderly stop; the first reason counts. Any rank may, from any thread or signal handler."""
         self.stop_reason = self.stop_reason or reason or "a request without a reason"
-        self._requested[2] = max(self._requested[2], 1 + _STATUSES.index(status))
+        self._stop = max(self._stop, 1 + _STATUSES.index(status))
 
     @property
     def is_pending(self) -> bool:
         """Whether this rank has a request to save or to stop."""
-        return any(self._requested[1:])
+        return bool(self._saves or self._stop)
 
     @property
     def stop_is_pending(self) -> bool:
         """Whether this rank has a request to stop."""
-        return bool(self._requested[2])
+        return bool(self._stop)
 
     def take_save(self) -> bool:
         """Return whether this rank has a request to save, and remove it; only with one rank."""
-        requested, self._requested[1] = self._requested[1], 0
-        return bool(requested)
+        return bool(_take_highest(self._saves))
 
     def agree(self, *, often: bool = False) -> Agreed:
         """Return the requests to handle at this update. Every rank must call this, once per update.
@@ -103,7 +104,7 @@ class Requests:
         """
         if self._world.size == 1:
             saved = self._saving is not None and self._saving.is_done
-            return _as_agreed(self._drain(), saved=saved) if saved or any(self._requested) else _NOTHING
+            return _as_agreed(self._drain(), saved=saved) if saved or self._evaluations or self.is_pending else _NOTHING
         self._updates += 1
         self._left = min(self._left, 2) if often else self._left
         self._left -= 1
@@ -137,16 +138,15 @@ class Requests:
 
     def clear(self) -> None:
         """Drop all requests, at the end of a run."""
-        self._requested = [0, 0, 0]
-        self.stop_reason = ""
+        self._evaluations.clear()
+        self._saves.clear()
+        self._stop, self.stop_reason = 0, ""
         # After an error a reduction may be pending: its result belongs to the old run, and ranks may be out of step.
         self._in_flight = None
         self._interval, self._left = 1, 2
 
     def _drain(self) -> list[int]:
-        # The stop request is kept, so that no race with a signal handler can lose it.
-        taken, self._requested = self._requested, [0, 0, self._requested[2]]
-        return taken
+        return [_take_highest(self._evaluations), _take_highest(self._saves), self._stop]
 
     def _begin(self) -> None:
         now_s = time.perf_counter()
@@ -169,6 +169,13 @@ class Requests:
         self._interval = max(1, min(_MOST_UPDATES, int(WITHIN_S * 1e6 / max(update_us, 1))))
         saved = self._covers_save and not is_busy
         return _as_agreed(values, saved=saved) if saved or any(values) else _NOTHING
+
+
+def _take_highest(requests: deque[int]) -> int:
+    highest = 0
+    while requests:
+        highest = max(highest, requests.popleft())
+    return highest
 
 
 def _as_agreed(values: list[int], *, saved: bool) -> Agreed:

@@ -1,8 +1,8 @@
 """Evaluation metrics that are not means: objects with update, compute and reset, and functions of all rows.
 
 They are exact over ranks, in one of two ways. A torchmetrics object whose states are reduced by sum, cat, max or min
-keeps its states, which are reduced over the ranks in `compute`. For all others the arguments of `update` are kept,
-gathered from all ranks in `compute`, and ordered as a single rank would have seen them.
+keeps its states, which are reduced over the ranks in `compute`. For all others the arguments of `update` are kept in
+host memory, gathered from all ranks in `compute`, and ordered as a single rank would have seen them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.tree import map_tensors
+from ..data.tree import map_tensors, move
 from ..distributed.world import World
 from ..errors import ConfigError, StepError
 
@@ -98,7 +98,8 @@ class EvaluationMetric:
     Args:
         name: in the log, after `validation/`.
         metric: an object with `update`, `compute` and `reset`; or a function, which is called with the arguments of
-            `update`, each concatenated over all batches and ranks (tensors and arrays along their first dimension).
+            `update`, each concatenated over all batches and ranks (tensors and arrays along their first dimension);
+            tensors are on the CPU.
         world: the ranks over which it is computed.
         owner: whose `counts` enables updates.
     """
@@ -129,7 +130,7 @@ class EvaluationMetric:
             return
         self.num_updates += 1
         if self._keeps_calls:
-            self._calls.append((map_tensors(torch.Tensor.detach, args), map_tensors(torch.Tensor.detach, kwargs)))
+            self._calls.append((map_tensors(_to_host, args), map_tensors(_to_host, kwargs)))
         else:
             self._object.update(*args, **kwargs)
 
@@ -151,7 +152,7 @@ class EvaluationMetric:
             return self._function(*_joined(args for args, _ in calls), **_joined_by_name(kwargs for _, kwargs in calls))
         self._object.reset()
         for args, kwargs in calls:
-            self._object.update(*args, **kwargs)
+            self._object.update(*move(args, self._world.device), **move(kwargs, self._world.device))
         return self._object.compute()
 
     def _gather_states(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
@@ -160,12 +161,18 @@ class EvaluationMetric:
         return [each for each in states if each.numel()] or states[:1]
 
     def _all_calls(self) -> list[Call]:
+        if self._world.device.type == "cuda":
+            # The copies of `_to_host` may be in progress.
+            torch.cuda.synchronize(self._world.device)
         if self._world.size == 1:
             return self._calls
-        own = map_tensors(torch.Tensor.cpu, self._calls)
-        in_turn = zip_longest(*self._world.all_gather_object(own), fillvalue=_ABSENT)
-        calls = [call for calls in in_turn for call in calls if call is not _ABSENT]
-        return map_tensors(lambda tensor: tensor.to(self._world.device), calls)  # type: ignore[no-any-return]
+        in_turn = zip_longest(*self._world.all_gather_object(self._calls), fillvalue=_ABSENT)
+        return [call for calls in in_turn for call in calls if call is not _ABSENT]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host, without waiting for the device: it would keep the arguments of all batches."""
+    return tensor.detach().to("cpu", non_blocking=True)
 
 
 def _parts(metric: Any) -> list[Any]:

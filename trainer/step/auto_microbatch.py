@@ -115,9 +115,9 @@ class AutoMicrobatchStep(OptimizerStep):
         with without_gradient_sync(self._models, no_sync=True, must_reach_parameters=False):
             super()._compute_and_step()
 
-    def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
+    def _compute_gradients(self) -> None:
         try:
-            return super()._forward_backward(micro_batch, batch_idx)
+            super()._compute_gradients()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -135,9 +135,17 @@ class AutoMicrobatchStep(OptimizerStep):
             own = [p for o in optimizers for group in o.param_groups for p in group["params"] if p in self._averaged]
             gradients = [p.grad for p in own if p.requires_grad and p.grad is not None]
             lacking = len(gradients) < sum(p.requires_grad for p in own)
-            ran_out, lacking_on = self._world.sum_ints(0, int(lacking))
+            failure: Exception | None = None
+            try:
+                # Now: a rank that runs out of memory inside the reduction would leave the others in it.
+                self._world.reserve_for_mean(gradients)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            ran_out, lacking_on = self._world.sum_ints(int(failure is not None), int(lacking))
             if ran_out:
-                raise _OutOfMemory
+                raise _OutOfMemory from failure
             if lacking_on:
                 raise StepError(
                     f"on {lacking_on} of {self._world.size} ranks a parameter got no gradient, but "

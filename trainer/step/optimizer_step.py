@@ -230,9 +230,9 @@ class OptimizerStep:
             self.logged.reset()
 
     def _prepare(self, batch: GlobalBatch) -> None:
-        """Move the batch to the device and compute the weights of its micro-batches."""
+        """Compute the weights of the micro-batches, which move to the device now only if they determine them."""
         self._batch, self._micro_batches = batch, batch.micro_batches
-        if self._must_move:
+        if self._must_move and self._steps.overrides_loss_weight:
             self._micro_batches = [move(micro_batch, self._ctx.device) for micro_batch in self._micro_batches]
         self._current_weights = self._loss_weights(batch, self._micro_batches)
         self._loss_scales_now = self._loss_scales(batch, self._current_weights)
@@ -353,10 +353,13 @@ class OptimizerStep:
 
     def _compute_and_step(self) -> None:
         """Compute the gradients by `training_step`, and step if they are finite."""
+        self._compute_gradients()
+        self._step_accumulated()
+
+    def _compute_gradients(self) -> None:
         with closing(self._each_micro_batch()) as each:
             for micro_batch, batch_idx in each:
                 self._returned = self._forward_backward(micro_batch, batch_idx)
-        self._step_accumulated()
 
     def _each_micro_batch(self) -> Generator[tuple[Any, int], None, None]:
         """Yield each micro-batch with its number, within hooks, weights and gradient synchronization."""
@@ -368,6 +371,9 @@ class OptimizerStep:
         for i, micro_batch in enumerate(self._micro_batches):
             batch_idx = progress.micro_batches
             self._activity.begin_batch("forward")
+            if self._must_move and not self._steps.overrides_loss_weight:
+                # One at a time: an update may accumulate more than the device can hold.
+                micro_batch = move(micro_batch, self._ctx.device)
             if self._steps.overrides_prepare_batch:
                 micro_batch = self._steps.prepare_batch(micro_batch)
             self.weight = self._current_weights[i]

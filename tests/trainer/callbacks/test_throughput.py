@@ -182,6 +182,13 @@ def test_peaks_of_known_gpus(name: str, kind: str, peak: float | None) -> None:
     assert peak_flops_of(name, kind) == peak
 
 
+def test_float8_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    device = torch.device("cuda")
+    assert known_peak_flops(device, "bf16") == 989e12
+    assert known_peak_flops(device, "bf16", float8=True) == 1978e12
+
+
 def test_a_cpu_has_no_known_peak() -> None:
     assert known_peak_flops(torch.device("cpu"), "bf16") is None
 

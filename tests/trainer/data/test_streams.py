@@ -346,6 +346,31 @@ def test_a_dataset_that_only_reads_several_rows_at_once_does_so_in_worker_proces
     assert rows(1) == rows(2) == rows(1, batch_size=2)
 
 
+class Either(AtOnce):
+    """Can read one row or several; tells which by the fraction, and may draw."""
+
+    def __init__(self, *, draws: bool) -> None:
+        self.draws = draws
+
+    def __getitem__(self, row: int) -> tuple[int, bool, float]:
+        return row, False, torch.rand(()).item() if self.draws else 0.0
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        return [(row, True, torch.rand(()).item() if self.draws else 0.0) for row in rows]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_worker_processes_read_several_rows_at_once_unless_these_draw_random_numbers(draws: bool) -> None:
+    def rows(batch_size: int) -> list[tuple[int, bool, float]]:
+        loader = DataLoader(Either(draws=draws), batch_size=batch_size, num_workers=1, collate_fn=list)
+        return [row for batch in _set_up(loader).epoch(0) for row in batch.micro_batches[0]]
+
+    several = rows(4)
+    assert [at_once for _, at_once, _ in several] == [not draws] * 8
+    # The random numbers of a row do not depend on those with which it is read.
+    assert several == rows(2)
+
+
 def _processes() -> int:
     return len(multiprocessing.active_children())
 

@@ -199,3 +199,14 @@ def test_means_need_memory_for_a_bucket_and_not_for_all_tensors() -> None:
     for reduced, means in run_on_ranks(_means_in_buckets, 2):
         assert reduced == [44, 80, 4, 24]
         assert means == [[0.5], [1.5], [2.5], [3.5], [0.5]]
+
+
+def _attaches(world: World) -> tuple[bool, float]:
+    first, second = World.attach("meta", timeout_s=5.0), World.attach("meta", timeout_s=77.0)
+    assert first.control is not None
+    backend: Any = first.control._get_backend(torch.device("cpu"))
+    return first.control is second.control, backend.options._timeout.total_seconds()
+
+
+def test_all_trainers_of_a_process_group_share_one_group_for_bookkeeping() -> None:
+    assert run_on_ranks(_attaches, 2) == [(True, 77.0)] * 2

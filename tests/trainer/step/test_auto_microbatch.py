@@ -299,3 +299,47 @@ def test_exact_mode_refuses_it() -> None:
     with pytest.raises(ConfigError, match="remove halve_on_out_of_memory"):
         Plain(config(exact=True), world=ALONE).fit()
     assert TrainerConfig(max_steps=1).halve_on_out_of_memory is False
+
+
+class PreparesMuch(TinyTrainer):
+    """Runs out of memory above so many rows while it prepares a batch, such as by augmentation on the device."""
+
+    def prepare_batch(self, batch: Any) -> Any:
+        if self.training and self.world.rank == self.world.size - 1 and len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return batch
+
+
+def prepares_much(world: World) -> tuple[int, dict[str, torch.Tensor]]:
+    told = Told()
+    trainer = PreparesMuch(config(max_epochs=1), world=world, callbacks=[told])
+    trainer.fit()
+    return len(told.reasons), weights(trainer)
+
+
+def test_memory_that_runs_out_while_a_batch_is_prepared_is_handled_too() -> None:
+    assert prepares_much(ALONE)[0] == 2  # 8 -> 4 -> 2
+    (first, of_first), (second, of_second) = run_on_ranks(prepares_much, 2, timeout_s=60)
+    assert first == second == 2
+    for name, value in of_first.items():
+        assert torch.equal(value, of_second[name]), name
+
+
+def lacks_room_for_the_reduction(world: World) -> int:
+    told, allocate, calls = Told(), World.reserve_for_mean, 0
+
+    def reserve(self: World, tensors: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if world.rank == 1 and calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        allocate(self, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "reserve_for_mean", reserve)
+        TinyTrainer(config(max_epochs=1), world=world, callbacks=[told]).fit()
+    return len(told.reasons)
+
+
+def test_memory_for_the_reduction_is_reserved_before_any_rank_waits_in_it() -> None:
+    assert run_on_ranks(lacks_room_for_the_reduction, 2, timeout_s=60) == [1, 1]

@@ -19,6 +19,7 @@ from headway.trainer.distributed import parallelize
 from headway.trainer.distributed.ddp import ReplicatedModule
 from headway.trainer.distributed.world import backend
 from headway.trainer.loop.progress import Duration
+from headway.trainer.loop.timing import UPDATE_PHASES
 from tests.tiny import Losses, TinyConfig, TinyTrainer, weights
 
 CUDA = pytest.param(
@@ -304,6 +305,22 @@ class Accumulates(Plain):
 @on_devices
 def test_micro_batches_move_to_the_device_one_at_a_time(device: str) -> None:
     _train(device, _config(2, gradient_accumulation_steps=4), cls=Accumulates)
+
+
+class Slow(Plain):
+    """Keeps the device busy for longer than the host needs to request it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.cuda._sleep(50_000_000)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_time_of_the_device_counts_as_compute() -> None:
+    trainer, _ = _train("cuda", _config(12, log_every=Duration(6, "steps")), cls=Slow)
+    spent_s = trainer._engine.activity.spent_s()
+    assert sum(spent_s[phase] for phase in UPDATE_PHASES) > spent_s["between updates"]
 
 
 # ---- Waiting for the device ----------------------------------------------------------------------------------------

@@ -361,6 +361,7 @@ class Loop:
     def evaluating(self) -> Iterator[None]:
         """Put the models in evaluation mode; the time does not count in the throughput."""
         self.saver.wait_for_snapshot()
+        self.recorder.wait_for_updates()
         with (
             self._activity.during("around an evaluation"),
             self.recorder.paused(),
@@ -387,6 +388,7 @@ class Loop:
     def _run_evaluation(self, evaluation: Evaluation) -> dict[str, float] | None:
         self._evaluation = evaluation
         self.saver.wait_for_snapshot()
+        self.recorder.wait_for_updates()
         try:
             with self._activity.during("around an evaluation"), self.recorder.paused():
                 return evaluation()

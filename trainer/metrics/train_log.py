@@ -114,6 +114,15 @@ class Recorder:
             self._ctx.setup_times.update(first_batch=self.waited_s, first_update=first_s)
             self._new_interval()
 
+    def wait_for_updates(self) -> None:
+        """Wait until a GPU has made all updates, as part of their time. Call it where the host reads results anyway."""
+        device, activity = self._ctx.device, self._ctx.activity
+        if device.type == "cuda":
+            phase = activity.phase
+            activity.enter("optimizer")
+            torch.cuda.current_stream(device).synchronize()
+            activity.enter(phase)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time inside from the throughput."""
@@ -130,6 +139,7 @@ class Recorder:
         ctx, progress = self._ctx, self._ctx.progress
         if progress.samples == self._flushed_samples:
             return {}
+        self.wait_for_updates()
         record = ctx.mesh.agree(self._metrics.read(ctx.mesh.loss))
         if _TOKENS in record:
             progress.tokens += int(record[_TOKENS])

@@ -181,12 +181,15 @@ def test_the_lowest_accuracy_is_not_the_best_without_a_warning() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda each: ([each], [lr_scheduler.StepLR(each, 9)]), "returned a list; .*this is the form of Lightning"),
+        (lambda each: ([each], [lr_scheduler.StepLR(each, 9)]), "returned list .*this is the form of Lightning"),
         (
             lambda each: {"optimizer": each, "lr_scheduler": {"scheduler": lr_scheduler.StepLR(each, 9)}},
-            "returned a dict as 'lr_scheduler'; .*scheduler_interval",
+            "returned dict .* as 'lr_scheduler'; .*scheduler_interval",
         ),
-        (lambda each: {"optimizer": each, "monitor": "val_loss"}, "returned a str as 'monitor'; .*scheduler_monitor"),
+        (
+            lambda each: {"optimizer": each, "monitor": "val_loss"},
+            "returned str 'val_loss' as 'monitor'; .*scheduler_monitor",
+        ),
     ],
 )
 def test_the_optimizers_of_lightning_are_refused(make: Callable[[Any], Any], message: str) -> None:

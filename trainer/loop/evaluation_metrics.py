@@ -166,7 +166,7 @@ class EvaluationMetric:
             torch.cuda.synchronize(self._world.device)
         if self._world.size == 1:
             return self._calls
-        in_turn = zip_longest(*self._world.all_gather_object(self._calls), fillvalue=_ABSENT)
+        in_turn: Iterator[tuple[Any, ...]] = zip_longest(*self._world.all_gather_object(self._calls), fillvalue=_ABSENT)
         return [call for calls in in_turn for call in calls if call is not _ABSENT]
 
 

@@ -498,8 +498,9 @@ def collect(program: object, returned: Any, method: str, kinds: Mapping[str, typ
                     else ""
                 )
                 raise ConfigError(
-                    f"{method}() returned a {type(each).__name__}{f' as {key!r}' if key else ''}; return {allowed} "
-                    f"objects, a dict of them by name, or nothing if the method sets them as attributes{advice}"
+                    f"{method}() returned {type(each).__name__} {' '.join(repr(each).split()):.60}"
+                    f"{f' as {key!r}' if key else ''}; return {allowed} objects, a dict of them by name, or nothing if "
+                    f"the method sets them as attributes{advice}"
                 )
             first = next(iter(kinds))
             name = (key if kind == first else f"{key}_{kind}") if key else kind

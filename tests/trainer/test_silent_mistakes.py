@@ -170,12 +170,15 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 def test_the_lowest_accuracy_is_not_the_best_without_a_warning() -> None:
     with pytest.warns(UserWarning, match="CheckpointConfig with monitor='validation/accuracy' and mode='min' takes"):
         CheckpointConfig(monitor="validation/accuracy")
-    with pytest.warns(UserWarning, match="EarlyStopping with monitor='validation/loss' and mode='max' takes the high"):
-        EarlyStopping("validation/loss", mode="max")
+    with pytest.warns(
+        UserWarning, match="EarlyStopping with monitor='validation/top5_acc' and mode='min' takes the low"
+    ):
+        EarlyStopping("validation/top5_acc")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CheckpointConfig(monitor="validation/accuracy", mode="max")
         CheckpointConfig(monitor="validation/word_count")
+        EarlyStopping("validation/loss")
 
 
 @pytest.mark.parametrize(

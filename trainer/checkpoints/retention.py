@@ -19,7 +19,6 @@ _HIGHER_IS_BETTER = frozenset(
     ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "psnr", "r2", "recall",
      "reward", "rouge", "ssim")
 )  # fmt: skip
-_LOWER_IS_BETTER = frozenset(("cer", "error", "fid", "loss", "mae", "mse", "perplexity", "ppl", "rmse", "wer"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +200,10 @@ def is_kept(storage: Storage, name: str) -> bool:
 
 
 def warn_of_mode(owner: str, monitor: str, mode: Mode) -> None:
-    """Warn if a metric has the name of one that is better in the other direction, such as an accuracy with "min"."""
-    words = set(re.split(r"[^a-z0-9]+", monitor.lower()))
-    better = "max" if words & _HIGHER_IS_BETTER else "min" if words & _LOWER_IS_BETTER else mode
-    if better != mode:
+    """Warn if the lowest value counts as the best of a metric like an accuracy, as by default."""
+    if mode == "min" and _HIGHER_IS_BETTER.intersection(re.split(r"[^a-z0-9]+", monitor.lower())):
         warnings.warn(
-            f"{owner} with monitor={monitor!r} and mode={mode!r} takes the {'lowest' if mode == 'min' else 'highest'} "
-            f"value as the best: set mode={better!r}, unless that is what you want",
+            f"{owner} with monitor={monitor!r} and mode='min' takes the lowest value as the best: set mode='max', unless "
+            "that is what you want",
             stacklevel=4,
         )

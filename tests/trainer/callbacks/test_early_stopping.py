@@ -113,7 +113,7 @@ def test_what_training_gives_is_judged_at_every_record(tmp_path: Path) -> None:
 )
 def test_a_metric_that_is_not_there_is_an_error_at_once_that_lists_what_is(monitor: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        _fit([1.0] * 20, EarlyStopping(monitor))
+        _fit([1.0] * 20, EarlyStopping(monitor, mode="max"))
     assert caught.value.__notes__ == ["raised by EarlyStopping.on_log"]
 
 

@@ -206,7 +206,8 @@ def test_never_a_finite_value_is_no_best(tmp_path: Path) -> None:
 
 
 def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved(tmp_path: Path) -> None:
-    config = _config(steps=4, checkpoint={"monitor": "validation/f1", "every": "1 steps", "save_best": True})
+    checkpoint = {"monitor": "validation/f1", "mode": "max", "every": "1 steps", "save_best": True}
+    config = _config(steps=4, checkpoint=checkpoint)
     trainer = Scripted(config, values=[1.0] * 4, run_dir=tmp_path)
     with pytest.warns(
         CheckpointWarning, match=r"monitor is 'validation/f1', but .* has only validation/loss: "
@@ -219,7 +220,7 @@ def test_a_monitor_that_is_not_there_is_warned_of_once_and_all_is_saved(tmp_path
 
 def test_a_rehearsal_finds_out_that_the_monitor_is_not_there(tmp_path: Path) -> None:
     """The initial state is evaluated before the first update, but does not count as best."""
-    checkpoint = {"monitor": "validation/f1", "save_best": True}
+    checkpoint = {"monitor": "validation/f1", "mode": "max", "save_best": True}
     config = replace(_config(steps=3, checkpoint=checkpoint, every=100), sanity_batches=1)
     with pytest.warns(CheckpointWarning, match=r"monitor is 'validation/f1', but the evaluation after step 0 has only"):
         Scripted(config, values=[1.0] * 2, run_dir=tmp_path, callbacks=[Ends()]).fit()

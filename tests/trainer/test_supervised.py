@@ -99,6 +99,7 @@ def test_a_model_that_was_loaded_in_evaluation_mode_trains() -> None:
     assert not partly[0].training, "what is frozen on purpose stays so"
 
 
+@pytest.mark.filterwarnings("ignore:self.scheduler steps after every update")
 def test_optimizers_and_schedulers_are_given_or_made() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

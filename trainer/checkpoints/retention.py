@@ -203,7 +203,7 @@ def warn_of_mode(owner: str, monitor: str, mode: Mode) -> None:
     """Warn if the lowest value counts as the best of a metric like an accuracy, as by default."""
     if mode == "min" and _HIGHER_IS_BETTER.intersection(re.split(r"[^a-z0-9]+", monitor.lower())):
         warnings.warn(
-            f"{owner} with monitor={monitor!r} and mode='min' takes the lowest value as the best: set mode='max', unless "
-            "that is what you want",
+            f"{owner} with monitor={monitor!r} and mode='min' takes the lowest value as the best: set mode='max', "
+            "unless that is what you want",
             stacklevel=4,
         )

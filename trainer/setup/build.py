@@ -343,8 +343,8 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
         total_steps: updates of the whole run, if known.
 
     Raises:
-        ConfigError: there is no optimizer, one has a parameter of no model or needs a closure, a `GradScaler` is an
-            attribute, or scheduler settings are invalid.
+        ConfigError: there is no optimizer, one has a parameter of no model or needs a closure, or scheduler settings
+            are invalid.
     """
     returned = program.configure_optimizers()
     collect(program, returned, "configure_optimizers", {"optimizer": Optimizer, "scheduler": LRScheduler})
@@ -362,25 +362,19 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
         raise ConfigError(
             f"configure_optimizers() of {ctx.name} made no optimizer: set self.optimizer = ..., or return it"
         )
-    _check_kinds(program, ctx)
+    _check_kinds(ctx)
     check_schedulers(ctx, evaluates=evaluates, total_steps=total_steps)
     if ctx.mesh.tensor_mesh is not None:
         _check_grouping(ctx)
 
 
-def _check_kinds(program: Program, ctx: RunContext) -> None:
-    """Raise for an optimizer that Headway cannot step, and for a second loss scaler."""
+def _check_kinds(ctx: RunContext) -> None:
+    """Raise for an optimizer that Headway cannot step."""
     for name, optimizer in ctx.optimizers.items():
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 f"self.{name} is an LBFGS, which computes the loss several times in each step. Headway does not "
                 "support it: use another optimizer"
-            )
-    for name, value in vars(program).items():
-        if isinstance(value, torch.amp.GradScaler):
-            raise ConfigError(
-                f"self.{name} is a GradScaler, but Headway scales the loss itself: remove it, and set precision='fp16' "
-                "(with configure_loss_scaler() for other settings)"
             )
 
 

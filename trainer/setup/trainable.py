@@ -1,19 +1,20 @@
-"""Checks that every trainable parameter is in an optimizer, before the first update and during the run."""
+"""Checks that Headway trains what the user means, before the first update and during the run."""
 
 from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..distributed.dtensor import unwrap
-from ..errors import StepError
+from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 
 
 class TrainableCheck:
-    """Finds parameters that no optimizer trains, and models and optimizers that were replaced after setup.
+    """Finds parameters that no optimizer trains, what was replaced after setup, and loss scalers of the user's own.
 
     Args:
         program: has models and optimizers as attributes.
@@ -29,8 +30,15 @@ class TrainableCheck:
 
         Raises:
             StepError: an attribute that held a model or an optimizer at setup holds another one.
+            ConfigError: an attribute is a `GradScaler`.
         """
         ctx = self._ctx
+        for name, value in vars(self._program).items():
+            if isinstance(value, torch.amp.GradScaler):
+                raise ConfigError(
+                    f"self.{name} is a GradScaler, but Headway scales the loss itself: remove it, and set "
+                    "precision='fp16' (with configure_loss_scaler() for other settings)"
+                )
         for name, model in ctx.models.items():
             now = vars(self._program).get(name)
             # `torch.compile` and other wrappers share the parameters.

@@ -86,8 +86,8 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
 
     Attributes:
         config: as given.
-        overrides_init_weights, overrides_loss_weight, overrides_num_tokens, overrides_prepare_batch: whether the
-            subclass overrides the method.
+        overrides_init_weights, overrides_loss_scaler, overrides_loss_weight, overrides_num_tokens,
+            overrides_prepare_batch: whether the subclass overrides the method.
 
     Raises:
         ConfigError: the config is not a `TrainerConfig`.
@@ -144,6 +144,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         check_is_dataclass(config)
         self.config: C = config
         self.overrides_loss_weight: bool = type(self).loss_weight is not Trainer.loss_weight
+        self.overrides_loss_scaler: bool = type(self).configure_loss_scaler is not Trainer.configure_loss_scaler
         self.overrides_num_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
         self.overrides_init_weights: bool = type(self).init_weights is not Trainer.init_weights
         self.overrides_prepare_batch: bool = type(self).prepare_batch is not Trainer.prepare_batch

@@ -55,6 +55,7 @@ class Program(Steps, Protocol):
     """
 
     overrides_init_weights: bool
+    overrides_loss_scaler: bool
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]
 

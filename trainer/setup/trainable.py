@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..distributed.dtensor import unwrap
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
+from .build import Program
 
 
 class TrainableCheck:
@@ -21,7 +22,7 @@ class TrainableCheck:
         ctx: of the run, with models and optimizers.
     """
 
-    def __init__(self, program: object, ctx: RunContext) -> None:
+    def __init__(self, program: Program, ctx: RunContext) -> None:
         self._program, self._ctx = program, ctx
         self._reported: set[nn.Parameter] = set()
 
@@ -30,11 +31,11 @@ class TrainableCheck:
 
         Raises:
             StepError: an attribute that held a model or an optimizer at setup holds another one.
-            ConfigError: an attribute is a `GradScaler`.
+            ConfigError: an attribute is a `GradScaler`, and not for `configure_loss_scaler`.
         """
         ctx = self._ctx
         for name, value in vars(self._program).items():
-            if isinstance(value, torch.amp.GradScaler):
+            if isinstance(value, torch.amp.GradScaler) and not self._program.overrides_loss_scaler:
                 raise ConfigError(
                     f"self.{name} is a GradScaler, but Headway scales the loss itself: remove it, and set "
                     "precision='fp16' (with configure_loss_scaler() for other settings)"

@@ -268,12 +268,12 @@ class ActiveRun:
         """
         self._engine.loop.saver.wait_for_snapshot()
 
-    def print(self, text: str) -> None:
-        """Print once, from the main rank, on the console from which the run was started; also from another machine.
+    def print(self, *values: object) -> None:
+        """Print values as `print` does, but once, from the main rank, on the console from which the run was started.
 
-        The text is an INFO record of the logger `headway.run`, too.
+        That console may be on another machine. The text is an INFO record of the logger `headway.run`, too.
         """
-        self._engine.print(text)
+        self._engine.print(" ".join(str(value) for value in values))
 
     def request_stop(self, reason: str, *, status: StopStatus = "stopped") -> None:
         """Request an orderly stop with a checkpoint, at the same update on all ranks. Any rank may, from any thread."""

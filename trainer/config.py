@@ -116,13 +116,15 @@ class ParallelConfig(_NamesTheNearest):
         cp: ranks that divide sequences (context parallelism), by `Trainer.context_parallel_buffers`.
         shard_modules: class names of the modules that are gathered, checkpointed and compiled one at a time. If empty:
             the layers that a Hugging Face model names (`_no_split_modules`), or the children of every `ModuleList` and
-            `ModuleDict`, which usually hold the blocks of a deep model.
+            `ModuleDict`, which usually hold the blocks of a deep model. All ranks gather a module at once: name the
+            whole layers if the data decides which of their children run, such as experts.
         reshard_after_forward: frees gathered parameters between forward and backward: less memory, one more all-gather.
         no_sync: reduces gradients in the last micro-batch of an update only: less traffic; but under "fsdp" and "hsdp"
             every rank then holds the whole gradient between micro-batches. None does so under "ddp" only ("hsdp" still
             reduces across groups only once).
         find_unused_parameters: lets DDP train a model in which some parameters get no gradient; traverses the graph in
-            every step.
+            every step. Lets "fsdp" and "hsdp" train one in which ranks use different parameters: unused ones get a
+            gradient of zero.
         compile: compiles each of these modules (or the whole model if there are none) with `torch.compile`.
         keep_compile_cache: keeps compiled code in the run's folder, from which a restarted rank loads it instead of
             compiling again. Loading runs that code: turn it off if others may write to the folder.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from .errors import ConfigError
@@ -88,6 +89,7 @@ def adamw(
     groups = decay_groups(model, weight_decay, decay_embeddings=decay_embeddings)
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(each.device.type in _FUSED and torch.is_floating_point(each) for each in parameters)
+    fused = fused and len({isinstance(each, DTensor) for each in parameters}) == 1
     # Not False, which would also disable foreach.
     return AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True if fused else None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ def shard_fully(
 ) -> None:
     """Shard a model by FSDP2, in place. Every rank must call this.
 
+    Scalars stay whole on every rank, and so do parameters of another dtype than the others of their module: FSDP2
+    shards neither. Their gradients are averaged before the optimizer steps, see `whole_parameters`.
+
     Args:
         model: on the meta device, or with the same weights on every rank.
         blocks: modules in it to gather one at a time, outermost first.
@@ -41,6 +44,12 @@ def shard_fully(
     Raises:
         ConfigError: a block cannot be sharded.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                f"{name or type(model).__name__} is an {type(module).__name__} with sparse=True, and FSDP2 reduces no "
+                "sparse gradients: set sparse=False, or parallel.strategy='ddp'"
+            )
     casts = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     # Autocast casts the inputs of each operator that needs it, as under DDP.
     policy = MixedPrecisionPolicy(
@@ -54,8 +63,9 @@ def shard_fully(
     # Innermost first: fully_shard skips the parameters of modules that are already sharded.
     roots = callable_roots(model)
     for module in (*reversed(blocks), *(each for each in roots if not any(each is block for block in blocks))):
-        for apart in _of_another_dtype(module, casts):
-            fully_shard(apart, mesh=mesh, mp_policy=as_is, offload_policy=offload)
+        whole = _not_shardable(module)
+        for apart in _of_another_dtype(module, casts, whole):
+            fully_shard(apart, mesh=mesh, mp_policy=as_is, offload_policy=offload, ignored_params=whole)
         try:
             fully_shard(
                 module,
@@ -63,6 +73,7 @@ def shard_fully(
                 mp_policy=policy,
                 offload_policy=offload,
                 reshard_after_forward=None if module in roots else config.reshard_after_forward,
+                ignored_params=whole,
             )
         except ValueError as error:
             raise ConfigError(
@@ -90,21 +101,55 @@ def sharded_roots(model: nn.Module) -> list[FSDPModule]:
     return [root for root in callable_roots(model) if isinstance(root, FSDPModule)]
 
 
-def _of_another_dtype(unit: nn.Module, casts: torch.dtype | None) -> list[list[nn.Module]]:
+def whole_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a sharded model that every rank holds whole; none of another model."""
+    if not sharded_roots(model):
+        return set()
+    return {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+
+
+def reduce_unused(models: Iterable[nn.Module]) -> None:
+    """Make FSDP2 reduce a gradient of zero for each parameter that the backward pass of a rank does not reach.
+
+    By default it reduces the gradients that a rank has. If these are of other parameters than another rank's, it adds
+    gradients of different parameters, without an error.
+
+    Raises:
+        ConfigError: torch is too old.
+    """
+    for root in (root for model in models for root in sharded_roots(model)):
+        if not hasattr(root, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                "parallel.find_unused_parameters needs a newer torch for a sharded model: use torch>=2.13"
+            )
+        root.set_reduce_scatter_unused_params(True)
+
+
+def _not_shardable(unit: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a unit that FSDP2 cannot shard: scalars, and those of unlike dtypes in one module."""
+    found: set[nn.Parameter] = set()
+    for module in unit.modules():
+        own = [parameter for parameter in module.parameters(recurse=False) if not isinstance(parameter, DTensor)]
+        dtype = next((parameter.dtype for parameter in own if parameter.dim()), None)
+        found.update(parameter for parameter in own if not parameter.dim() or parameter.dtype != dtype)
+    return found
+
+
+def _of_another_dtype(unit: nn.Module, casts: torch.dtype | None, whole: set[nn.Parameter]) -> list[list[nn.Module]]:
     """Return groups of modules that FSDP must gather apart from the rest of a unit.
 
-    Its parameters must have one dtype; and a norm with running means computes with weights of the dtype of these.
+    Its parameters, but for the `whole` ones, must have one dtype; and a norm with running means computes with weights
+    of the dtype of these.
     """
-    owners = [
-        module
+    owned = {
+        module: own[0].dtype
         for module in unit.modules()
-        if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
-    ]
-    dtypes = Counter(parameter.dtype for module in owners for parameter in module.parameters(recurse=False))
-    usual = max(dtypes, key=lambda dtype: dtypes[dtype], default=None)
+        if (own := [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor) and p not in whole])
+    }
+    dtypes = Counter(owned.values())
+    usual = owned.get(unit) or max(dtypes, key=lambda dtype: dtypes[dtype], default=None)
     groups: dict[torch.dtype, list[nn.Module]] = {}
-    for module in owners:
-        dtype = next(module.parameters(recurse=False)).dtype
+    for module, dtype in owned.items():
         is_norm = getattr(module, "running_mean", None) is not None
         if module is not unit and (dtype != usual or (casts is not None and is_norm)):
             groups.setdefault(dtype, []).append(module)

@@ -29,7 +29,7 @@ from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
 from .ddp import ReplicatedModule
 from .dtensor import is_sharded, own_part, to_local
-from .fsdp import has_forward, shard_fully, sharded_roots
+from .fsdp import has_forward, shard_fully, sharded_roots, whole_parameters
 from .mesh import Mesh
 from .mesh_sizes import MeshSizes
 from .world import World
@@ -96,6 +96,10 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
         return model
+    for buffer in model.buffers():
+        if buffer.is_contiguous() and not buffer.is_sparse:
+            # A transposed dimension of size 1 has an unusual stride, with which DDP cannot broadcast a single buffer.
+            buffer.data = buffer.data.reshape(-1).view(buffer.shape)
     return ReplicatedModule(
         model,
         process_group=world.group,
@@ -311,6 +315,8 @@ def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torc
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(buffers_on))
+        for parameter in whole_parameters(model):
+            parameter.data = parameter.data.to(buffers_on)
 
 
 def drop_values(models: Mapping[str, nn.Module]) -> list[torch.Tensor]:

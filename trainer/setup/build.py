@@ -363,20 +363,9 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
         raise ConfigError(
             f"configure_optimizers() of {ctx.name} made no optimizer: set self.optimizer = ..., or return it"
         )
-    _check_kinds(ctx)
     check_schedulers(ctx, evaluates=evaluates, total_steps=total_steps)
-    if ctx.mesh.tensor_mesh is not None:
+    if ctx.mesh.divides_weights:
         _check_grouping(ctx)
-
-
-def _check_kinds(ctx: RunContext) -> None:
-    """Raise for an optimizer that Headway cannot step."""
-    for name, optimizer in ctx.optimizers.items():
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                f"self.{name} is an LBFGS, which computes the loss several times in each step. Headway does not "
-                "support it: use another optimizer"
-            )
 
 
 def _check_grouping(ctx: RunContext) -> None:
@@ -387,8 +376,8 @@ def _check_grouping(ctx: RunContext) -> None:
             for setting in ("foreach", "fused"):
                 if group.get(setting) and len(meshes) > 1:
                     raise ConfigError(
-                        f"self.{name} has {setting}=True, which torch does not support for a model of which "
-                        f"parallel.tp={ctx.config.parallel.tp} divides only some layers: leave {setting} out"
+                        f"self.{name} has {setting}=True, which torch does not support for divided and whole "
+                        f"parameters in one group, as with parallel.tp or with a scalar: leave {setting} out"
                     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,15 +13,20 @@ from types import FrameType
 from typing import Any
 
 import torch
+import typing_extensions
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoints.rng import preserve_rng
 from ..distributed.parallelize import named_tensors
 from .weight_init import WITHOUT_VALUES, aten, reset_parameters
 
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), typing_extensions.__file__, warnings.__file__, __file__)
+"""Files of frames that are not named: torch, its decorators for deprecated functions, and this module."""
+_FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
+"""They call no operator on the meta device, so that a `TorchDispatchMode` does not see them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,17 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._outermost: FrameType | None = None
         self.loaded: Writer | None = None
+        self._literals = _Literals(self)
 
     def __enter__(self) -> ValueTracker:
         self._outermost = sys._getframe(1)
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._literals.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._outermost = None
+        self._literals.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,9 +75,9 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         inputs = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
         for each in _written(func, args, kwargs):
-            self._writers[each.untyped_storage()] = self._find_writer()
+            self._writers[each.untyped_storage()] = self.find_writer()
             if func.overloadpacket is aten.copy_ and each.is_meta and not args[1].is_meta:
-                self.loaded = self._find_writer()
+                self.loaded = self.find_writer()
         for each in _tensors(result):
             if each.is_meta:
                 self._made[id(each)] = weakref.ref(each)
@@ -76,8 +85,13 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             # Another dtype of the same values.
             converts = func.overloadpacket is aten._to_copy
-            self._writers[each.untyped_storage()] = self.writer_of(args[0]) if converts else self._find_writer()
+            self._writers[each.untyped_storage()] = self.writer_of(args[0]) if converts else self.find_writer()
         return result
+
+    def record(self, tensor: torch.Tensor, writer: Writer) -> None:
+        """Record the writer of a new tensor."""
+        self._made[id(tensor)] = weakref.ref(tensor)
+        self._writers[tensor.untyped_storage()] = writer
 
     def writer_of(self, tensor: torch.Tensor) -> Writer | None:
         """Return the code that last gave values to a tensor; None if none has."""
@@ -125,15 +139,32 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = next(others(), None)
         return None if found is None else self.writer_of(found) or Writer(None, "configure_models")
 
-    def _find_writer(self) -> Writer:
+    def find_writer(self) -> Writer:
+        """Return the code that called the caller of this method."""
         inner = sys._getframe(2)
         frame: FrameType | None = inner
-        while frame is not None and frame is not self._outermost and frame.f_code.co_filename.startswith(_TORCH):
+        while (
+            frame is not None and frame is not self._outermost and frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+        ):
             frame = frame.f_back
         place = "configure_models"
         if frame is not None and frame is not self._outermost:
             place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         return Writer(_resetting(inner, self._outermost), place)
+
+
+class _Literals(TorchFunctionMode):
+    """Reports tensors on the meta device that were made from Python values, such as `torch.tensor(0.5)`."""
+
+    def __init__(self, tracker: ValueTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _FROM_VALUES and result.is_meta and not any(True for _ in _tensors(args)):
+            self._tracker.record(result, self._tracker.find_writer())
+        return result
 
 
 def _resetting(frame: FrameType | None, outermost: FrameType | None) -> weakref.ref[nn.Module] | None:

@@ -48,16 +48,34 @@ def norm_groups(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> dic
     return groups
 
 
+def unused_names(models: Mapping[str, nn.Module], unused: set[torch.Tensor]) -> list[str]:
+    """Return the names of those of the models' parameters that are in `unused`."""
+    return [name for name, parameter in named_parameters(models) if parameter in unused]
+
+
+def check_unused_alike(names_by_rank: Sequence[Sequence[str]]) -> None:
+    """Check that the same parameters of sharded models got no gradient on all ranks.
+
+    Raises:
+        StepError: they differ, and FSDP2 has added gradients of different parameters.
+    """
+    if differing := sorted(set().union(*names_by_rank) - set(names_by_rank[0]).intersection(*names_by_rank[1:])):
+        raise StepError(
+            f"{_list(differing)} got no gradient on some ranks in the first update, and a sharded model needs those of "
+            "the same parameters on all: set parallel.find_unused_parameters=True"
+        )
+
+
 def report_unused(models: Mapping[str, nn.Module], unused: set[torch.Tensor], *, is_main: bool) -> None:
     """Warn about parameters of an optimizer that got no gradient.
 
     Raises:
         StepError: DDP waits for the gradient of every parameter, and would not reduce others.
     """
-    names = [name for name, parameter in named_parameters(models) if parameter in unused]
+    names = unused_names(models, unused)
     if not names:
         return
-    what = f"{', '.join(names[:_MOST_NAMES])}{f' and {len(names) - _MOST_NAMES} more' if names[_MOST_NAMES:] else ''}"
+    what = _list(names)
     waiting = [each for each in models.values() if isinstance(each, DistributedDataParallel)]
     if any(unused.intersection(each.parameters()) for each in waiting if not each.find_unused_parameters):
         raise StepError(
@@ -70,6 +88,10 @@ def report_unused(models: Mapping[str, nn.Module], unused: set[torch.Tensor], *,
             "trained, or check that the loss depends on them",
             stacklevel=2,
         )
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_MOST_NAMES])}{f' and {len(names) - _MOST_NAMES} more' if names[_MOST_NAMES:] else ''}"
 
 
 def report_shared(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:

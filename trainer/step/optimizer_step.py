@@ -25,12 +25,23 @@ from torch.optim import Optimizer
 from ..data.protocols import GlobalBatch
 from ..data.tree import map_tensors, move
 from ..distributed.ddp import ReplicatedModule
+from ..distributed.fsdp import reduce_unused, sharded_roots, whole_parameters
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
-from .gradients import clip_norm, clip_value, norm_groups, report_shared, report_unused, scale_gradients, total_norm
+from .gradients import (
+    check_unused_alike,
+    clip_norm,
+    clip_value,
+    norm_groups,
+    report_shared,
+    report_unused,
+    scale_gradients,
+    total_norm,
+    unused_names,
+)
 from .multi_optimizer import GradientIsolation
 from .nonfinite import AsyncScalar, NonFiniteGuard, can_skip, skipping
 from .nonfinite_report import NonFiniteReport
@@ -105,6 +116,10 @@ class OptimizerStep:
         self._unfrozen_later: frozenset[torch.Tensor] = (
             _unknown_to_ddp(self._models.values()) if self._world.size > 1 else frozenset()
         )
+        self._sharded = {name: model for name, model in self._models.items() if sharded_roots(model)}
+        self._whole = {parameter for model in self._sharded.values() for parameter in whole_parameters(model)}
+        if ctx.config.parallel.find_unused_parameters:
+            reduce_unused(self._sharded.values())
         # Graphs are freed after each micro-batch; autograd would create their ends again for every parameter.
         self._graph_ends: list[GradientEdge] = [
             get_gradient_edge(parameter) for parameter in _trainable(self._optimizers)
@@ -512,8 +527,8 @@ class OptimizerStep:
         """Compute the gradient norm of some optimizers, step them if it is finite, and return the norm."""
         guard = self._guard
         self._activity.enter("optimizer")
-        if self._replicated or self._unfrozen_later:
-            self._reduce_what_ddp_did_not(optimizers)
+        if self._replicated or self._unfrozen_later or self._whole:
+            self._reduce_the_rest(optimizers)
         if self._scaler is not None:
             scale_gradients([p.grad for p in _parameters_with_gradient(optimizers)], 1.0 / self._scaler.scale)
         self.stepping = optimizers
@@ -582,16 +597,16 @@ class OptimizerStep:
                 f"from training_step and remove the call, or use self.backward(loss) and self.step(self.{name})"
             )
 
-    def _reduce_what_ddp_did_not(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average gradients that DDP does not.
+    def _reduce_the_rest(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average the gradients that DDP and FSDP2 did not.
 
-        Those of forward passes around DDP, of a second backward pass after one forward pass, and of parameters that
-        were frozen when the model was wrapped.
+        Those of forward passes around DDP, of a second backward pass after one forward pass, of parameters that were
+        frozen when the model was wrapped, and of parameters that every rank holds whole in a sharded model.
         """
         twice = len(self._losses) > self._micro_batch + 1
         rest: frozenset[torch.Tensor] | set[torch.Tensor]
         rest = {p for model in self._replicated if twice or not model.reduces_itself for p in model.parameters()}
-        rest = rest | self._unfrozen_later if rest else self._unfrozen_later
+        rest = rest | self._unfrozen_later | self._whole
         if rest:
             self._loss_world.all_reduce_mean([p.grad for p in _parameters_with_gradient(optimizers) if p in rest])
 
@@ -625,6 +640,13 @@ class OptimizerStep:
             p for o in first for group in o.param_groups for p in group["params"] if p.requires_grad and p.grad is None
         }
         report_unused(self._models, forgotten, is_main=self._world.is_main)
+        if self._sharded and not self._config.parallel.find_unused_parameters:
+            names = unused_names(self._sharded, forgotten)
+            check_unused_alike(self._loss_world.all_gather_object(names))
+            # Parameters that all ranks use now may be skipped by some later. With several optimizers, each would get a
+            # gradient of zero from the losses of the others.
+            if not names and len(self._optimizers) == 1:
+                reduce_unused(self._sharded.values())
         if len(optimizers) > 1 and self._world.is_main:
             # All step after the backward pass, unless the user's step steps them one by one.
             report_shared(self._models, optimizers)

@@ -70,6 +70,26 @@ class PlainTensor(nn.Module):
         return self.out(x + self.tables["shift"][0])
 
 
+class Tempered(nn.Module):
+    """As CLIP: a learned number. No operator makes a tensor from a Python number on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.tensor(2.5)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) * self.scale
+
+
+class Literal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.shift = nn.Linear(6, 3), torch.as_tensor([1.0, 2.0, 3.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) + self.shift
+
+
 class Reads(nn.Sequential):
     """As timm: reads numbers from a tensor in the constructor."""
 
@@ -131,6 +151,10 @@ def _applied() -> nn.Module:
     return model
 
 
+def _deprecated_spectral_norm() -> nn.Module:
+    return nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(6, 3)))
+
+
 def _on_device() -> nn.Module:
     return Initializes().to("cpu")
 
@@ -151,6 +175,8 @@ BUILT_FOR_REAL: dict[str, Callable[[], nn.Module]] = {
     ".data in __init__": WritesData,
     "torch.ones and a computed buffer": OnesAndTable,
     "a plain tensor": PlainTensor,
+    "a learned number": Tempered,
+    "a tensor of numbers": Literal,
     ".item()": Reads,
     "a tied head": HeadTied,
     "copies of a layer": Copies,
@@ -233,6 +259,11 @@ def test_the_line_names_the_code_and_the_weight() -> None:
         f"(test_models_as_they_come.py:{_line_of_normal()}) gives values to model.first.weight and 3 more. If "
         "init_weights() of the trainer sets the values, nothing is allocated before sharding"
     ]
+
+
+def test_the_line_names_the_users_code_where_torch_decorates_its_own() -> None:
+    _, said = _setup(_deprecated_spectral_norm)
+    assert "because _deprecated_spectral_norm (test_models_as_they_come.py:" in said[0]
 
 
 def _line_of_normal() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import threading
 import warnings
@@ -352,6 +353,12 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
     ctx.optimizers.clear()
     ctx.optimizers.update(_attributes(program, Optimizer))
     for name, optimizer in ctx.optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ConfigError(
+                f"self.{name} is a {type(optimizer).__name__}, whose step() needs a closure that computes the loss "
+                "again, but Headway computes the loss of an update once: use an optimizer that needs no closure"
+            )
         # Raises now rather than at the first save: parameters of no model are neither averaged nor saved.
         OptimizerState(ctx.models, name, optimizer)
     ctx.lr_stepping.use(

@@ -28,6 +28,15 @@ def test_an_optimizer_over_a_parameter_in_no_module_is_refused_before_the_first_
     assert trainer.global_step == 0
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step() -> None:
+    class ByLineSearch(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.LBFGS(self.model.parameters())
+
+    with pytest.raises(ConfigError, match=r"self\.optimizer is a LBFGS, whose step\(\) needs a closure"):
+        ByLineSearch(TinyConfig(max_steps=1), world=ALONE).setup()
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_scheduler_inside_another_is_stepped_by_that_alone(named: bool) -> None:
     class Sequential(TinyTrainer):

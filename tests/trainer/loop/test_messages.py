@@ -46,6 +46,11 @@ def test_without_any_handler_messages_are_printed_once(capsys: pytest.CaptureFix
     assert (out.count("hello from"), err) == (1, "")
 
 
+def test_several_values_are_printed_as_by_print(capsys: pytest.CaptureFixture[str]) -> None:
+    TinyTrainer(TinyConfig(max_steps=1)).print("steps", 3, None)
+    assert capsys.readouterr().out == "steps 3 None\n"
+
+
 def test_a_file_gets_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler = logging.FileHandler(tmp_path / "run.log")
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))

@@ -31,8 +31,9 @@ def shard_fully(
 ) -> None:
     """Shard a model by FSDP2, in place. Every rank must call this.
 
-    Scalars stay whole on every rank, and so do parameters of another dtype than the others of their module: FSDP2
-    shards neither. Their gradients are averaged before the optimizer steps, see `whole_parameters`.
+    Scalars and complex parameters stay whole on every rank, and so do parameters of another dtype than the others of
+    their module: FSDP2 shards none of them. Their gradients are averaged before the optimizer steps, see
+    `whole_parameters`.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
@@ -126,12 +127,15 @@ def reduce_unused(models: Iterable[nn.Module]) -> None:
 
 
 def _not_shardable(unit: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of a unit that FSDP2 cannot shard: scalars, and those of unlike dtypes in one module."""
+    """Return the parameters of a unit that cannot be sharded: scalars, complex ones, and unlike dtypes in one module.
+
+    Adam updates a complex `DTensor` through a copy, and leaves it as it is.
+    """
     found: set[nn.Parameter] = set()
     for module in unit.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if not isinstance(parameter, DTensor)]
-        dtype = next((parameter.dtype for parameter in own if parameter.dim()), None)
-        found.update(parameter for parameter in own if not parameter.dim() or parameter.dtype != dtype)
+        shardable = [parameter for parameter in own if parameter.dim() and not parameter.is_complex()]
+        found.update(p for p in own if not shardable or p.dtype != shardable[0].dtype or not p.dim())
     return found
 
 

@@ -355,7 +355,11 @@ class Views(Pointwise):
         (HalfTied, {"tp": 2}, "model.embed.weight and model.head.weight are one weight"),
         (OddLengths, {"cp": 2}, "with dimension 1: pad that to a multiple of 4"),
         (OddWidth, {"tp": 2}, "evenly: model.blocks.0.up.weight (15, 8), model.blocks.0.up.bias (15,), model.blocks."),
-        (Fused, {"tp": 2}, "self.optimizer has fused=True, which torch does not support for divided and whole parameters in"),
+        (
+            Fused,
+            {"tp": 2},
+            "self.optimizer has fused=True, which torch does not support for divided and whole parameters in",
+        ),
         (Views, {"cp": 2}, "views of others or of each other, such as tokens[:, :-1] and tokens[:, 1:]: call .clone()"),
         (Writer, {"cp": 2}, "torch has no attention over divided sequences for this device (cpu)"),
     ],

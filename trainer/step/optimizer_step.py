@@ -112,7 +112,7 @@ class OptimizerStep:
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._not_yet_checked = set(self._optimizers)
         self._replicated = [model for model in self._models.values() if isinstance(model, ReplicatedModule)]
-        # Gradients of these are averaged by `_reduce_what_ddp_did_not`, if they are unfrozen.
+        # Gradients of these are averaged by `_reduce_the_rest`, if they are unfrozen.
         self._unfrozen_later: frozenset[torch.Tensor] = (
             _unknown_to_ddp(self._models.values()) if self._world.size > 1 else frozenset()
         )

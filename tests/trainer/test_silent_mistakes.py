@@ -158,15 +158,6 @@ def test_a_plateau_needs_evaluations() -> None:
         _fit(Waits)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
-    class Closes(TinyTrainer):
-        def configure_optimizers(self) -> None:
-            self.optimizer = torch.optim.LBFGS(self.model.parameters())
-
-    with pytest.raises(ConfigError, match=r"self\.optimizer is an LBFGS"):
-        _fit(Closes)
-
-
 def test_the_lowest_accuracy_is_not_the_best_without_a_warning() -> None:
     with pytest.warns(UserWarning, match="CheckpointConfig with monitor='validation/accuracy' and mode='min' takes"):
         CheckpointConfig(monitor="validation/accuracy")

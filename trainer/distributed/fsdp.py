@@ -106,6 +106,10 @@ def whole_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of a sharded model that every rank holds whole; none of another model."""
     if not sharded_roots(model):
         return set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # After a forward pass, those of the outermost unit are still gathered.
+            module.reshard()
     return {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
 
 

@@ -177,7 +177,9 @@ def test_the_output_may_lie_in_the_input(texts: Path, tmp_path: Path) -> None:
         prepare_text(made.path, made.path, **OPTIONS)
 
 
-def test_who_makes_the_same_folder_meanwhile_is_waited_for(texts: Path, tmp_path: Path) -> None:
+def test_who_makes_the_same_folder_meanwhile_is_waited_for(
+    texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Locks belong to open files, so threads can stand for processes here."""
     running, most = 0, 0
 
@@ -193,7 +195,10 @@ def test_who_makes_the_same_folder_meanwhile_is_waited_for(texts: Path, tmp_path
     out = tmp_path / "out"
     with ThreadPoolExecutor(3) as pool, locked(tmp_path / "out.partial"):
         made = [pool.submit(prepare_text, texts, out, tokenizer=counted, **OPTIONS) for _ in range(3)]
-        time.sleep(0.3)  # each has read the start of the input, and waits
+        deadline = time.monotonic() + 60
+        while caplog.text.count("waiting for another process") < 3:  # each has read the start of the input
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.01)
         assert [each.name for each in (tmp_path / "out.partial").iterdir()] == [".lock"]
         most = 0
     assert sorted(each.result().already_done for each in made) == [False, True, True]

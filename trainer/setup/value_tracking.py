@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import typing_extensions
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
@@ -23,7 +22,9 @@ from ..checkpoints.rng import preserve_rng
 from ..distributed.parallelize import named_tensors
 from .weight_init import WITHOUT_VALUES, aten, reset_parameters
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), typing_extensions.__file__, warnings.__file__, __file__)
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent), str(sys.modules["typing_extensions"].__file__), warnings.__file__, __file__,
+)  # fmt: skip
 """Files of frames that are not named: torch, its decorators for deprecated functions, and this module."""
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 """They call no operator on the meta device, so that a `TorchDispatchMode` does not see them."""

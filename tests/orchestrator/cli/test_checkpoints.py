@@ -212,7 +212,7 @@ def test_they_work_without_ray_while_the_run_is_training(tmp_path: Path) -> None
     assert pinned == "step-00000002 is pinned\n"
     assert verified == "step-00000002  whole\nstep-00000004  whole\n"
     assert len(listed.splitlines()) == 3
-    assert pruned == ""
+    assert pruned == "nothing to delete\n"
     assert there(tmp_path) == [2, 6]
 
 

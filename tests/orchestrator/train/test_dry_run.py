@@ -120,11 +120,15 @@ def test_an_optimizer_that_wants_values_leaves_its_size_unknown(tmp_path: Path) 
         def configure_optimizers(self) -> None:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.model.last.bias.sum().item())
 
-    class Lbfgs(TinyTrainer):
-        def configure_optimizers(self) -> None:
-            self.optimizer = torch.optim.LBFGS(self.model.parameters())
+    class Picky(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise TypeError("these are not values")
 
-    for trainer, reason in ((Looks, "configure_optimizers() raises RuntimeError"), (Lbfgs, "raises TypeError")):
+    class IsPicky(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = Picky(self.model.parameters(), lr=0.1)
+
+    for trainer, reason in ((Looks, "configure_optimizers() raises RuntimeError"), (IsPicky, "raises TypeError")):
         found = plan(experiment(tmp_path, trainer=trainer))
         assert (found.estimate.optimizer_bytes, found.storage_bytes) == (None, None)
         assert f"the state of the optimizer, which is unknown ({found.estimate.unknown})" in str(found)

@@ -39,7 +39,7 @@ class Mixture:
         weights_by_step: other weights, by name, from a step of the run on, counted as the trainer counts full epochs.
             Names that are left out keep their weight.
         on_end: what follows the last row of a source. "repeat" reads it again, in another order. "stop" ends the epoch
-            at the first source that ends. "drop" goes on without it, so that an epoch has every row once.
+            at the first source that ends. "drop" continues without it, so that an epoch has every row once.
         rows_per_epoch: rows of an epoch, with "repeat"; None for the rows of all sources together. Every epoch
             continues in each source where the previous one ended.
 

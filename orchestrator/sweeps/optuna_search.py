@@ -99,7 +99,7 @@ class TPE:
         return values
 
     def _update(self, tried: Sequence[PastTrial]) -> None:
-        """Bring the study to the state of the trials. Making it anew would take 0.3 s after a thousand trials."""
+        """Bring the study to the state of the trials. A new one would take 0.3 s after a thousand trials."""
         known = len(self._known)
         if self._study is None or known > len(tried) or not all(map(self._tell, range(known), tried)):
             directions = ["minimize" if mode == "min" else "maximize" for mode in self._objectives.values()]

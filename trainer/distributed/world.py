@@ -374,7 +374,7 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _control_group(timeout_s: float) -> dist.ProcessGroup:
-    """Return the gloo group that goes with the default group; nobody destroys it before that one."""
+    """Return the gloo group beside the default group; it lives as long as that one."""
     for group in list(distributed_c10d._world.pg_map):
         if group.group_desc == _CONTROL_GROUP:
             set_group_timeout(group, timeout_s)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _GOODBYE = b"goodbye\n"
 # If the driver ends this soon after its Ray, it was killed, and Ray ended with it.
 _TOGETHER_S = 0.3
+# A flag of a thread that is ending (PF_EXITING in Linux's include/linux/sched.h).
+_ENDING = 0x4
 _CONNECT_TIMEOUT_S = 5.0
 _LONGEST_END_S = 10.0
 
@@ -57,7 +59,7 @@ def watch_driver(run: Run, servers: Mapping[int, str]) -> Iterator[None]:
 def main(settings: Mapping[str, object]) -> None:
     """Wait for the end of the driver, and record it if Ray was the cause."""
     servers = {int(pid): str(name) for pid, name in settings["servers"]}  # type: ignore[attr-defined]
-    said, dead = _wait(servers)
+    said, dead = _wait(servers, int(str(settings["driver"])))
     if said:
         return
     address = str(settings["address"])
@@ -73,7 +75,7 @@ def main(settings: Mapping[str, object]) -> None:
         _record(str(settings["run_dir"]), str(settings["lease"]), cause)
 
 
-def _wait(servers: Mapping[int, str]) -> tuple[bool, str | None]:
+def _wait(servers: Mapping[int, str], driver: int) -> tuple[bool, str | None]:
     """Return at the end of the driver whether it said goodbye, and the process of Ray that ended before it."""
     handles: dict[int, str] = {}
     dead: str | None = None
@@ -81,7 +83,8 @@ def _wait(servers: Mapping[int, str]) -> tuple[bool, str | None]:
         try:
             handles[os.pidfd_open(pid)] = name
         except ProcessLookupError:
-            dead = dead or name
+            if not _is_ending(driver):
+                dead = dead or name
         except (OSError, AttributeError):
             # Not on macOS; there a dead Ray is told like a killed driver.
             continue
@@ -96,8 +99,21 @@ def _wait(servers: Mapping[int, str]) -> tuple[bool, str | None]:
             continue
         ended = next(handle for handle in ready if handle != 0)
         name = handles.pop(ended)
-        if dead is None and not select.select([0], [], [], _TOGETHER_S)[0]:
+        # Linux ends Ray with the main thread of a killed driver. On a busy machine, other threads of the driver keep its
+        # end of the pipe open for longer.
+        if dead is None and not _is_ending(driver) and not select.select([0], [], [], _TOGETHER_S)[0]:
             dead = name
+
+
+def _is_ending(pid: int) -> bool:
+    """Return whether the main thread of a process is ending, or has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            # The name of the program, in parentheses, may contain anything.
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return not os.path.exists(f"/proc/{pid}")
+    return bool(int(fields[6]) & _ENDING)
 
 
 def _can_connect(address: str) -> bool:

@@ -382,7 +382,7 @@ def test_training_goes_on_while_a_save_is_under_way(tmp_path: Path, monkeypatch:
     commit, has_gone_on = storage._Local.commit, threading.Event()
 
     def waits(self: Any, *args: Any) -> None:
-        assert has_gone_on.wait(20), "the training waits for the save"
+        assert has_gone_on.wait(120), "the training waits for the save"
         commit(self, *args)
 
     class GoesOn(Callback):

@@ -99,8 +99,8 @@ def _wait(servers: Mapping[int, str], driver: int) -> tuple[bool, str | None]:
             continue
         ended = next(handle for handle in ready if handle != 0)
         name = handles.pop(ended)
-        # Linux ends Ray with the main thread of a killed driver. On a busy machine, other threads of the driver keep its
-        # end of the pipe open for longer.
+        # Linux ends Ray with the main thread of a killed driver. On a busy machine, its other threads keep the pipe
+        # open for longer.
         if dead is None and not _is_ending(driver) and not select.select([0], [], [], _TOGETHER_S)[0]:
             dead = name
 

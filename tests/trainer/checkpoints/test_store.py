@@ -708,7 +708,7 @@ def _client_fails_on_rank_1(world: World, root: str) -> list[str]:
 
 def test_what_a_client_of_one_rank_raises_is_an_error_on_all(tmp_path: Path) -> None:
     save(CheckpointStore(str(tmp_path), world=ALONE), 1)
-    first, second = run_on_ranks(_client_fails_on_rank_1, 2, str(tmp_path), timeout_s=30.0)
+    first, second = run_on_ranks(_client_fails_on_rank_1, 2, str(tmp_path))
     assert first == second
     assert "rank 1: LookupError: the client is confused" in first[0]
     assert "rank 0: LookupError: the client is confused" in first[1]

@@ -355,4 +355,4 @@ def _call_meanwhile(world: World) -> int:
 
 
 def test_a_method_called_in_another_thread_waits_for_no_other_rank() -> None:
-    assert run_on_ranks(_call_meanwhile, 2, timeout_s=60.0) == [2, 2]
+    assert run_on_ranks(_call_meanwhile, 2) == [2, 2]

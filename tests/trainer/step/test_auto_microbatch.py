@@ -262,7 +262,7 @@ def pair_on_rank(world: World) -> tuple[bool, list[bool]]:
 
 
 def test_a_rank_that_runs_out_of_memory_between_two_models_finds_the_others() -> None:
-    for has_all, equals in run_on_ranks(pair_on_rank, 2, timeout_s=40):
+    for has_all, equals in run_on_ranks(pair_on_rank, 2):
         assert has_all
         assert all(equals)
 
@@ -319,7 +319,7 @@ def prepares_much(world: World) -> tuple[int, dict[str, torch.Tensor]]:
 
 def test_memory_that_runs_out_while_a_batch_is_prepared_is_handled_too() -> None:
     assert prepares_much(ALONE)[0] == 2  # 8 -> 4 -> 2
-    (first, of_first), (second, of_second) = run_on_ranks(prepares_much, 2, timeout_s=60)
+    (first, of_first), (second, of_second) = run_on_ranks(prepares_much, 2)
     assert first == second == 2
     for name, value in of_first.items():
         assert torch.equal(value, of_second[name]), name
@@ -342,4 +342,4 @@ def lacks_room_for_the_reduction(world: World) -> int:
 
 
 def test_memory_for_the_reduction_is_reserved_before_any_rank_waits_in_it() -> None:
-    assert run_on_ranks(lacks_room_for_the_reduction, 2, timeout_s=60) == [1, 1]
+    assert run_on_ranks(lacks_room_for_the_reduction, 2) == [1, 1]

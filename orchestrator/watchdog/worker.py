@@ -98,6 +98,7 @@ class Watchdog:
         self._trainer: Trainer[Any] | None = None
         self._beats = 0
         self._last_order = 0
+        self._stacks: list[str] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway-watchdog", daemon=True)
 
@@ -170,8 +171,10 @@ class Watchdog:
         if not order or order["attempt"] != self._attempt or order["number"] <= self._last_order:
             return
         self._last_order = order["number"]
+        # The first stacks show the hang; until the last ones, the training thread may have noticed, and left.
+        self._stacks.append(stacks(self._rank, order["why"]))
         with contextlib.suppress(StorageError):
-            self._folder.write(stacks_file(self._attempt, self._rank), stacks(self._rank, order["why"]))
+            self._folder.write(stacks_file(self._attempt, self._rank), "\n\n".join(self._stacks))
         if order["end"]:
             # The training thread hangs, in Python or in a collective, so the process cannot exit in order.
             os._exit(1)

@@ -133,4 +133,10 @@ def test_a_rank_says_what_its_training_does_and_writes_its_stacks_when_asked(tmp
         (watch / "order.json").write_text(json.dumps({"attempt": 2, **order}))
         wait_for("stacks-2-rank-3.txt", "wait_for")
         assert "rank 1 sleeps" in (watch / "stacks-2-rank-3.txt").read_text()
+        # By now, the training thread may have noticed the hang, and left: the first stacks are kept.
+        (watch / "order.json").write_text(
+            json.dumps({"attempt": 2, "number": 2, "end": False, "why": "it still sleeps"})
+        )
+        wait_for("stacks-2-rank-3.txt", "it still sleeps")
+        assert "rank 1 sleeps" in (watch / "stacks-2-rank-3.txt").read_text()
     assert json.loads((watch / "rank-3.json").read_text())["phase"] == "ended"

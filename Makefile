@@ -22,7 +22,7 @@ GPU_TESTS := tests/gpu $(addprefix tests/trainer/,callbacks/test_throughput.py m
 help:
 	@echo "make train    train a GPT on Python's standard library, with two Ray workers on this machine"
 	@echo "make test     run the tests that guard the promises"
-	@echo "make test-all run the rest: more chaos, examples, documentation snippets, reports in a browser, the wheel"
+	@echo "make test-all run the rest: autoscaling, jobs, more chaos, examples, documentation snippets, browser, the wheel"
 	@echo "make test-gpu run the tests that need a GPU, with the torch and pytest of PYTHON"
 	@echo "make chaos    run two hundred schedules of kills, full disks and damaged files"
 	@echo "make check    check format, lint, types and documentation"

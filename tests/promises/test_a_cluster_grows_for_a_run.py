@@ -21,7 +21,7 @@ from headway.orchestrator.storage.folder import Folder
 from tests import heads
 from tests.on_ray import write_rows
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(500)]
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from headway.orchestrator.storage.folder import Folder
 from headway.trainer.trackers.jsonl import read_records
 from tests.machines import machines
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(500)]
 
 ROOT = Path(__file__).parents[2]
 TARGET = """

@@ -16,7 +16,7 @@ from headway.orchestrator.storage.folder import Folder
 from tests.promises.test_an_object_store_is_as_good_as_a_disk import settings as settings  # the server of its tests
 
 pytestmark = [
-    pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400),
+    pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(400),
     # s3fs keeps an event loop and sessions until the process ends.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
 from tests.machines import machines
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 TARGET = """

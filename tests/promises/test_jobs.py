@@ -138,7 +138,20 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
     assert out.count("ValueError: a bad batch") >= 1
     assert Run(str(storage / "failing")).status == "failed"
 
-    # As in the README.
+    # The same run with another config.
+    refused = done(headway(project, *submit, "config.max_steps=9", "config.pause_s=0.5"), code=2)
+    assert "was started with another config" in refused
+    listed = done(headway(project, "jobs", "ls", "--address", head)).splitlines()
+    rows = {" ".join(line.split()[1:4]) for line in listed[1:]}
+    assert {"line succeeded 0", "line failed 2", "failing failed 1"} <= rows
+
+
+@pytest.mark.extended
+def test_a_job_of_ray_itself_trains_the_same(head: str, project: Path) -> None:
+    """As in the documentation, with `ray job submit` and a copy of Headway that comes with the job."""
+    storage = project.parent / "runs"
+    submit = ["submit", "line.py", *SETTINGS, f"storage={storage}", "--address", head]
+    done(headway(project, *submit, "config.max_steps=9"))
     package = project.parent / "headway"
     package.mkdir()
     for part in ("trainer", "datasets", "orchestrator"):
@@ -155,14 +168,8 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
     assert by_hand.returncode == 0, by_hand.stdout + by_hand.stderr
     assert losses(storage / "hand") == losses(storage / "line")
 
-    # The same run with another config.
-    refused = done(headway(project, *submit, "config.max_steps=9", "config.pause_s=0.5"), code=2)
-    assert "was started with another config" in refused
-    listed = done(headway(project, "jobs", "ls", "--address", head)).splitlines()
-    rows = {" ".join(line.split()[1:4]) for line in listed[1:]}
-    assert {"line succeeded 0", "line failed 2", "failing failed 1"} <= rows
 
-
+@pytest.mark.extended
 def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: str, project: Path) -> None:
     storage = project.parent / "runs"
     at = ["--address", head]

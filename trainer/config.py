@@ -314,7 +314,7 @@ class TrainerConfig(_NamesTheNearest):
         float8: uses float8 matrix products in linear layers of suitable sizes, by torchao; an error on hardware without
             float8. Use it with precision "bf16" and `parallel.compile`, without which it is slower.
         freeze: shell patterns over names of parameters not to train, such as "model.encoder.*" or "*.bias"; a pattern
-            that begins with "!" unfreezes. A module with nothing left to train stays in evaluation mode.
+            that begins with "!" unfreezes. A module that is frozen completely by them stays in evaluation mode.
         max_grad_norm: clips the norm of the whole gradient, which is logged in any case.
         max_grad_value: clips each element of the gradient to plus or minus this, after the norm.
         grad_norm_groups: shell patterns over names of parameters, such as "model.blocks.*": the gradient norm of each

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..checkpoints.model_state import named_state_tensors
 from ..distributed.dtensor import to_dtensor_like, to_full_tensor, to_local
 from ..errors import CheckpointError, ConfigError
+from ..private_torch import foreach_lerp_
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Ema(Callback):
             else:
                 average.lerp_(weight.to(average), 1 - self.decay)
         if alike[0]:
-            torch._foreach_lerp_(*alike, 1 - self.decay)
+            foreach_lerp_(*alike, 1 - self.decay)
 
     def evaluation_context(self, trainer: Trainer[Any]) -> AbstractContextManager[object]:
         """Return a context in which the models hold the averages, if these are evaluated."""

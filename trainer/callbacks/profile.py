@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from ..errors import ConfigError
+from ..private_torch import memory_history
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -101,13 +101,11 @@ class Profile(Callback):
 
         def write(profiler: profile) -> None:
             _write(f"{path}.json", profiler.export_chrome_trace)
-            if is_cuda and self._memory:
-                _write(f"{path}-memory.pickle", torch.cuda.memory._dump_snapshot)
-                torch.cuda.memory._record_memory_history(enabled=None)
+            if write_memory is not None:
+                _write(f"{path}-memory.pickle", write_memory)
             trainer.print(f"profile: {path}.json")
 
-        if is_cuda and self._memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        write_memory = memory_history(most_allocations=_MOST_ALLOCATIONS) if is_cuda and self._memory else None
         self._last = last
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
@@ -142,5 +140,5 @@ def _write(path: str, export: Callable[[str], object]) -> None:
         file = f"{folder}/{path.rsplit('/', 1)[1]}"
         export(file)
         fs, target = url_to_fs(path)
-        fs.makedirs(fs._parent(target), exist_ok=True)
+        fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
         fs.put_file(file, target)

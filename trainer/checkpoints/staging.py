@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
+from ..private_torch import foreach_copy_, version_of
 
 _ALIGNMENT = 64
 
@@ -26,7 +27,7 @@ class _Deferred(NamedTuple):
 
     names: list[str]
     tensors: list[torch.Tensor]
-    versions: list[int]
+    versions: list[int | None]
     copies: list[torch.Tensor]
 
 
@@ -64,7 +65,7 @@ class Staging:
                 deferred.append(tensor.detach().clone())
             else:
                 self._buffers[name].copy_(tensor)
-        versions = [tensor._version for tensor in deferred]
+        versions = [version_of(tensor) for tensor in deferred]
         copies = [self._buffers[name] for name in names]
         copy = Copy(dict(self._buffers), _Deferred(names, deferred, versions, copies))
         device = next((tensor.device for tensor in deferred if tensor.is_cuda), None)
@@ -178,11 +179,11 @@ class Copy:
             if not self._may_change:
                 names, tensors, versions, _ = self._deferred
                 columns = zip(names, tensors, versions, strict=True)
-                self._changed = next((name for name, each, version in columns if each._version != version), None)
+                self._changed = next((name for name, each, version in columns if version_of(each) != version), None)
                 self._may_change = True
 
     @torch.no_grad()
     def _copy(self) -> None:
         # One call, so that the thread acquires the GIL once, not for every tensor.
         if self._deferred.tensors:
-            torch._foreach_copy_(self._deferred.copies, self._deferred.tensors, non_blocking=True)
+            foreach_copy_(self._deferred.copies, self._deferred.tensors, non_blocking=True)

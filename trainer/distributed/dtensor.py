@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+
+from ..private_torch import checkpointed_module, chunk_of, compiled_module
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -28,9 +29,7 @@ def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def own_part(tensor: DTensor) -> tuple[slice, ...]:
     """Return the part of a tensor that this rank holds, as an index into the whole."""
-    # Distributed Checkpoint calls the same method for the offsets of a DTensor.
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return tuple(slice(first, first + size) for first, size in zip(*chunk_of(tensor), strict=True))
 
 
 def to_dtensor_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,15 +43,17 @@ def to_dtensor_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def strip_wrappers(module: nn.Module) -> nn.Module:
     """Remove any nesting of DDP, activation checkpointing and compile, which checkpoints ignore."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(module, CheckpointWrapper):
-            module = module._checkpoint_wrapped_module
-        elif isinstance(module, torch._dynamo.OptimizedModule):
-            module = module._orig_mod
-        else:
-            return module
+    while (inner := _inside(module)) is not None:
+        module = inner
+    return module
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, DistributedDataParallel):
+        return module.module  # type: ignore[no-any-return]
+    # Not by `or`: the truth value of a compiled module is that of its length, which few have.
+    inner = checkpointed_module(module)
+    return compiled_module(module) if inner is None else inner
 
 
 def unwrap(module: nn.Module) -> nn.Module:

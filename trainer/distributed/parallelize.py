@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelConfig, Precision
 from ..errors import ConfigError
+from ..private_torch import compile_in_place, compiled_module
 from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
 from .ddp import ReplicatedModule
@@ -56,7 +56,7 @@ def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, wor
     blocks = [(parent, name, parent.get_submodule(name)) for parent, name, _ in blocks]
     if config.compile:
         for module in [block for _, _, block in blocks] or [model]:
-            _compile(module)
+            compile_in_place(module)
     if mesh.shard_mesh is not None:
         shard_fully(model, [block for _, _, block in blocks], config, precision, mesh.shard_mesh)
     offloads = mesh.shard_mesh is not None and config.cpu_offload
@@ -72,17 +72,6 @@ def prepare_weights(models: Mapping[str, nn.Module], precision: Precision) -> No
     for model in models.values():
         _check_all_on_meta_or_none(model)
         cast_weights(model, precision)
-
-
-def _compile(module: nn.Module) -> None:
-    module.compile()
-    if type(module).__module__.startswith("torch.nn."):
-        # Dynamo skips frames of torch's own classes, and would compile nothing: it has to start from another one.
-        # `OptimizedModule` does the same, but would change the names of the weights.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-        module._compiled_call_impl = torch.compile(call)
 
 
 def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
@@ -178,7 +167,7 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
                     f"{f'{name}.{path}'.rstrip('.')} is a {type(module).__name__}, whose shape is unknown until a "
                     "forward pass: create the module with its sizes, or call the model on a batch in configure_models()"
                 )
-        if isinstance(model, torch._dynamo.OptimizedModule) and config.strategy in ("fsdp", "hsdp"):
+        if compiled_module(model) is not None and config.strategy in ("fsdp", "hsdp"):
             raise ConfigError(
                 f"{name} is already compiled, and a compiled module cannot be sharded: set the plain module in "
                 "configure_models(); parallel.compile=True compiles it at the right point"

@@ -10,26 +10,29 @@ import datetime
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from .. import private_torch
 from ..errors import ConfigError
+from ..private_torch import foreach_copy_
 
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
 _GLOO_DRAIN_S = 0.05
 _BUCKET_BYTES = 25 * 2**20  # as in DDP
-_OWN_GROUP = "headway-own-group"
-_CONTROL_GROUP = "headway-control-group"
 _group_numbers = itertools.count(1)
+_control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_other_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""The groups of training steps by the default group; torch lists all groups only privately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,9 @@ class World:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             # In groups of `with_own_group` ranks wait for the slowest save, which may take much longer than a step.
-            for group in list(distributed_c10d._world.pg_map):
-                if group.group_desc != _OWN_GROUP:
-                    set_group_timeout(group, seconds)
+            default = _default_group()
+            for group in (default, *_other_groups.get(default, ())):
+                private_torch.set_group_timeout(group, seconds)
 
     @property
     def owns_process_group(self) -> bool:
@@ -148,7 +151,7 @@ class World:
         Args:
             timeout_s: timeout of collectives in that group.
         """
-        return replace(self, rendezvous=None, control=_new_group(timeout_s, _OWN_GROUP)) if self.size > 1 else self
+        return replace(self, rendezvous=None, control=_new_group(timeout_s)) if self.size > 1 else self
 
     def subset(self, groups: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> World:
         """Return the group of ranks that has this one; ranks in it are numbered anew. Every rank must call this.
@@ -169,6 +172,8 @@ class World:
         control = group
         if self.control is not None:
             control, _ = new_groups(ranks, timeout=timeout, backend="gloo")
+        for each in {group, control}:
+            set_group_timeout(each, timeout_s)
         return World(
             rank=own.index(self.rank),
             size=len(own),
@@ -200,7 +205,7 @@ class World:
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
             dist.all_reduce(flat, group=self.group)
             means = flat.div_(self.size).split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
+            foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
     def reserve_for_mean(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate and free the memory that `all_reduce_mean` will need; the allocator of a GPU keeps it. Local.
@@ -373,29 +378,33 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _control_group(timeout_s: float) -> dist.ProcessGroup:
-    """Return the gloo group beside the default group; it lives as long as that one."""
-    for group in list(distributed_c10d._world.pg_map):
-        if group.group_desc == _CONTROL_GROUP:
-            set_group_timeout(group, timeout_s)
-            return group
-    return _new_group(timeout_s, _CONTROL_GROUP)
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Set the timeout of a group's later collectives, which `World.set_timeout` then changes, too."""
+    others = _other_groups.setdefault(_default_group(), [])
+    if not any(each is group for each in others):
+        others.append(group)
+    private_torch.set_group_timeout(group, seconds)
 
 
-def _new_group(timeout_s: float, description: str | None = None) -> dist.ProcessGroup:
-    """Start a gloo group of all ranks, with an explicit timeout: torch does not inherit the default group's."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=description)
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "the process group has not started"
     return group
 
 
-def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout of a process group's later collectives.
+def _control_group(timeout_s: float) -> dist.ProcessGroup:
+    """Return the gloo group beside the default group; it lives as long as that one."""
+    default = _default_group()
+    if default not in _control_groups:
+        _control_groups[default] = _new_group(timeout_s)
+    set_group_timeout(_control_groups[default], timeout_s)
+    return _control_groups[default]
 
-    Source: torchtitan calls the same private function after its first step, in `set_pg_timeouts` of
-    torchtitan/distributed/utils.py at cfb9326; torch has no public function for it.
-    """
-    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+def _new_group(timeout_s: float) -> dist.ProcessGroup:
+    """Start a gloo group of all ranks, with an explicit timeout: torch does not inherit the default group's."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    return group
 
 
 def backend(device_type: str, *, with_cpus: bool = False) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ..config import TrainerConfig
 from ..data.protocols import BatchStream, SupportsShards
 from ..distributed.dtensor import is_sharded
 from ..distributed.world import World
 from ..errors import ConfigError
+from ..private_torch import is_compiled
 
 
 def check_exact_config(config: TrainerConfig) -> None:
@@ -49,12 +48,12 @@ def check_exact_models(models: Mapping[str, nn.Module]) -> None:
     for name, model in models.items():
         for path, module in model.named_modules():
             where = f"{name}.{path}".rstrip(".")
-            if isinstance(module, _NormBase) and module.track_running_stats and module.training:
+            if getattr(module, "track_running_stats", False) is True and module.training:
                 _refuse(
                     f"{where}, a {type(module).__name__}, keeps running statistics, and each rank would keep those of "
                     "its own rows: use LayerNorm or GroupNorm, or freeze it"
                 )
-            if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            if is_compiled(module):
                 _refuse(f"{where} is compiled, and its kernels depend on the shapes that the process has seen")
             if getattr(module, "sparse", False) is True:
                 _refuse(f"{where} has sparse gradients: use sparse=False")

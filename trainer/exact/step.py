@@ -21,6 +21,7 @@ from ..errors import StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
+from ..private_torch import version_of
 from ..step.optimizer_step import OptimizerStep
 from .determinism import clone_batch, deterministic_mode
 from .gradient_tree import GradientTree, covering_nodes
@@ -170,17 +171,17 @@ class ExactStep(OptimizerStep):
         world = self._world
         return micro_batch_ranges(self._num_shards, world.size, num_own=len(batch.micro_batches), rank=world.rank)
 
-    def _tensor_versions(self) -> list[tuple[int, int]]:
+    def _tensor_versions(self) -> list[tuple[int, int | None]]:
         """Return the identity and version of each tensor, which change if it is replaced or modified in place."""
         models = self._models.values()
         return [
-            (id(tensor), tensor._version)
+            (id(tensor), version_of(tensor))
             for model in models
             for each in (model.parameters(), model.buffers())
             for tensor in each
         ]
 
-    def _check_unchanged(self, before: list[tuple[int, int]]) -> None:
+    def _check_unchanged(self, before: list[tuple[int, int | None]]) -> None:
         """Check that the step changed no parameter or buffer, which other ranks would not see.
 
         Raises:

@@ -22,6 +22,7 @@ import xxhash
 from ..checkpoints.storage import open_storage
 from ..checkpoints.worker_thread import WorkerThread
 from ..distributed.world import World
+from ..private_torch import inductor_folder
 
 FOLDER = "compile-cache"
 
@@ -66,7 +67,7 @@ class CompileCache:
             self._check_owner()
             content = self._storage.read(FOLDER, self._file)
             artifacts, libraries = _decode(content)
-            with_libraries = _libraries_folder()
+            with_libraries = inductor_folder()
             for name, library in libraries.items():
                 _write_unless_there(with_libraries / name, library)
             if torch.compiler.load_cache_artifacts(artifacts) is None:
@@ -91,7 +92,7 @@ class CompileCache:
             saved = torch.compiler.save_cache_artifacts()
             if saved is None:
                 return
-            content = _encode(saved[0], dict(_own_libraries(_libraries_folder())))
+            content = _encode(saved[0], dict(_own_libraries(inductor_folder())))
             if len(content) > MAX_BYTES:
                 size, limit = len(content) / 1e6, MAX_BYTES / 1e6
                 self._report(f"the compiled code is not kept: it has {size:.0f} MB, more than {limit:.0f} MB")
@@ -158,16 +159,6 @@ def _decode(content: bytes) -> tuple[bytes, dict[str, bytes]]:
 
 def _version() -> str:
     return f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
-
-
-def _libraries_folder() -> Path:
-    """Return the folder in which Inductor keeps what it has built."""
-    try:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-    except ImportError:
-        # Private: without it, only what torch saves by itself is kept.
-        return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/nonexistent"))
-    return Path(cache_dir())
 
 
 def _own_libraries(folder: Path) -> Iterator[tuple[str, bytes]]:

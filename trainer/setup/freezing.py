@@ -12,7 +12,10 @@ from ..errors import ConfigError
 
 
 def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
-    """Freeze parameters by name, and put modules with nothing left to train in evaluation mode.
+    """Freeze parameters by name, and put modules of which these patterns freeze everything in evaluation mode.
+
+    Modules that the user's code has frozen keep the mode that it gave them, as in plain PyTorch: a target network, for
+    example, may have to normalize by the batch.
 
     Call it before sharding and before optimizers are created, which depend on `requires_grad`.
 
@@ -30,6 +33,7 @@ def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
         for model, module in models.items()
         for path, parameter in module.named_parameters(remove_duplicate=False)
     ]
+    frozen: set[nn.Parameter] = set()
     could_train = any(parameter.requires_grad for _, parameter in named)
     for pattern in patterns:
         glob = pattern.removeprefix("!")
@@ -38,23 +42,24 @@ def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
             raise ConfigError(_no_match_message(pattern, glob, [name for name, _ in named]))
         for parameter in matched:
             parameter.requires_grad_(pattern.startswith("!"))
+        frozen = frozen.difference(matched) if pattern.startswith("!") else frozen.union(matched)
     if could_train and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
             f"freeze={list(patterns)} leaves nothing to train: remove a pattern, or unfreeze parameters with one that "
             'begins with "!", such as "!model.head.*"'
         )
     for module in models.values():
-        _eval_frozen(module)
+        _eval_frozen(module, frozen)
 
 
-def _eval_frozen(module: nn.Module) -> None:
-    """Put the outermost fully frozen modules in evaluation mode: no dropout, no new running statistics."""
+def _eval_frozen(module: nn.Module, frozen: set[nn.Parameter]) -> None:
+    """Put the outermost modules of only frozen parameters in evaluation mode: no dropout, no new running statistics."""
     parameters = list(module.parameters())
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
+    if parameters and frozen.issuperset(parameters):
         module.eval()
         return
     for child in module.children():
-        _eval_frozen(child)
+        _eval_frozen(child, frozen)
 
 
 def _no_match_message(pattern: str, glob: str, names: list[str]) -> str:

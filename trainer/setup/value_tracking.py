@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoints.rng import preserve_rng
 from ..distributed.parallelize import named_tensors
+from ..private_torch import written_arguments
 from .weight_init import WITHOUT_VALUES, aten, reset_parameters
 
 _NOT_THE_USERS = (
@@ -190,7 +191,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the arguments that an operator changes in place."""
-    if func._schema.is_mutable:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    for i, name in written_arguments(func):
+        yield from _tensors(args[i] if i < len(args) else kwargs.get(name))

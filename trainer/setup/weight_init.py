@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..distributed.dtensor import to_local
 from ..distributed.parallelize import named_tensors
 from ..errors import ConfigError
+from ..private_torch import version_of, written_arguments
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[
     tensors = dict(named_tensors(models))
     for tensor in tensors.values():
         _fill_nan(tensor)
-    versions = {name: tensor._version for name, tensor in tensors.items()}
+    versions = {name: version_of(tensor) for name, tensor in tensors.items()}
     with torch.no_grad(), _ShardInvariantRandom():  # type: ignore[no-untyped-call]
         init_weights()
     after = dict(named_tensors(models))
@@ -37,7 +38,7 @@ def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[
         for name, tensor in after.items()
         if name in tensors
         and tensor is tensors[name]
-        and _is_unset(tensor, untouched=tensor._version == versions[name])
+        and _is_unset(tensor, untouched=version_of(tensor) == versions[name] is not None)
     )
 
 
@@ -132,7 +133,7 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         full = func(*whole_args, **{name: _unsharded(each, reads) for name, each in kwargs.items()})
         # src_data_rank=None: every rank has drawn the same numbers, so none are sent.
         part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-        if not func._schema.is_mutable:
+        if not written_arguments(func):
             return part
         target.to_local().copy_(part.to_local())
         return target

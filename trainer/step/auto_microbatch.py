@@ -166,7 +166,8 @@ class AutoMicrobatchStep(OptimizerStep):
         """Sync DDP buffers now, while all ranks are present, not in a forward pass that an OOM rank may not reach."""
         for model in self._models.values():
             if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                model._sync_buffers()  # type: ignore[no-untyped-call]
+                for buffer in model.module.buffers():
+                    self._loss_world.broadcast_tensor(buffer)
                 model.require_forward_param_sync = False
 
     def _agree_on_halving(self, batch: GlobalBatch, error: BaseException | None) -> str:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..checkpoints.model_state import unwrapped_state_dict
 from ..distributed.dtensor import to_full_tensor
 from ..errors import ConfigError, StepError
+from ..private_torch import foreach_mul_, foreach_norm
 
 _MOST_NAMES = 8
 
@@ -116,14 +117,14 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         ]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     with torch.no_grad():
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(list(foreach_norm(gradients))))
     return norm
 
 
 def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
     """Multiply gradients by a number, in place."""
     for alike in _by_mesh(gradients):
-        torch._foreach_mul_(alike, factor)
+        foreach_mul_(alike, factor)
 
 
 def clip_norm(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
@@ -136,10 +137,10 @@ def clip_norm(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
         sparse = [gradient for gradient in gradients if gradient.is_sparse]
         # Not coalesced: scaling and summing repeated rows commute.
         for gradient in sparse:
-            gradient._values().mul_((limit / (norm + 1e-6)).clamp(max=1.0).to(gradient.device))
+            gradient.mul_((limit / (norm + 1e-6)).clamp(max=1.0).to(gradient.device))
         return
     with torch.no_grad():
-        torch._foreach_mul_(gradients, (norm + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0))
+        foreach_mul_(gradients, (norm + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0))
 
 
 def clip_value(parameters: Sequence[Tensor], limit: float) -> None:
@@ -148,7 +149,7 @@ def clip_value(parameters: Sequence[Tensor], limit: float) -> None:
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
-            p.grad._values().clamp_(-limit, limit)
+            p.grad.values().clamp_(-limit, limit)
 
 
 def dense_values(gradient: Tensor) -> Tensor:

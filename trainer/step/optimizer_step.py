@@ -31,6 +31,7 @@ from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
+from ..private_torch import version_of
 from .gradients import (
     check_unused_alike,
     clip_norm,
@@ -726,7 +727,7 @@ def zero_gradients(optimizers: Sequence[Optimizer]) -> None:
 def _gradient_versions(optimizers: Sequence[Optimizer]) -> list[int | None]:
     """Return the version of each parameter's gradient, which changes when it is modified; None without a gradient."""
     return [
-        None if p.grad is None else p.grad._version
+        None if p.grad is None else version_of(p.grad)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]

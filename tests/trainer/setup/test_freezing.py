@@ -1,4 +1,4 @@
-"""Frozen parameters get no gradient, and frozen modules stay in evaluation mode, on one rank and two."""
+"""Frozen parameters get no gradient, and modules that the config freezes stay in evaluation mode."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ class Normed(nn.Module):
 class Finetunes(TinyTrainer):
     def configure_models(self) -> None:
         self.model = Normed()
-        self.teacher = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).requires_grad_(False)
+        self.target = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False))
+        self.target.requires_grad_(False)
+        self.teacher = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).requires_grad_(False).eval()
 
     def configure_optimizers(self) -> None:
         # All of them: what is frozen gets no gradient, and no moments.
@@ -92,6 +94,7 @@ class Finetunes(TinyTrainer):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.teacher(batch["x"])
+        self.target(batch["x"])
         return super().training_step(batch, batch_idx)
 
 
@@ -103,7 +106,8 @@ class Modes(Callback):
 
     def on_step_start(self, trainer: Any) -> None:
         body, head = trainer.unwrap(trainer.model).body, trainer.unwrap(trainer.model).head
-        self.modes.append((body.training, body[1].training, body[2].training, head.training, trainer.teacher.training))
+        modules = (body, body[1], body[2], head, trainer.teacher, trainer.target)
+        self.modes.append(tuple(each.training for each in modules))
 
 
 def _finetune(world: World, strategies: tuple[str, ...]) -> dict[str, Any]:
@@ -131,10 +135,13 @@ def _finetune(world: World, strategies: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def test_frozen_modules_stay_as_they_are_and_in_evaluation_mode() -> None:
-    """Also after an evaluation, which puts all modules in evaluation mode and back."""
+def test_frozen_modules_stay_as_they_are_and_in_evaluation_mode_unless_the_user_froze_them() -> None:
+    """Also after an evaluation, which puts all modules in evaluation mode and back.
+
+    A target network that is frozen by its own code normalizes by the batch, as in plain PyTorch.
+    """
     alone = _finetune(ALONE, ("none",))["none"]
-    assert alone["modes"] == {(False, False, False, True, False)}
+    assert alone["modes"] == {(False, False, False, True, False, True)}
     assert alone["changed"] == ["model.head.bias", "model.head.weight"]
     assert alone["states"] == 2
     for rank in run_on_ranks(_finetune, 2, ("ddp", "fsdp")):

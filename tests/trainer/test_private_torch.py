@@ -1,0 +1,179 @@
+"""What Headway uses of torch's private functions is there; and without them it trains, or says what is missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from headway.trainer import private_torch
+from headway.trainer.distributed.world import World
+from headway.trainer.errors import ConfigError
+from tests.distributed import run_on_ranks
+
+TRAINER = Path(__file__).parents[2] / "trainer"
+DOCUMENTED = {"torch.utils._python_dispatch"}
+"""Names with an underscore that torch's documentation tells users to import."""
+PRIVATE_METHODS = re.compile(
+    r"_(version|schema|values|indices|foreach_\w+|call_impl|compiled_call_impl|orig_mod|checkpoint_wrapped_module|"
+    r"set_pg_timeout|record_memory_history|dump_snapshot|sync_buffers|NormBase|BatchNorm|world|get_backend|_create_"
+    r"chunk_list__|spec|local_tensor|fsdp_\w+|get_fsdp_state)"
+)
+
+
+def _private_names(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            if node.module in DOCUMENTED:
+                continue
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+            if PRIVATE_METHODS.fullmatch(node.attr) and names[0] != f"self.{node.attr}":
+                yield names[0]
+        else:
+            continue
+        yield from (name for name in names if re.match(r"torch\b[\w.]*\._[A-Za-z]", name))
+
+
+def test_private_parts_of_torch_are_used_in_one_module() -> None:
+    found = {
+        f"{file.relative_to(TRAINER)}: {name}"
+        for file in TRAINER.rglob("*.py")
+        if file.name != "private_torch.py"
+        for name in _private_names(file.read_text())
+    }
+    assert found == set()
+    assert len(set(_private_names((TRAINER / "private_torch.py").read_text()))) >= 3
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch._foreach_mul_(a, 2)", "from torch._inductor import x", "import torch._dynamo", "p.grad._version",
+        "from torch.nn.modules.batchnorm import _NormBase", "distributed_c10d._world.pg_map", "self.model._call_impl()",
+    ],
+)  # fmt: skip
+def test_such_a_use_is_found(source: str) -> None:
+    assert list(_private_names(source))
+
+
+@pytest.mark.parametrize("name", ["_foreach_norm", "_foreach_mul_", "_foreach_copy_", "_foreach_lerp_"])
+def test_lists_of_tensors_are_changed_alike_without_the_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed() -> list[torch.Tensor]:
+        tensors, others = [torch.arange(3.0), torch.ones(2, 2)], [torch.full((3,), 5.0), torch.eye(2)]
+        function: Any = getattr(private_torch, name.removeprefix("_"))
+        second: Any = {"_foreach_norm": (), "_foreach_mul_": (0.5,), "_foreach_copy_": (others,)}.get(
+            name, (others, 0.25)
+        )
+        result = function(tensors, *second)
+        return list(result) if result is not None else tensors
+
+    expected = changed()
+    monkeypatch.delattr(torch, name)
+    torch.testing.assert_close(changed(), expected, rtol=0, atol=0)
+
+
+def test_a_changed_tensor_has_another_version() -> None:
+    tensor = torch.zeros(2)
+    before = private_torch.version_of(tensor)
+    tensor.add_(1)
+    assert before is not None
+    assert private_torch.version_of(tensor) not in (None, before)
+    assert private_torch.version_of(object()) is None  # type: ignore[arg-type]
+
+
+def test_arguments_that_an_operator_changes_are_known_by_its_schema_or_its_name() -> None:
+    class Operator:
+        def __init__(self, name: str) -> None:
+            self.overloadpacket = name
+
+    aten = torch.ops.aten
+    assert private_torch.written_arguments(aten.add_.Tensor) == [(0, "self")]
+    assert private_torch.written_arguments(aten.add.out) == [(3, "out")]
+    assert private_torch.written_arguments(aten.add.Tensor) == []
+    assert private_torch.written_arguments(Operator("aten.add_")) == [(0, "self")]
+    assert private_torch.written_arguments(Operator("aten.add")) == []
+
+
+def _parts(world: World) -> list[tuple[list[int], list[int]]]:
+    mesh = init_device_mesh("cpu", (world.size,))
+    whole = torch.arange(35.0).view(5, 7)
+    parts = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        tensor = distribute_tensor(whole, mesh, [placement])
+        told = private_torch.chunk_of(tensor)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.delattr(DTensor, "__create_chunk_list__")
+            computed = private_torch.chunk_of(tensor)
+            with pytest.raises(NotImplementedError, match=r"P\(sum\)"):
+                private_torch.chunk_of(DTensor.from_local(whole, mesh, [Partial()]))
+        assert tuple(map(list, computed)) == tuple(map(list, told))
+        parts.append((list(told[0]), list(told[1])))
+    return parts
+
+
+def test_the_part_of_a_rank_is_told_by_torch_or_computed() -> None:
+    first, second = run_on_ranks(_parts, 2)
+    assert first == [([0, 0], [3, 7]), ([0, 0], [5, 4]), ([0, 0], [5, 7])]
+    assert second == [([3, 0], [2, 7]), ([0, 4], [5, 3]), ([0, 0], [5, 7])]
+
+
+def test_a_torch_that_cannot_change_timeouts_is_told_once_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(distributed_c10d._set_pg_timeout)
+    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
+    with pytest.warns(UserWarning, match=r"parallel\.step_timeout has no effect"):
+        private_torch.set_group_timeout(None, 5.0)  # type: ignore[arg-type]
+
+
+def test_modules_of_torch_are_compiled_in_place_and_their_wrappers_are_seen_through() -> None:
+    linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert not private_torch.is_compiled(linear)
+    private_torch.compile_in_place(linear)
+    assert private_torch.is_compiled(linear)
+    compiled = torch.compile(other)
+    assert private_torch.is_compiled(compiled)  # type: ignore[arg-type]
+    assert private_torch.compiled_module(compiled) is other  # type: ignore[arg-type]
+    assert private_torch.compiled_module(other) is None
+    wrapped = private_torch.wrap_in_checkpoint(other)
+    assert private_torch.checkpointed_module(wrapped) is other
+    assert list(wrapped.state_dict()) == list(other.state_dict())
+
+
+def test_without_the_wrapper_activation_checkpointing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", None)
+    with pytest.raises(ConfigError, match=r"call torch\.utils\.checkpoint\.checkpoint in the model"):
+        private_torch.wrap_in_checkpoint(nn.Linear(2, 2))
+
+
+def test_operators_that_torch_does_not_have_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = private_torch.expensive_operators()
+    assert {str(each) for each in expected} >= {"aten.mm.default", "aten._scaled_mm.default", "flex_attention"}
+    monkeypatch.delattr(torch, "_higher_order_ops")
+    assert len(private_torch.expensive_operators()) == len(expected) - 1
+
+
+def test_a_torch_that_cannot_record_allocations_profiles_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(torch.cuda.memory._record_memory_history)
+    assert callable(torch.cuda.memory._dump_snapshot)
+    monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
+    with pytest.warns(UserWarning, match="cannot record allocations"):
+        assert private_torch.memory_history(most_allocations=10) is None
+
+
+def test_the_folder_of_inductor_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert private_torch.inductor_folder() == tmp_path
+    monkeypatch.setitem(__import__("sys").modules, "torch._inductor.runtime.cache_dir_utils", None)
+    assert private_torch.inductor_folder() == tmp_path

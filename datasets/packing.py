@@ -1,8 +1,8 @@
 """Packs documents of any length into rows of fixed length. A packed row is a row like any other: nothing else changes.
 
-Documents are packed within groups of neighbouring fragments, so that reading a packed row needs only its group. Which
-parts of which documents share a row follows from the lengths alone. An index has the length of every document, and a
-checksum of the tokens of every fragment, with which each read is compared.
+Documents are packed within groups of neighbouring fragments, so that a row needs only its group. Which parts of which
+documents share a row follows from the lengths alone. All rows are written to one file when the index is built, so that
+documents are tokenized once, and each read is one range of this file, which is compared with a checksum.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import zlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .arrow import Rows
 from .errors import DataError
 from .formats.base import DataFormat, Fragment, RowSource
 from .formats.index_cache import Index, cached_index
+from .formats.packed_rows import PackedRows, checksum_of
 from .mixture import Mixture
 from .paths import PathLike, nearest
 from .tokenizers import Tokenizer, name_of, to_tokens
@@ -34,6 +35,8 @@ logger = logging.getLogger("headway.datasets")
 
 # Documents are packed with others of at least so many rows. More fill the rows better, and take more memory.
 _GROUP_ROWS = 128
+# At each start, so many tokens of the first documents are compared with those in the rows.
+_SAMPLE_TOKENS = 2**14
 
 
 class Piece(NamedTuple):
@@ -87,10 +90,10 @@ class Packed:
     Args:
         data: the documents, such as `JsonLines`.
         length: tokens of a row. A longer document continues in other rows.
-        index: local folder for the index. The first start tokenizes all documents to build it.
+        index: folder for the index and the rows, 4 bytes per token and padding. The first start tokenizes all documents
+            to write them; later ones only read. If reading tasks run on other machines, they must see the folder.
         column: the column with the text, or with the tokens if `tokenizer` is None.
-        tokenizer: maps a text to its tokens. Must be deterministic. It runs when rows are read, in threads or in
-            other processes.
+        tokenizer: maps a text to its tokens. Must be deterministic. It runs in threads of this process.
         pad: token that fills up a row.
 
     Example:
@@ -117,44 +120,70 @@ class Packed:
             )
 
     def open(self) -> PackedSource:
-        """Open the documents, and read their index or build it.
+        """Open the documents, and find their packed rows or write them.
 
         Raises:
-            DataError: the documents cannot be opened, or `column` has something else than text or tokens.
+            DataError: the documents cannot be opened, `column` has something else than text or tokens, or the tokenizer
+                gives other tokens than when the rows were written.
         """
         documents = self.data.open()
         tokens_of = Tokens(self.column, self.tokenizer)
         named = f"{documents.fingerprint}\0{self.column}\0{name_of(self.tokenizer) if self.tokenizer else ''}"
-        key = hashlib.sha256(f"{named}\0{self.length}".encode()).hexdigest()[:16]
-        folder = Path(self.index).expanduser().absolute()
-        index = cached_index(folder / f"packed-{self.length}.{key}.npz", lambda: self._build(documents, tokens_of))
+        key = hashlib.sha256(f"{named}\0{self.length}\0{self.pad}".encode()).hexdigest()[:16]
+        path = Path(self.index).expanduser().absolute() / f"packed-{self.length}.{key}.npz"
+        rows = path.with_suffix(".rows")
+        index = cached_index(path, lambda: self._build(documents, tokens_of, rows))
         if not index.arrays["rows"].any():
             raise DataError(f"{self} has no tokens")
-        return PackedSource(self, documents, tokens_of, index)
+        sampled, checksum = index.arrays["sample"].tolist()
+        if self.tokenizer and _checksum(tokens_of.read(documents.fragment(0), sampled)) != checksum:
+            raise DataError(
+                f"the first documents have other tokens than those packed in {rows}: the tokenizer has changed or is "
+                "not deterministic. Use another index folder for another tokenizer"
+            )
+        return PackedSource(self, documents, str(rows), index)
 
-    def _build(self, documents: RowSource, tokens_of: Tokens) -> Index:
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            fragments = [documents.fragment(index) for index in range(len(documents.fragment_rows))]
-            measured = list(pool.map(tokens_of.measure, fragments))
-        lengths = np.concatenate([each for each, _ in measured])
-        groups, rows, first, tokens = [0], [], 0, 0
-        for index, (own, _) in enumerate(measured):
-            tokens += int(own.sum())
-            if tokens >= _GROUP_ROWS * self.length or index == len(measured) - 1:
-                last = int(documents.fragment_rows[: index + 1].sum())
-                rows.append(len(pack(lengths[first:last].tolist(), self.length)))
-                groups.append(index + 1)
-                first, tokens = last, 0
+    def _build(self, documents: RowSource, tokens_of: Tokens, path: Path) -> Index:
+        """Write all rows to `path`, and return their index."""
+        lengths: list[npt.NDArray[np.int64]] = []
+        groups: list[_Group] = []
+        ends, sample = [0], (0, 0)
+        waiting: list[npt.NDArray[np.int32]] = []
+        temporary = path.with_suffix(".rows-writing")
+        try:
+            with temporary.open("wb") as file:
+                for index, tokens in enumerate(_read_all(documents, tokens_of)):
+                    if index == 0:
+                        sampled = 1 + int(np.searchsorted(np.cumsum([*map(len, tokens)]), _SAMPLE_TOKENS))
+                        sample = sampled, _checksum(tokens[:sampled])
+                    lengths.append(np.array([*map(len, tokens)], dtype=np.int64))
+                    waiting += tokens
+                    full = sum(map(len, waiting)) >= _GROUP_ROWS * self.length
+                    if full or index == len(documents.fragment_rows) - 1:
+                        rows, group = _pack_rows(waiting, self.length, self.pad)
+                        file.write(rows.data)
+                        groups.append(group)
+                        ends.append(index + 1)
+                        waiting = []
+                size_bytes = file.tell()
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         arrays = {
-            "lengths": lengths,
-            "checksums": np.array([checksum for _, checksum in measured], dtype=np.int64),
-            "groups": np.array(groups, dtype=np.int64),
-            "rows": np.array(rows, dtype=np.int64),
+            "lengths": np.concatenate(lengths),
+            "groups": np.array(ends, dtype=np.int64),
+            "rows": np.array([each.num_rows for each in groups], dtype=np.int64),
+            "checksums": np.array([each.checksum for each in groups], dtype=np.int64),
+            "pieces": np.cumsum([0, *(len(each.starts) for each in groups)], dtype=np.int64),
+            "starts": np.concatenate([each.starts for each in groups]),
+            "ids": np.concatenate([each.ids for each in groups]),
+            "sample": np.array(sample, dtype=np.int64),
         }
+        total, tokens_in_all = int(arrays["rows"].sum()), int(arrays["lengths"].sum())
         logger.info(
-            "packed %d documents of %s, %d tokens, into %d rows of %d, %.2f %% full",
-            *(len(lengths), self.data, lengths.sum(), sum(rows), self.length),
-            100 * lengths.sum() / max(1, sum(rows) * self.length),
+            "packed %d documents of %s, %d tokens, into %d rows of %d, %.2f %% full; %.1f MB in %s",
+            *(len(arrays["lengths"]), self.data, tokens_in_all, total, self.length),
+            *(100 * tokens_in_all / max(1, total * self.length), size_bytes / 1e6, path),
         )
         return Index(arrays, {})
 
@@ -168,19 +197,14 @@ class Tokens(NamedTuple):
     column: str
     tokenizer: Tokenizer | None
 
-    def read(self, fragment: Fragment) -> list[npt.NDArray[np.int32]]:
-        """Return the tokens of each document of a fragment, as int32."""
-        return [np.ascontiguousarray(each, dtype=np.int32) for each in self._documents(fragment)]
-
-    def measure(self, fragment: Fragment) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the length of each document of a fragment, and a checksum of all tokens, after checking them.
+    def read(self, fragment: Fragment, documents: int | None = None) -> list[npt.NDArray[np.int32]]:
+        """Return the tokens of each document of a fragment, or of its first `documents`.
 
         Raises:
             DataError: the column has something else than text or tokens.
         """
         origin = f"the tokenizer {name_of(self.tokenizer)}" if self.tokenizer else f"column {self.column!r}"
-        documents = [to_tokens(each, origin) for each in self._documents(fragment)]
-        return np.array([len(each) for each in documents], dtype=np.int64), _checksum(documents)
+        return [to_tokens(each, origin) for each in islice(self._documents(fragment), documents)]
 
     def _documents(self, fragment: Fragment) -> Iterable[Any]:
         rows = fragment.read()
@@ -195,77 +219,69 @@ class Tokens(NamedTuple):
         return map(self.tokenizer, documents)
 
 
-def _checksum(documents: Sequence[npt.NDArray[np.int32]]) -> int:
-    checksum = 0
-    for each in documents:
-        checksum = zlib.crc32(each.data, checksum)
-    return checksum
+def _read_all(documents: RowSource, tokens_of: Tokens) -> Iterator[list[npt.NDArray[np.int32]]]:
+    """Yield the tokens of each fragment in order, read by several threads, a few fragments ahead."""
+    threads = os.cpu_count() or 1
+    waiting: deque[Future[list[npt.NDArray[np.int32]]]] = deque()
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        for index in range(len(documents.fragment_rows)):
+            waiting.append(pool.submit(tokens_of.read, documents.fragment(index)))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
-class PackedFragment(NamedTuple):
-    """Some neighbouring fragments of documents, packed.
+class _Group(NamedTuple):
+    """See `PackedRows`."""
 
-    Attributes:
-        fragments, checksums: the documents, and the checksums of their tokens.
-        lengths: of the documents.
-        tokens_of: how to get their tokens.
-        row_length, pad: see `Packed`.
-        num_rows: number of packed rows.
-    """
-
-    fragments: tuple[Fragment, ...]
-    checksums: tuple[int, ...]
-    lengths: npt.NDArray[np.int64]
-    tokens_of: Tokens
-    row_length: int
-    pad: int
     num_rows: int
+    checksum: int
+    starts: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
 
-    def read(self) -> Rows:
-        """Return all packed rows.
 
-        Raises:
-            DataError: the documents cannot be read, or have other tokens than when the index was built.
-        """
-        documents = []
-        for fragment, checksum in zip(self.fragments, self.checksums, strict=True):
-            some = self.tokens_of.read(fragment)
-            if _checksum(some) != checksum:
-                raise DataError(
-                    "documents have other tokens than when their index was built: the tokenizer has changed or is not "
-                    "deterministic. Use another index folder for another tokenizer"
-                )
-            documents += some
-        shape = (self.num_rows, self.row_length)
-        tokens, document_ids = np.full(shape, self.pad, np.int32), np.full(shape, -1, np.int32)
-        positions = np.zeros(shape, np.int32)
-        count = np.arange(self.row_length, dtype=np.int32)
-        for row, pieces in enumerate(pack(self.lengths.tolist(), self.row_length)):
-            at = 0
-            for number, (document, start, stop) in enumerate(pieces):
-                end = at + stop - start
-                tokens[row, at:end] = documents[document][start:stop]
-                document_ids[row, at:end] = number
-                positions[row, at:end] = count[: stop - start]
-                at = end
-        return {"tokens": tokens, "document_ids": document_ids, "positions": positions, "mask": document_ids >= 0}
+def _pack_rows(
+    documents: Sequence[npt.NDArray[np.int32]], row_length: int, pad: int
+) -> tuple[npt.NDArray[np.int32], _Group]:
+    """Return the packed rows [R, row_length] of some documents, and where their pieces are."""
+    rows = pack([*map(len, documents)], row_length)
+    tokens = np.full((len(rows), row_length), pad, np.int32)
+    starts, ids = [], []
+    for row, pieces in enumerate(rows):
+        at = 0
+        for number, (document, start, stop) in enumerate(pieces):
+            end = at + stop - start
+            tokens[row, at:end] = documents[document][start:stop]
+            starts.append(row * row_length + at)
+            ids.append(number)
+            at = end
+        if at < row_length:
+            starts.append(row * row_length + at)
+            ids.append(-1)
+    return tokens, _Group(len(rows), checksum_of(tokens), np.array(starts, np.int32), np.array(ids, np.int32))
+
+
+def _checksum(documents: Sequence[npt.NDArray[np.int32]]) -> int:
+    return checksum_of(np.concatenate(documents)) if documents else 0
 
 
 @dataclass(frozen=True)
 class PackedSource:
-    """Opened documents and their index.
+    """Opened documents and their packed rows.
 
     Attributes:
         packed: the options.
         documents: the opened documents.
-        tokens_of: how to get their tokens.
-        index: arrays `lengths` (of all documents), `checksums` (of all fragments), `groups` (first fragment of each
-            group, and the end), and `rows` (of each group).
+        path: the file with all rows.
+        index: arrays `lengths` (of all documents), `groups` (first fragment of each group, and the end), `rows` and
+            `checksums` (of each group), `pieces` (first piece of each group, and the end), `starts` and `ids` (of each
+            piece, see `PackedRows`).
     """
 
     packed: Packed
     documents: RowSource
-    tokens_of: Tokens
+    path: str
     index: Index
 
     @property
@@ -306,22 +322,25 @@ class PackedSource:
         digest.update(self.index.arrays["checksums"].tobytes())
         return digest.hexdigest()[:16]
 
-    def fragment(self, index: int) -> PackedFragment:
+    def fragment(self, index: int) -> PackedRows:
         """Return a group."""
-        group, (first, last), (begin, end) = self._find(index)
-        return PackedFragment(
-            fragments=tuple(self.documents.fragment(each) for each in range(first, last)),
-            checksums=tuple(self.index.arrays["checksums"][first:last].tolist()),
-            lengths=self.index.arrays["lengths"][begin:end],
-            tokens_of=self.tokens_of,
+        group, arrays = int(self._groups[index]), self.index.arrays
+        pieces = slice(*arrays["pieces"][group : group + 2].tolist())
+        return PackedRows(
+            path=self.path,
+            first=int(self._rows_before[group]),
+            num_rows=int(arrays["rows"][group]),
             row_length=self.packed.length,
-            pad=self.packed.pad,
-            num_rows=int(self.index.arrays["rows"][group]),
+            checksum=int(arrays["checksums"][group]),
+            starts=arrays["starts"][pieces],
+            ids=arrays["ids"][pieces],
         )
 
     def row_name(self, index: int, row: int) -> str:
         """Return the pieces of a packed row, as in "rows.jsonl:17[0:512]+rows.jsonl:20[2048:2300]"."""
-        _, (first, _), (begin, end) = self._find(index)
+        group = int(self._groups[index])
+        first, last = self.index.arrays["groups"][group : group + 2].tolist()
+        begin, end = self._documents_before[[first, last]].tolist()
         pieces = pack(self.index.arrays["lengths"][begin:end].tolist(), self.packed.length)[row]
         ends = np.cumsum(self.documents.fragment_rows[first:])
         names = []
@@ -331,12 +350,14 @@ class PackedSource:
             names.append(f"{self.documents.row_name(first + at, within)}[{start}:{stop}]")
         return "+".join(names)
 
-    def _find(self, index: int) -> tuple[int, tuple[int, int], tuple[int, int]]:
-        """Return a fragment's group, its range of fragments, and its range of documents."""
-        group = int(np.flatnonzero(self.index.arrays["rows"])[index])
-        first, last = (int(each) for each in self.index.arrays["groups"][group : group + 2])
-        begin, end = (int(self._documents_before[each]) for each in (first, last))
-        return group, (first, last), (begin, end)
+    @cached_property
+    def _groups(self) -> npt.NDArray[np.int64]:
+        """Return the group of each fragment: those that have rows."""
+        return np.flatnonzero(self.index.arrays["rows"])
+
+    @cached_property
+    def _rows_before(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([0, *self.index.arrays["rows"]])
 
     @cached_property
     def _documents_before(self) -> npt.NDArray[Any]:

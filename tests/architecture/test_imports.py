@@ -18,7 +18,10 @@ STDLIB = set(sys.stdlib_module_names) | {"__future__"}
 
 ALLOWED = {
     "trainer": {"torch", "numpy", "xxhash"},
-    "datasets": {"ray.data", "ray.exceptions", "ray.get", "ray.is_initialized", "pyarrow", "numpy", "torch", "fsspec"},
+    "datasets": {
+        *("ray.data", "ray.exceptions", "ray.get", "ray.is_initialized"),
+        *("pyarrow", "numpy", "torch", "fsspec", "xxhash"),
+    },
     "orchestrator": {
         *("headway.trainer", "headway.datasets"),
         *("ray", "torch", "numpy", "pyarrow", "fsspec", "pydantic", "yaml", "typer", "rich", "jsonschema"),

@@ -1,0 +1,68 @@
+"""Packed rows in a local file, written once when their index is built, and read in whole groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..arrow import Rows
+from ..errors import DataError
+
+
+class PackedRows(NamedTuple):
+    """A fragment: a group of packed rows.
+
+    Attributes:
+        path: the file with the tokens of all rows, as int32.
+        first, num_rows, row_length: the rows of the group in it.
+        checksum: of their tokens.
+        starts: int32, where each piece of a document begins in the group, counted in tokens, and where each padding
+            begins; ascending, from 0.
+        ids: int32, the number of each of these pieces in its row; -1 for padding.
+    """
+
+    path: str
+    first: int
+    num_rows: int
+    row_length: int
+    checksum: int
+    starts: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+
+    def read(self) -> Rows:
+        """Return all rows of the group.
+
+        Raises:
+            DataError: the file is missing or has changed.
+        """
+        size = self.num_rows * self.row_length
+        try:
+            tokens = np.fromfile(self.path, np.int32, size, offset=4 * self.first * self.row_length)
+        except OSError as error:
+            raise DataError(
+                f"cannot read the packed rows in {self.path} ({error.strerror or error}): set index to a folder that "
+                "every machine can read, or engine='threads'"
+            ) from error
+        if len(tokens) != size or checksum_of(tokens) != self.checksum:
+            raise DataError(
+                f"{self.path} has other tokens than when it was written: remove the folder {Path(self.path).parent}, "
+                "so that it is built again"
+            )
+        lengths = np.diff(self.starts, append=np.int32(size))
+        positions = np.arange(size, dtype=np.int32)
+        positions -= np.repeat(self.starts, lengths)
+        document_ids = np.repeat(self.ids, lengths)
+        mask = document_ids >= 0
+        if not mask.all():
+            positions *= mask
+        columns = {"tokens": tokens, "document_ids": document_ids, "positions": positions, "mask": mask}
+        return {name: column.reshape(self.num_rows, self.row_length) for name, column in columns.items()}
+
+
+def checksum_of(tokens: npt.NDArray[np.int32]) -> int:
+    """Return a checksum of contiguous tokens, as a signed 64-bit integer."""
+    return int(np.uint64(xxhash.xxh3_64_intdigest(tokens.data)).astype(np.int64))

@@ -81,29 +81,36 @@ class ShardBuffers:
         self._buffers.clear()
 
     def batches(
-        self, batch: Batch, names: Sequence[Callable[[], Sequence[str]]], *, pin_memory: bool = False
+        self, batches: Sequence[Batch], names: Sequence[Callable[[], Sequence[str]]], *, pin_memory: bool = False
     ) -> list[GlobalBatch]:
         """Return the next batches, one for each of `names`, as tensors; waits for rows that have not arrived.
 
-        All have the same `shard_counts`. Making several at a time is cheaper: a batch takes only a row or two of each
-        shard, and a shard's rows for all the batches are contiguous.
+        Either all have rows of this rank or none has. Making several at a time is cheaper: a batch takes only a few
+        rows of each shard, and a shard's rows for all the batches are contiguous.
         """
-        own, times = sum(batch.sizes), len(names)
-        if not own:
+        ends = list(accumulate(sum(each.sizes) for each in batches))
+        if not ends[-1]:
             rows = self._last = self._last or self._filler_row()
             columns = {
                 name: gather_column([(column, np.zeros(1, np.intp))], 1, pin_memory) for name, column in rows.items()
             }
-            made = [_cut(columns, range(0, 1)) for _ in batch.sizes]
-            return [GlobalBatch(made, batch.sizes, batch.global_num_samples, each) for each in names]
-        parts, part_positions, before = [], [], 0
-        for shard, count in batch.shard_counts:
-            positions = (np.arange(times)[:, None] * own + np.arange(before, before + count)).reshape(-1)
-            for rows, start, stop in self._take(shard, count * times):
-                parts.append((rows, start, stop))
-                part_positions.append(positions[: stop - start])
-                positions = positions[stop - start :]
-            before += count
+            return [
+                GlobalBatch([_cut(columns, range(0, 1)) for _ in each.sizes], each.sizes, each.global_num_samples, of)
+                for each, of in zip(batches, names, strict=True)
+            ]
+        # The positions of each shard's rows, one shard after the other.
+        shards = np.repeat(*np.array([pair for each in batches for pair in each.shard_counts], dtype=np.intp).T)
+        order = np.argsort(shards, kind="stable")
+        begins = np.flatnonzero(np.diff(shards[order], prepend=-1))
+        parts, part_positions = [], []
+        for shard, at, count in zip(
+            *(shards[order[begins]].tolist(), begins.tolist(), np.diff(begins, append=len(order)).tolist()), strict=True
+        ):
+            for part in self._take(shard, count):
+                size = part[2] - part[1]
+                parts.append(part)
+                part_positions.append(order[at : at + size])
+                at += size
         rows, _, stop = parts[-1]
         self._last = {name: column[stop - 1 : stop].copy() for name, column in rows.items()}
         columns = {
@@ -112,24 +119,14 @@ class ShardBuffers:
                     (rows[name][start:stop], positions)
                     for (rows, start, stop), positions in zip(parts, part_positions, strict=True)
                 ],
-                own * times,
+                len(order),
                 pin_memory,
             )
             for name in rows
         }
-        ends = [sum(batch.sizes[: i + 1]) for i in range(len(batch.sizes))]
         return [
-            GlobalBatch(
-                # A micro-batch is empty only if the rank has fewer rows than micro-batches: repeat the previous row.
-                [
-                    _cut(columns, range(first + end - (size or 1), first + end) if end else range(first, first + 1))
-                    for size, end in zip(batch.sizes, ends, strict=True)
-                ],
-                batch.sizes,
-                batch.global_num_samples,
-                name_rows,
-            )
-            for first, name_rows in zip(range(0, own * times, own), names, strict=True)
+            GlobalBatch(_cut_all(columns, end - sum(each.sizes), each.sizes), each.sizes, each.global_num_samples, of)
+            for each, end, of in zip(batches, ends, names, strict=True)
         ]
 
     def _take(self, shard: int, rows: int) -> Iterator[Part]:
@@ -194,12 +191,27 @@ def gather_column(
         return objects
     first = pieces[0][0]
     # Copied once, into the (pin_memory) batch: the pieces are views of read buffers, which must not be written to.
-    kind = torch.from_numpy(np.empty(0, first.dtype)).dtype
-    tensor = torch.empty((length, *first.shape[1:]), dtype=kind, pin_memory=pin_memory)
+    shape = (length, *first.shape[1:])
+    if pin_memory:
+        tensor = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, first.dtype)).dtype, pin_memory=True)
+    else:  # not `torch.empty`, which maps new memory for each batch: that takes longer than copying the rows
+        tensor = torch.from_numpy(np.empty(shape, first.dtype))
     array = tensor.numpy()
     for piece, positions in pieces:
         array[positions] = piece
     return tensor
+
+
+def _cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Return micro-batches of these sizes from row `first` on.
+
+    One is empty only if the rank has fewer rows than micro-batches: it repeats the previous row.
+    """
+    ends = accumulate(sizes)
+    return [
+        _cut(columns, range(first + end - (size or 1), first + end) if end else range(first, first + 1))
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:

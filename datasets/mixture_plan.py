@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,8 @@ OnEnd = Literal["repeat", "stop", "drop"]
 
 # An interleave gives a shard at most so many rows more or less of a source than its weight says.
 _DISCREPANCY = 16
+# The sources of the rows of so many batches are computed together, which is cheaper.
+_BATCHES_AT_A_TIME = 16
 
 
 @dataclass(frozen=True)
@@ -192,22 +194,33 @@ class MixturePlan:
 
         A shard's rows of a batch come source by source, because few long pieces are copied faster than many short ones.
         """
-        row = self._first + self._frame.consumed(np.arange(self.layout.shards), offset)
-        for batch in self._frame.batches(
+        shards, sources = self.layout.shards, len(self.layout.lengths)
+        row = self._first + self._frame.consumed(np.arange(shards), offset)
+        frames = self._frame.batches(
             rank=rank,
             world_size=world_size,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             by_shard=by_shard,
             offset=offset,
-        ):
-            shard = np.repeat(*np.array(batch.shard_counts, dtype=np.int64).reshape(-1, 2).T)
-            within = np.concatenate([[], *(np.arange(rows) for _, rows in batch.shard_counts)]).astype(np.int64)
-            source = self._sources(shard, row[shard] + within)
-            keys = (source * self.layout.shards + shard)[np.lexsort((source, shard))]
+        )
+        for batch, same in groupby(frames):
+            taken = np.zeros(shards, dtype=np.int64)
             for each, rows in batch.shard_counts:
-                row[each] += rows
-            yield batch._replace(shard_counts=tuple((key, len(list(same))) for key, same in groupby(keys.tolist())))
+                taken[each] = rows
+            shard = np.repeat(np.arange(shards), taken)
+            within = np.arange(len(shard)) - (np.cumsum(taken) - taken)[shard]
+            while times := sum(1 for _ in islice(same, _BATCHES_AT_A_TIME)):
+                number = np.arange(times)[:, None]
+                rows = row[shard] + within + number * taken[shard]
+                source = self._sources(np.tile(shard, times), rows.reshape(-1)).reshape(times, -1)
+                places = (number * shards + shard) * sources + source
+                counts = np.bincount(places.reshape(-1), minlength=times * shards * sources).reshape(times, -1)
+                for own in counts:
+                    place = np.flatnonzero(own)
+                    keys = place % sources * shards + place // sources
+                    yield batch._replace(shard_counts=tuple(zip(keys.tolist(), own[place].tolist(), strict=True)))
+                row += times * taken
 
     def locate(self, offset: int, count: int) -> list[tuple[int, int]]:
         """Return (fragment, row in the fragment, in file order) of the next samples, at most `count`."""

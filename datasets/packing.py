@@ -135,6 +135,9 @@ class Packed:
         index = cached_index(path, lambda: self._build(documents, tokens_of, rows))
         if not index.arrays["rows"].any():
             raise DataError(f"{self} has no tokens")
+        size_bytes = 4 * self.length * int(index.arrays["rows"].sum())
+        if not rows.exists() or rows.stat().st_size != size_bytes:
+            raise DataError(f"{rows} is not complete: remove {path}, so that both are written again")
         sampled, checksum = index.arrays["sample"].tolist()
         if self.tokenizer and _checksum(tokens_of.read(documents.fragment(0), sampled)) != checksum:
             raise DataError(

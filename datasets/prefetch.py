@@ -27,7 +27,7 @@ from .transforms import Transform
 
 # Small batches are made several at a time, which is cheaper.
 _MOST_AT_A_TIME = 16
-_BYTES_AT_A_TIME = 2 * 2**20
+_BYTES_AT_A_TIME = 8 * 2**20
 # Rows that have been read but are not needed yet, at most.
 _BYTES_AHEAD = 256 * 2**20
 # Groups of batches kept ready. Two hide the jitter of one; more only take memory.
@@ -225,11 +225,12 @@ class Prefetcher:
                     by_shard=shard.by_shard,
                     offset=place,
                 )
-                for batch, times in group_equal_batches(batches, spec.source.row_bytes):
-                    size = batch.global_num_samples
-                    names = [partial(spec.own_rows, each, place + i * size, size) for i in range(times)]
-                    place += times * size
-                    made = buffers.batches(batch, names, pin_memory=cuda)
+                for some in group_batches(batches, spec.source.row_bytes):
+                    names = []
+                    for batch in some:
+                        names.append(partial(spec.own_rows, each, place, batch.global_num_samples))
+                        place += batch.global_num_samples
+                    made = buffers.batches(some, names, pin_memory=cuda)
                     yield (made, None) if copies is None else _copy_to_device(made, shard.device, copies)
                 buffers.clear()
                 yield None
@@ -239,12 +240,12 @@ _Item: TypeAlias = tuple[list[GlobalBatch], "torch.cuda.Event | None"] | BaseExc
 """Batches with the event of their copy to the device; or an error; or None at the end of an epoch."""
 
 
-def group_equal_batches(batches: Iterable[Batch], row_bytes: int) -> Iterator[tuple[Batch, int]]:
-    """Yield (batch, times): runs of consecutive batches that are equal, as almost all of an epoch are."""
-    for batch, same in groupby(batches):
-        most = max(1, min(_MOST_AT_A_TIME, _BYTES_AT_A_TIME // (row_bytes * max(1, sum(batch.sizes)))))
-        while times := sum(1 for _ in islice(same, most)):
-            yield batch, times
+def group_batches(batches: Iterable[Batch], row_bytes: int) -> Iterator[list[Batch]]:
+    """Yield lists of consecutive batches that are made together. Those without rows of this rank are apart."""
+    for own, same in groupby(batches, key=lambda each: sum(each.sizes)):
+        most = max(1, min(_MOST_AT_A_TIME, _BYTES_AT_A_TIME // (row_bytes * max(1, own))))
+        while some := list(islice(same, most)):
+            yield some
 
 
 def _copy_to_device(batches: list[GlobalBatch], device: torch.device, stream: torch.cuda.Stream) -> _Item:

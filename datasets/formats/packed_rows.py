@@ -49,8 +49,8 @@ class PackedRows(NamedTuple):
             ) from error
         if len(tokens) != size or checksum_of(tokens) != self.checksum:
             raise DataError(
-                f"{self.path} has other tokens than when it was written: remove the folder {Path(self.path).parent}, "
-                "so that it is built again"
+                f"{self.path} has other tokens than when it was written: remove "
+                f"{Path(self.path).with_suffix('.npz')}, so that both are written again"
             )
         lengths = np.diff(self.starts, append=np.int32(size))
         positions = np.arange(size, dtype=np.int32)

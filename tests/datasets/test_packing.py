@@ -164,6 +164,59 @@ def test_a_tokenizer_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest
     assert other.open().fingerprint != source.fingerprint
 
 
+class Counting(ByteTokenizer):
+    """Counts its documents."""
+
+    calls = 0
+
+    def __call__(self, text: str) -> Any:
+        Counting.calls += 1
+        return super().__call__(text)
+
+
+def test_documents_are_tokenized_once_for_all_epochs_and_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counting, "calls", 0)
+    monkeypatch.setattr("headway.datasets.packing._SAMPLE_TOKENS", 1)
+    data = packed(words(tmp_path / "words.jsonl", 200), tmp_path, tokenizer=Counting())
+    first = steps(data)
+    # Beside the documents themselves, each start tokenizes the first one.
+    assert Counting.calls == 201
+    assert steps(data) == first
+    assert Counting.calls == 202
+    (rows,) = tmp_path.glob("*.rows")
+    assert rows.stat().st_size == 4 * LENGTH * data.open().rows
+
+
+def test_a_file_of_rows_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
+    data = packed(words(tmp_path / "words.jsonl", 50), tmp_path)
+    fragment = data.open().fragment(0)
+    (rows,) = tmp_path.glob("*.rows")
+    content = bytearray(rows.read_bytes())
+    content[5] ^= 1
+    rows.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{rows.name} has other tokens than when it was written: remove"):
+        fragment.read()
+    rows.write_bytes(content[:40])
+    with pytest.raises(DataError, match=rf"{rows.name} has other tokens"):
+        fragment.read()
+    rows.unlink()
+    with pytest.raises(
+        DataError, match=r"No such file or directory\): set index to a folder that every machine can read"
+    ):
+        fragment.read()
+    with pytest.raises(DataError, match=rf"{rows.name} is not complete: remove"):
+        data.open()
+
+
+def test_a_build_that_fails_leaves_no_rows_behind(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n' * 40 + '{"text": null}\n')
+    with pytest.raises(DataError, match="column 'text' must have text for the tokenizer, got NoneType"):
+        packed(tmp_path / "bad.jsonl", tmp_path / "index").open()
+    assert not list((tmp_path / "index").glob("packed*"))
+
+
 def test_packed_mixtures_and_lengths_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     data = packed(words(tmp_path / "words.jsonl", 50), tmp_path)
     with pytest.raises(DataError, match="make a Mixture of Packed data"):

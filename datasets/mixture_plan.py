@@ -206,8 +206,8 @@ class MixturePlan:
         )
         for batch, same in groupby(frames):
             taken = np.zeros(shards, dtype=np.int64)
-            for each, rows in batch.shard_counts:
-                taken[each] = rows
+            for each, count in batch.shard_counts:
+                taken[each] = count
             shard = np.repeat(np.arange(shards), taken)
             within = np.arange(len(shard)) - (np.cumsum(taken) - taken)[shard]
             while times := sum(1 for _ in islice(same, _BATCHES_AT_A_TIME)):

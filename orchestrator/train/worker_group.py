@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -123,7 +123,7 @@ def _run_ray_train(
     # If machines go while an elastic group starts, it is soon sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
     with scratch_folder() as ray_dir:
-        trainer = TorchTrainer(
+        trainer = passing_function_by_value(TorchTrainer)(
             train,
             train_loop_config={"task": task, "training": pickle_trainer(experiment)},
             torch_config=(LoopbackTorchConfig if is_on_loopback() else TorchConfig)(
@@ -160,6 +160,35 @@ def _run_ray_train(
         with temporary_env({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
             returned: dict[str, Any] = trainer.fit().return_value
         return returned
+
+
+def passing_function_by_value(trainer_class: type[Any]) -> type[Any]:
+    """Return a subclass of Ray's trainer that sends the training function to each worker with the call that runs it.
+
+    Ray Train puts it into the object store, and each node keeps a copy. When a machine is lost, workers restart before
+    Ray has noticed, and one that asks the lost machine for the function waits 10 s before it asks another. The method
+    is private: if Ray no longer calls it, only restarts take longer.
+    """
+
+    class ByValue(trainer_class):  # type: ignore[misc]
+        def _initialize_and_run_controller(self, **settings: Any) -> Any:
+            if (reference := settings.get("train_fn_ref")) is not None:
+                settings["train_fn_ref"] = _by_value(reference.get())
+            return super()._initialize_and_run_controller(**settings)
+
+    return ByValue
+
+
+def _by_value(function: Callable[[], Any]) -> Any:
+    """Return an object whose `get` returns a function, as a reference to it would, but which contains the function."""
+    pickled = cloudpickle.dumps(function)
+
+    # Local, and therefore pickled by value itself: the controller would otherwise import this module and torch.
+    class Contained:
+        def get(self) -> Any:
+            return cloudpickle.loads(pickled)
+
+    return Contained()
 
 
 def _node_labels(avoided: frozenset[str], scaling: Scaling) -> dict[str, str] | None:

@@ -16,7 +16,7 @@ from headway.orchestrator import Scaling
 from headway.orchestrator.cluster.connect import unused_gpus, with_gpus
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.resume import ResumeOptions
-from headway.orchestrator.train.worker_group import _MOST_RAY_RETRIES, run_worker_group
+from headway.orchestrator.train.worker_group import _MOST_RAY_RETRIES, passing_function_by_value, run_worker_group
 from headway.trainer import ConfigError
 from tests.orchestrator.runs.test_run import experiment
 
@@ -64,6 +64,27 @@ def test_ray_train_itself_ends_retries_after_a_finite_number(tmp_path: Path, giv
     failures = given["run_config"].failure_config
     assert failures.max_failures == _MOST_RAY_RETRIES == 20
     assert 0 < failures.controller_failure_limit < 100
+
+
+def test_workers_get_the_training_function_without_the_object_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A copy in the object store may be on the machine that was lost, and a worker would wait for it."""
+    # Without a Ray: what is put is its own reference.
+    monkeypatch.setattr(ray, "put", lambda value: [value])
+    monkeypatch.setattr(ray, "get", lambda reference: reference[0])
+    given: dict[str, Any] = {}
+
+    def start(_: Any, **settings: Any) -> Any:
+        given.update(settings)
+        return SimpleNamespace(error=None)
+
+    monkeypatch.setattr(ray.train.torch.TorchTrainer, "_initialize_and_run_controller", start)
+    run_config = ray.train.RunConfig(storage_path=str(tmp_path))
+    passing_function_by_value(ray.train.torch.TorchTrainer)(lambda: "the result", run_config=run_config).fit()
+    # The store is gone; the function is not.
+    monkeypatch.undo()
+    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(given["train_fn_ref"])).get()() == "the result"
 
 
 def test_gpus_are_used_by_default_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

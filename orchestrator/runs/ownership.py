@@ -14,7 +14,7 @@ from headway.trainer.ownership.claim import Ownership, acquire, check_unowned
 from headway.trainer.ownership.claim_files import number_of
 
 from ..errors import RunConflictError, StorageError
-from ..storage.folder import Folder
+from ..storage.folder import Folder, access_hint
 
 RUN_RECORD = "run.json"
 
@@ -36,7 +36,8 @@ def own_folder(folder: Folder, *, say: Callable[[str], None] = lambda _: None, t
     except RunConflictError:
         raise
     except Exception as error:  # each file system has its own exceptions
-        raise StorageError(f"{folder.place} cannot be claimed: {type(error).__name__}: {error}") from error
+        hint = access_hint(folder.place, error)
+        raise StorageError(f"{folder.place} cannot be claimed: {type(error).__name__}: {error}{hint}") from error
 
 
 def check_not_owned(folder: Folder, *, watch: bool) -> None:
@@ -55,7 +56,8 @@ def check_not_owned(folder: Folder, *, watch: bool) -> None:
     except RunConflictError:
         raise
     except Exception as error:
-        raise StorageError(f"{folder.place} cannot be read: {type(error).__name__}: {error}") from error
+        hint = access_hint(folder.place, error)
+        raise StorageError(f"{folder.place} cannot be read: {type(error).__name__}: {error}{hint}") from error
 
 
 def lease_of(record: Mapping[str, Any]) -> str:

@@ -57,6 +57,16 @@ def join(place: str, *names: str) -> str:
     return "/".join((place.rstrip("/"), *names))
 
 
+def access_hint(place: str, error: Exception) -> str:
+    """Return what to do about an error at a URI that denies access; empty for other errors and for local folders."""
+    if "://" not in place or not isinstance(error, PermissionError):
+        return ""
+    return (
+        "; check the credentials of this machine (environment, profile or role) and its permission to list, read, "
+        "write and delete objects there"
+    )
+
+
 def retry_storage(do: Callable[[], T]) -> T:
     """Return `do()`, retrying for up to a minute while the storage is unavailable.
 
@@ -171,7 +181,8 @@ class Folder:
                 raise OSError("the text read back differs from the text written")
             self._fs.rm_file(join(self._root, probe))
         except Exception as error:  # each file system has its own exceptions
-            raise StorageError(f"{self.place} cannot be written: {type(error).__name__}: {error}") from error
+            hint = access_hint(self.place, error)
+            raise StorageError(f"{self.place} cannot be written: {type(error).__name__}: {error}{hint}") from error
 
     def check_writable(self) -> None:
         """Check without writing that a local folder can be created and written."""
@@ -187,6 +198,7 @@ class Folder:
             if self.is_local:
                 with open(join(self._root, name), "rb") as file:
                     return file.read().decode()
+            self._forget_listing()
             return str(self._fs.cat_file(join(self._root, name)).decode())
         return None
 
@@ -265,14 +277,21 @@ class Folder:
     def remove_folder(self, name: str) -> None:
         """Remove a folder and its contents if it exists."""
         with self._wrap_errors(name, "removed"), suppress(FileNotFoundError):
-            self._fs.invalidate_cache(self._root)
+            self._forget_listing()
             self._fs.rm(join(self._root, name), recursive=True)
 
     def exists(self, name: str) -> bool:
         """Return whether there is such a file or folder."""
         path = join(self._root, name)
         with self._wrap_errors(name, "read"):
-            return os.path.exists(path) if self.is_local else bool(self._fs.exists(path))
+            if self.is_local:
+                return os.path.exists(path)
+            self._forget_listing()
+            return bool(self._fs.exists(path))
+
+    def _forget_listing(self) -> None:
+        """Make fsspec ask the store: a file that is not in a listing of the past counts as missing."""
+        self._fs.invalidate_cache(self._root)
 
     def folders(self) -> list[str]:
         """Return the sorted names of its folders; empty if it does not exist."""
@@ -287,7 +306,7 @@ class Folder:
             if self.is_local:
                 with os.scandir(self._root) as found:
                     return [{"name": each.name, "type": "directory" if each.is_dir() else "file"} for each in found]
-            self._fs.invalidate_cache(self._root)
+            self._forget_listing()
             return list(self._fs.ls(self._root, detail=True))
         return []
 
@@ -297,7 +316,8 @@ class Folder:
         try:
             yield
         except Exception as error:
-            raise StorageError(f"{self.path(name) if name else self.place} cannot be {done}: {error}") from error
+            path = self.path(name) if name else self.place
+            raise StorageError(f"{path} cannot be {done}: {error}{access_hint(path, error)}") from error
 
 
 def _sync_folder(path: str) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, CheckpointError, CheckpointStore, World
 from headway.trainer.checkpoints.format.manifest import CheckpointWarning
 from headway.trainer.checkpoints.retention import mark_kept
@@ -28,6 +27,7 @@ from headway.trainer.ownership.claim_files import Claim, ClaimFiles
 from headway.trainer.trackers import JsonlTracker, RunInfo
 from headway.trainer.trackers.jsonl import read_records
 from tests.distributed import run_on_ranks
+from tests.s3 import s3_server
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 
 pytest.importorskip("s3fs")
@@ -44,33 +44,9 @@ def settings() -> Iterator[dict[str, str]]:
     # server.
     S3FileSystem = pytest.importorskip("s3fs").S3FileSystem
     S3FileSystem.clear_instance_cache()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert server.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        yield {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "tests",
-            "AWS_SECRET_ACCESS_KEY": "tests",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-    finally:
-        S3FileSystem.clear_instance_cache()
-        server.kill()
-        server.wait()
+    with s3_server() as settings:
+        yield settings
+    S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
@@ -127,6 +103,20 @@ def test_a_folder_has_one_owner_there_by_a_conditional_write(bucket: str) -> Non
         assert owner.id.startswith("2-")
     assert TinyTrainer(_config(), world=ALONE, run_dir=f"{bucket}/line").fit().steps == 12
     assert {each for each in _objects(bucket) if "/owner/" in each} == {"line/owner/000003.json"}
+
+
+def test_a_file_of_another_process_is_seen_although_the_folder_was_listed_before(bucket: str) -> None:
+    import s3fs
+
+    run = Folder(f"{bucket}/run")
+    run.write("a", "a")
+    assert run.files("") == ["a"]
+    # Another client, as in another process.
+    s3fs.S3FileSystem(skip_instance_cache=True).pipe_file(f"{bucket}/run/stop.json", b"now")
+    assert run.exists("stop.json")
+    assert run.files("stop") == ["stop.json"]
+    s3fs.S3FileSystem(skip_instance_cache=True).pipe_file(f"{bucket}/run/grow.json", b"more")
+    assert run.read("grow.json") == "more"
 
 
 def _save(store: CheckpointStore, step: int) -> None:

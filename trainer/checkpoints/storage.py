@@ -298,8 +298,16 @@ class _Remote:
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)
         for file in files:
-            self.fs.put_file(str(staged / file), f"{self.root}/{name}/{file}")
+            self._upload(staged / file, f"{self.root}/{name}/{file}")
         shutil.rmtree(staged)
+
+    def _upload(self, file: Path, target: str) -> None:
+        try:
+            self.fs.put_file(str(file), target)
+        except Exception:  # each file system has its own exceptions
+            # The client repeats a request whose reply was lost, and S3 may refuse to end an upload in parts twice. What
+            # is there may also be a file of a killed save, so the file is sent again.
+            self.fs.put_file(str(file), target)
 
     def commit(self, staged: Path, name: str, manifest: bytes, files: dict[str, FileChecksum]) -> None:
         self.fs.invalidate_cache()
@@ -312,7 +320,7 @@ class _Remote:
         for file in (each for each in staged.rglob("*") if each.is_file()):
             target = f"{self.root}/{name}/{folder}/{file.relative_to(staged).as_posix()}"
             self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self.fs.put_file(str(file), target)
+            self._upload(file, target)
         if not self.committed(name):
             # Deleted in the meantime, when some of these files had not arrived yet.
             self.fs.rm(f"{self.root}/{name}", recursive=True)

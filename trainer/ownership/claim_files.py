@@ -198,6 +198,8 @@ class _RemoteFiles:
             return []
 
     def read(self, name: str) -> str | None:
+        # A file that is not in a cached listing counts as missing.
+        self._fs.invalidate_cache(self._root)
         try:
             return str(self._fs.cat_file(f"{self._root}/{name}").decode())
         except FileNotFoundError:

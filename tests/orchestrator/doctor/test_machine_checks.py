@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from headway.orchestrator.doctor import machine_checks
 from headway.orchestrator.doctor.machine_checks import check_storage_here, within
 from headway.orchestrator.doctor.report import Finding
 from headway.orchestrator.doctor.storage_checks import judge_storage, probe_storage, storage_token
+from tests.s3 import s3_server
 
 HEADWAY = [sys.executable, "-m", "headway.orchestrator"]
 
@@ -177,43 +177,14 @@ def test_ray_that_cannot_be_reached(tmp_path: Path) -> None:
     assert "ray start --head" in ray["advice"]
 
 
-@pytest.fixture
-def s3_server() -> Iterator[dict[str, str]]:
-    """An S3 server that knows no credentials."""
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "0"},
-    )  # fmt: skip
-    settings = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "not-a-key",
-        "AWS_SECRET_ACCESS_KEY": "not-a-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    try:
-        deadline_s = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert server.poll() is None
-                assert time.monotonic() < deadline_s
-                time.sleep(0.1)
-        yield settings
-    finally:
-        server.kill()
-        server.wait()
-
-
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_bucket_with_wrong_credentials(s3_server: dict[str, str]) -> None:
-    code, found, errors = doctor(HEADWAY_STORAGE="s3://bucket/runs", **s3_server)
+def test_a_bucket_with_wrong_credentials() -> None:
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    # It knows no credentials.
+    with s3_server(INITIAL_NO_AUTH_ACTION_COUNT="0") as settings:
+        code, found, errors = doctor(HEADWAY_STORAGE="s3://bucket/runs", **settings)
     (storage,) = of(found, "storage")
     assert (code, storage["status"]) == (1, "failed")
     assert "s3://bucket/runs cannot be used: " in storage["found"]

@@ -101,15 +101,16 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
             )
         array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
         return array
-    return _objects(column.to_pylist())
+    return to_objects(column.to_pylist())
 
 
 def _unpickled(column: pa.Array) -> npt.NDArray[Any]:
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    return _objects([pickle.loads(each) for chunk in chunks for each in chunk.field(0).to_pylist()])
+    return to_objects([pickle.loads(each) for chunk in chunks for each in chunk.field(0).to_pylist()])
 
 
-def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
+def to_objects(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """Return an object array of these values."""
     objects = np.empty(len(values), dtype=object)
     for index, each in enumerate(values):  # one by one: NumPy would merge arrays of one shape into one array
         objects[index] = each
@@ -126,7 +127,7 @@ def _lists(name: str, column: pa.Array) -> npt.NDArray[Any]:
             if values.dtype != object:
                 # Without rows, the length of the lists is unknown: return the empty array with the file's dtype.
                 return values.reshape(len(column), length, *values.shape[1:]) if len(column) else values
-    return _objects([_to_array(name, each.values) if each.is_valid else None for each in column])
+    return to_objects([_to_array(name, each.values) if each.is_valid else None for each in column])
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -5,6 +5,7 @@ Runs in Ray Data's workers too, so it imports neither torch nor Ray.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -16,14 +17,21 @@ from ..errors import DataError
 OnBadRow = Literal["raise", "skip"]
 
 
-def check_on_bad_row(value: str) -> None:
-    """Check the option of this name.
+def check_options(columns: Sequence[str] | None, on_bad_row: str, name: str = "columns") -> None:
+    """Check the options that formats share.
+
+    Args:
+        columns: the option `name`, a list of names.
+        on_bad_row: what happens to damaged rows.
+        name: the name of the first option.
 
     Raises:
-        DataError: it is neither "raise" nor "skip".
+        DataError: `columns` is a str or empty, or `on_bad_row` is neither "raise" nor "skip".
     """
-    if value not in get_args(OnBadRow):
-        raise DataError(f"on_bad_row must be 'raise' or 'skip', got {value!r}")
+    if on_bad_row not in get_args(OnBadRow):
+        raise DataError(f"on_bad_row must be 'raise' or 'skip', got {on_bad_row!r}")
+    if isinstance(columns, str) or (columns is not None and not len(columns)):
+        raise DataError(f"{name} must be a list of names, or None for all, got {columns!r}")
 
 
 class Fragment(Protocol):

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..arrow import Rows
+from ..arrow import Rows, to_objects
 from ..errors import DataError
 from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
-from .base import OnBadRow, check_on_bad_row
+from .base import OnBadRow, check_options
 from .index_cache import Index, cached_file, cached_index, index_folder, open_file, path_for
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -61,9 +61,7 @@ class JsonLines:
     index: PathLike | None = None
 
     def __post_init__(self) -> None:
-        check_on_bad_row(self.on_bad_row)
-        if isinstance(self.columns, str) or self.columns == []:
-            raise DataError(f"columns must be a list of names, or None for all, got {self.columns!r}")
+        check_options(self.columns, self.on_bad_row)
         object.__setattr__(self, "path", absolute(self.path))
 
     def open(self) -> LineSource:
@@ -372,7 +370,4 @@ def _to_array(values: list[Any], kind: str) -> npt.NDArray[Any]:
         if len({None if each is None else len(each) for each in lists}) == 1 and lists[0] is not None:
             return np.stack(lists)
         values = lists
-    objects = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):
-        objects[index] = value
-    return objects
+    return to_objects(values)

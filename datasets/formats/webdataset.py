@@ -18,10 +18,10 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 
-from ..arrow import Rows
+from ..arrow import Rows, to_objects
 from ..errors import DataError
 from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
-from .base import OnBadRow, check_on_bad_row
+from .base import OnBadRow, check_options
 from .index_cache import Index, cached_index, index_folder, open_file, path_for, sample_digest
 
 KEY = "__key__"
@@ -64,9 +64,7 @@ class WebDataset:
     index: PathLike | None = None
 
     def __post_init__(self) -> None:
-        check_on_bad_row(self.on_bad_row)
-        if isinstance(self.columns, str) or self.columns == []:
-            raise DataError(f"columns must be a list of extensions, or None, got {self.columns!r}")
+        check_options(self.columns, self.on_bad_row)
         object.__setattr__(self, "path", absolute(self.path))
 
     def open(self) -> TarSource:
@@ -155,7 +153,7 @@ class TarRows(NamedTuple):
             raise DataError(f"cannot read {self.path}: {type(error).__name__}: {error}") from error
         if len(data) < end - begin:
             raise DataError(f"{self.path} has become shorter since the run started. Start a new run for new data")
-        rows: Rows = {KEY: _objects(self.keys)}
+        rows: Rows = {KEY: to_objects(self.keys)}
         for column, extension in enumerate(self.columns):
             values = []
             for row, (start, size) in enumerate(zip(self.starts[:, column], self.sizes[:, column], strict=True)):
@@ -167,7 +165,7 @@ class TarRows(NamedTuple):
                         f"{self.name}/{self.keys[row]}.{extension} has changed since the run started: {error}. Start a "
                         "new run for new data"
                     ) from error
-            rows[extension] = np.array(values, dtype=np.int64) if extension == "cls" else _objects(values)
+            rows[extension] = np.array(values, dtype=np.int64) if extension == "cls" else to_objects(values)
         return rows
 
 
@@ -287,10 +285,3 @@ def _select(path: str, name: str, index: Index, columns: Sequence[str]) -> Tar:
         cuts.append(len(keys))
     chosen = places[kept][:, which] if kept else np.zeros((0, len(columns), 2), np.int64)
     return Tar(path, name, tuple(keys), chosen[..., 0], chosen[..., 1], tuple(cuts), tuple(bad))
-
-
-def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
-    objects = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):
-        objects[index] = value
-    return objects

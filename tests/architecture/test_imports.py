@@ -33,7 +33,8 @@ ALLOWED_INSIDE_FUNCTIONS = {
     # torch depends on fsspec; a run that stays on this machine does not pay for the import, nor one without an export.
     # torchao is asked for by name, in the config, and need not be there.
     "trainer": {"cryptography", "fsspec", "pandas", "safetensors", "torchao"},
-    "datasets": set(),
+    # Only images need it.
+    "datasets": {"PIL"},
     # They need not be there: who asks for a report, or for a search by Optuna, is told how to get them.
     # grpc comes with Ray's dashboard.
     "orchestrator": {"grpc", "optuna", "plotly"},

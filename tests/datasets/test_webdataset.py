@@ -130,7 +130,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         WebDataset(path, on_bad_row="ignore")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no row has the extension 'png'"):
         WebDataset(path, columns=["png"]).open()
-    with pytest.raises(DataError, match="columns must be a list of extensions"):
+    with pytest.raises(DataError, match="columns must be a list of names"):
         WebDataset(path, columns="jpg")
     with tarfile.open(tmp_path / "empty.tar", "w"):
         pass

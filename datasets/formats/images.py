@@ -1,0 +1,301 @@
+"""Images in folders as a source: one folder per class, decoded by Pillow while they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import posixpath
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+
+from ..arrow import Rows, to_objects
+from ..errors import DataError
+from ..paths import PathLike, absolute, nearest
+from ..plan import permutation
+from .base import OnBadRow, check_options
+from .index_cache import FOLDER, Index, cached_index
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_FRAGMENT_ROWS = 16
+# Files that are checked at a time while the index is built.
+_CHECKED_AT_A_TIME = 1024
+# The key of the fixed order of the files.
+_ORDER = 4
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in folders, to be read by a `Stream`, alone or as a part of a mixture. Needs Pillow.
+
+    As in torchvision's `ImageFolder`, every folder in `path` is a class, and images may be in folders inside it. Rows
+    have the columns `image`, uint8 [H, W, 3] for mode "RGB" and [H, W] for "L", and `label`, the index of the class in
+    sorted order. If all images are in `path` itself, there is no `label`. Images of different sizes become a list,
+    unless a transform gives them one size. The id of a row is the path of its file in the folder. The files are in a
+    fixed mixed order, because a shuffle permutes groups of neighbours, which would otherwise be of one class.
+
+    Args:
+        path: the folder, or its fsspec URI.
+        mode: what Pillow converts images to, such as "RGB" or "L".
+        classes: names of all classes, in the order of their labels; None for the folders that have images.
+        on_bad_row: a file that is not an image is an error at the start, and damaged pixels are one when they are read;
+            both name the file ("raise"). Or both are left out ("skip"), for which the first start decodes every image.
+        index: folder for the index; None puts it into `path`, in `.headway-index`.
+
+    Example:
+        >>> from headway.datasets.formats.images import Images
+        >>> from headway.datasets.stream import Stream
+        >>> stream = Stream(Images("photos/train", on_bad_row="skip"), readers=4)
+    """
+
+    path: PathLike
+    mode: str = "RGB"
+    classes: Sequence[str] | None = None
+    on_bad_row: OnBadRow = "raise"
+    index: PathLike | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self.classes, self.on_bad_row, "classes")
+        object.__setattr__(self, "path", absolute(self.path)[0])
+
+    def open(self) -> ImageSource:
+        """List the files, and read their index or build it.
+
+        Raises:
+            DataError: Pillow is missing, there are no images, one is damaged or in no class, or `classes` lacks one.
+        """
+        _check_pillow()
+        names, sizes = self._list()
+        labels = self._labels(names)
+        listed = "\0".join(f"{name}\0{size}" for name, size in zip(names, sizes, strict=True))
+        key = hashlib.sha256(f"{self.on_bad_row}\0{listed}".encode()).hexdigest()[:16]
+        if self.index is None and "://" in str(self):
+            raise DataError(f"{self} is remote, so its index needs a local folder: set index='some/folder'")
+        folder = Path(self.index).expanduser().absolute() if self.index is not None else Path(str(self)) / FOLDER
+        index = cached_index(folder / f"images-1.{key}.npz", lambda: self._build(names))
+        bad = dict(index.facts["bad"])
+        if bad and self.on_bad_row == "raise":
+            name, why = next(iter(bad.items()))
+            more = f", and {len(bad) - 1} more files like it" if len(bad) > 1 else ""
+            raise DataError(f"{name} in {self} is not an image: {why}{more}. Remove it, or set on_bad_row='skip'")
+        good = np.array([name not in bad for name in names])
+        if not good.any():
+            raise DataError(f"{self} has no image that can be decoded")
+        order = np.flatnonzero(good)[permutation(int(good.sum()), _ORDER)]
+        digest = hashlib.sha256(f"{self.mode}\0{key}\0{len(bad)}\0{labels}".encode()).hexdigest()[:16]
+        channels = 1 if self.mode in ("1", "L", "P") else 3
+        return ImageSource(
+            path=str(self),
+            mode=self.mode,
+            names=tuple(names[each] for each in order),
+            sizes=tuple(sizes[each] for each in order),
+            labels=None if labels is None else np.array(labels, dtype=np.int64)[order],
+            skipped_rows=len(bad),
+            row_bytes=max(1, int(index.arrays["pixels"][good].mean()) * channels),
+            fingerprint=digest,
+        )
+
+    def _list(self) -> tuple[list[str], list[int]]:
+        """Return the names of the images, relative to the folder and sorted, and the sizes of their files."""
+        try:
+            fs, root = fsspec.core.url_to_fs(str(self))
+            if not fs.isdir(root):
+                raise DataError(f"{self} is not a folder: Images needs one with a folder of images for each class")
+            found = fs.find(root, detail=True)
+        except (ImportError, ValueError, OSError) as error:
+            raise DataError(f"cannot read {self}: {type(error).__name__}: {error}") from error
+        sizes = {posixpath.relpath(path, root): int(about["size"]) for path, about in found.items()}
+        # As for other formats, names that begin with a dot or an underscore are metadata.
+        names = sorted(
+            name
+            for name in sizes
+            if name.lower().endswith(SUFFIXES) and not any(part[:1] in "._" for part in name.split("/"))
+        )
+        if not names:
+            there = ", ".join(sorted(sizes)[:5])
+            raise DataError(f"{self} has no file that ends in {', '.join(SUFFIXES)}; there is: {there or 'nothing'}")
+        return names, [sizes[name] for name in names]
+
+    def _labels(self, names: Sequence[str]) -> list[int] | None:
+        outside = [name for name in names if "/" not in name]
+        if len(outside) == len(names) and self.classes is None:
+            return None
+        if outside:
+            raise DataError(f"{outside[0]} in {self} is in no folder of a class: move it into one, or remove it")
+        folders = [name.partition("/")[0] for name in names]
+        classes = {name: label for label, name in enumerate(self.classes or sorted(set(folders)))}
+        for folder in folders:
+            if folder not in classes:
+                raise DataError(f"classes lacks {folder!r}, a folder in {self}; {nearest(folder, classes)}")
+        return [classes[folder] for folder in folders]
+
+    def _build(self, names: Sequence[str]) -> Index:
+        """Read the header of every image, or decode it if damaged ones are left out."""
+        decode = self.on_bad_row == "skip"
+
+        def check(name: str) -> tuple[int, str]:
+            try:
+                with _open(str(self), name) as file:
+                    return _pixels(file, decode=decode), ""
+            except DataError as error:
+                return 0, str(error)
+
+        checked: list[tuple[int, str]] = []
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            for first in range(0, len(names), _CHECKED_AT_A_TIME):
+                checked += pool.map(check, names[first : first + _CHECKED_AT_A_TIME])
+        pixels = np.array([count for count, _ in checked], dtype=np.int64)
+        bad = [(name, why) for name, (_, why) in zip(names, checked, strict=True) if why]
+        return Index({"pixels": pixels}, {"bad": bad})
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class ImageFiles(NamedTuple):
+    """A fragment: some image files.
+
+    Attributes:
+        path: the folder.
+        names, sizes: the files in it, and their sizes in bytes.
+        labels: int64; None without classes.
+        mode: see `Images`.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    labels: npt.NDArray[np.int64] | None
+    mode: str
+
+    @property
+    def num_rows(self) -> int:
+        """Number of images."""
+        return len(self.names)
+
+    def read(self) -> Rows:
+        """Return all images, decoded.
+
+        Raises:
+            DataError: a file is missing, has changed or is damaged.
+        """
+        images = [self._read(name, size) for name, size in zip(self.names, self.sizes, strict=True)]
+        same = len({image.shape for image in images}) == 1
+        rows: Rows = {"image": np.stack(images) if same else to_objects(images)}
+        return rows if self.labels is None else {**rows, "label": self.labels}
+
+    def _read(self, name: str, size: int) -> npt.NDArray[np.uint8]:
+        with _open(self.path, name) as file:
+            try:
+                data = file.read()
+            except OSError as error:
+                raise DataError(f"cannot read {name} in {self.path}: {type(error).__name__}: {error}") from error
+        if len(data) != size:
+            raise DataError(f"{name} in {self.path} has changed since the run started. Start a new run for new data")
+        try:
+            return _decode(io.BytesIO(data), self.mode)
+        except DataError as error:
+            raise DataError(
+                f"{name} in {self.path} is damaged: {error}. Remove it, or set on_bad_row='skip'"
+            ) from error
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Listed images.
+
+    Attributes:
+        path, mode: see `Images`.
+        names, sizes: the files, in their fixed order.
+        labels: int64; None without classes.
+        skipped_rows: images that are left out because they are damaged.
+        row_bytes: mean size of an image in memory.
+        fingerprint: of the names and sizes of all files, the classes, the mode, and what is left out.
+    """
+
+    path: str
+    mode: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    labels: npt.NDArray[np.int64] | None
+    skipped_rows: int
+    row_bytes: int
+    fingerprint: str
+
+    @property
+    def rows(self) -> int:
+        """Number of images."""
+        return len(self.names)
+
+    @cached_property
+    def fragment_rows(self) -> npt.NDArray[np.int64]:
+        """Rows of each fragment."""
+        return np.diff(np.append(np.arange(0, self.rows, _FRAGMENT_ROWS), self.rows)).astype(np.int64)
+
+    def fragment(self, index: int) -> ImageFiles:
+        """Return a fragment."""
+        some = slice(index * _FRAGMENT_ROWS, (index + 1) * _FRAGMENT_ROWS)
+        labels = None if self.labels is None else self.labels[some]
+        return ImageFiles(self.path, self.names[some], self.sizes[some], labels, self.mode)
+
+    def row_name(self, index: int, row: int) -> str:
+        """Return the path of an image in the folder."""
+        return self.names[index * _FRAGMENT_ROWS + row]
+
+
+def _check_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise DataError("Images needs Pillow: pip install 'headway[images]'") from error
+
+
+def _open(folder: str, name: str) -> Any:
+    """Open a file of a folder for reading bytes."""
+    try:
+        if "://" not in folder:
+            return open(posixpath.join(folder, name), "rb")
+        fs, root = fsspec.core.url_to_fs(folder)
+        return fs.open(posixpath.join(root, name), "rb")
+    except OSError as error:
+        raise DataError(f"cannot read {name} in {folder}: {type(error).__name__}: {error}") from error
+
+
+def _decode(file: Any, mode: str) -> npt.NDArray[np.uint8]:
+    """Return the pixels of an image.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            return np.asarray(image.convert(mode))
+    except Exception as error:  # Pillow's plugins raise many types
+        raise DataError(f"{type(error).__name__}: {error}") from error
+
+
+def _pixels(file: Any, *, decode: bool) -> int:
+    """Return the number of pixels of an image, by its header; with `decode`, all of it is decoded as well.
+
+    Raises:
+        DataError: it is not an image, or is damaged.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            if decode:
+                image.load()
+            return image.width * image.height
+    except Exception as error:
+        raise DataError(f"{type(error).__name__}: {error}") from error

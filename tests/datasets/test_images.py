@@ -1,0 +1,177 @@
+"""Images in folders: labels, every image once in any order, damage, and the index."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from headway.datasets.errors import DataError
+from headway.datasets.formats.images import Images
+from headway.datasets.mixture import Mixture
+from headway.datasets.stream import Stream
+
+from .conftest import shard_info
+
+CLASSES = ("ant", "bee", "cat")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """90 PNG images of 6 x 4 pixels in three classes; every pixel of an image is its number."""
+    for number in range(90):
+        path = tmp_path / "photos" / CLASSES[number // 30] / ("deep" if number % 2 else "") / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 6, 3), number, np.uint8)).save(path)
+    return tmp_path / "photos"
+
+
+def batches(data: Any, *, rank: int = 0, world_size: int = 1, offset: int = 0, **options: Any) -> Any:
+    stream = Stream(data, **{"engine": "threads", "tail": "keep", **options})
+    stream.setup(shard_info(rank, world_size))
+    try:
+        return list(stream.epoch(0, offset=offset))
+    finally:
+        stream.close()
+
+
+def numbers(data: Any, *, world_size: int = 1, **options: Any) -> list[list[int]]:
+    """Return the numbers of the images of each global batch, by rank."""
+    ranks = [batches(data, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    return [
+        [int(image[0, 0, 0]) for batch in step for image in batch.micro_batches[0]["image"]]
+        for step in zip(*ranks, strict=True)
+    ]
+
+
+def test_an_image_is_a_tensor_of_bytes_with_the_label_of_its_folder(folder: Path) -> None:
+    seen = set()
+    for batch in batches(Images(folder)):
+        (columns,) = batch.micro_batches
+        assert columns["image"].dtype == torch.uint8
+        assert columns["image"].shape[1:] == (4, 6, 3)
+        for image, label, name in zip(columns["image"], columns["label"].tolist(), batch.row_ids()[0], strict=True):
+            number = int(image[0, 0, 0])
+            assert (image == number).all()
+            assert label == number // 30
+            assert name == f"{CLASSES[label]}/{'deep/' if number % 2 else ''}{number:02d}.png"
+            seen.add(number)
+    assert seen == set(range(90))
+
+
+def test_a_resize_changes_nothing(folder: Path, engine: str) -> None:
+    whole = numbers(Images(folder), engine=engine)
+    assert sorted(number for batch in whole for number in batch) == list(range(90))
+    assert numbers(Images(folder), world_size=3)[:4] + numbers(Images(folder), world_size=2, offset=32) == whole
+
+
+def test_neighbours_are_of_different_classes(folder: Path) -> None:
+    source = Images(folder).open()
+    assert len(source.fragment_rows) == 6
+    assert all(set(source.fragment(index).labels.tolist()) == {0, 1, 2} for index in range(6))  # type: ignore[union-attr]
+
+
+def test_images_of_different_sizes_are_a_list_until_a_transform_makes_them_equal(folder: Path) -> None:
+    Image.new("L", (9, 9), 200).save(folder / "bee" / "large.jpg")
+
+    def crop(columns: Any) -> Any:
+        return {"image": [image[:4, :4] for image in columns["image"]], "label": columns["label"]}
+
+    raw = [image.shape for batch in batches(Images(folder)) for image in batch.micro_batches[0]["image"]]
+    assert sorted(set(raw)) == [(4, 6, 3), (9, 9, 3)]
+    cropped = [batch.micro_batches[0]["image"] for batch in batches(Images(folder, mode="L"), transforms=[crop])]
+    assert {images.shape[1:] for images in cropped} == {(4, 4)}
+
+
+def test_images_without_folders_have_no_label(folder: Path) -> None:
+    assert set(batches(Images(folder / "ant" / "deep"))[0].micro_batches[0]) == {"image"}
+    (folder / "ant.png").write_bytes((folder / "ant" / "00.png").read_bytes())
+    with pytest.raises(DataError, match=r"ant\.png in .*photos is in no folder of a class"):
+        Images(folder).open()
+
+
+def test_classes_fix_the_labels(folder: Path) -> None:
+    source = Images(folder, classes=["dog", "cat", "bee", "ant"]).open()
+    assert source.labels is not None
+    assert set(zip((name[:3] for name in source.names), source.labels.tolist(), strict=True)) == {
+        ("ant", 3), ("bee", 2), ("cat", 1)
+    }  # fmt: skip
+    assert source.fingerprint != Images(folder).open().fingerprint
+    with pytest.raises(DataError, match="classes lacks 'ant', a folder in .*; did you mean 'aunt'"):
+        Images(folder, classes=["aunt", "bee", "cat"]).open()
+    with pytest.raises(DataError, match="classes must be a list of names, or None for all, got 'ant'"):
+        Images(folder, classes="ant")
+
+
+def test_a_file_that_is_no_image_is_named_or_skipped_and_counted(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "bee" / "text.jpg").write_text("not an image")
+    with pytest.raises(DataError, match=r"bee/text\.jpg in .* is not an image: UnidentifiedImageError"):
+        Images(folder).open()
+    seen = numbers(Images(folder, on_bad_row="skip"))
+    assert sorted(number for batch in seen for number in batch) == list(range(90))
+    assert "1 damaged rows" in caplog.text
+
+
+def test_damaged_pixels_are_named_when_they_are_read_or_skipped_from_the_start(folder: Path) -> None:
+    path = folder / "cat" / "80.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"cat/80\.png in .* is damaged: .*Remove it, or set on_bad_row='skip'"):
+        batches(Images(folder))
+    source = Images(folder, on_bad_row="skip").open()
+    assert (source.rows, source.skipped_rows) == (89, 1)
+    assert sorted(number for batch in numbers(Images(folder, on_bad_row="skip")) for number in batch) == [
+        each for each in range(90) if each != 80
+    ]
+
+
+def test_a_file_that_changes_during_a_run_is_an_error(folder: Path) -> None:
+    source = Images(folder).open()
+    at = source.names.index("ant/00.png")
+    (folder / "ant" / "00.png").write_bytes(b"other")
+    with pytest.raises(DataError, match=r"ant/00\.png in .* has changed since the run started"):
+        source.fragment(at // 16).read()
+    (folder / "ant" / "00.png").unlink()
+    with pytest.raises(DataError, match=r"cannot read ant/00\.png in .*: FileNotFoundError"):
+        source.fragment(at // 16).read()
+
+
+def test_the_index_is_built_once_and_again_for_other_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Images(folder).open()
+    monkeypatch.setattr("headway.datasets.formats.images._pixels", lambda *_, **__: pytest.fail("read again"))
+    assert Images(folder).open().fingerprint == before.fingerprint
+    monkeypatch.undo()
+    (folder / "ant" / "00.png").unlink()
+    after = Images(folder).open()
+    assert after.rows == 89
+    assert after.fingerprint != before.fingerprint
+
+
+def test_what_is_no_folder_of_images_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").touch()
+    with pytest.raises(DataError, match=r"has no file that ends in \.jpg, .*; there is: notes\.txt"):
+        Images(tmp_path / "empty").open()
+    with pytest.raises(DataError, match="00.png is not a folder"):
+        Images(folder / "ant" / "00.png").open()
+    with pytest.raises(DataError, match="is remote, so its index needs a local folder"):
+        Images(f"file://{folder}").open()
+    assert Images(f"file://{folder}", index=tmp_path / "index").open().rows == 90
+
+
+def test_without_pillow_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(DataError, match=r"Images needs Pillow: pip install 'headway\[images\]'"):
+        Images(folder).open()
+
+
+def test_images_are_mixed(folder: Path) -> None:
+    mixture = Mixture({name: (Images(folder / name / "deep"), 1) for name in CLASSES}, on_end="drop")
+    assert sorted(number for batch in numbers(mixture) for number in batch) == list(range(1, 90, 2))

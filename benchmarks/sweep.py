@@ -52,7 +52,7 @@ def overhead(folder: str, pairs: int = 7) -> Row:
     import ray
 
     # Import before timing either side: this takes a second, once per process.
-    import headway.orchestrator.sweeps.tune_adapter  # noqa: F401
+    import headway.orchestrator.sweeps.tune.adapter  # noqa: F401
 
     from .sweep_bare import sweep as sweep_bare
     from .sweep_headway import experiment, search
@@ -140,10 +140,10 @@ def asha(folder: str) -> Row:
         assert random_search.best is not None
         assert pruned.best is not None
         target = random_search.best.metric
-        theirs = sum(trial.trial.steps for trial in random_search.trials)
+        theirs = sum(trial.steps for trial in random_search.trials)
         ours = updates_until(pruned, target or 0.0)
         ratios.append(ours / theirs)
-        spent = [spent[0] + sum(trial.trial.steps for trial in pruned.trials), spent[1] + theirs]
+        spent = [spent[0] + sum(trial.steps for trial in pruned.trials), spent[1] + theirs]
         print(
             f"  sweep, seed {seed}: random search {target:.4f} after {theirs:,} updates; "
             f"ASHA {pruned.best.metric:.4f}, reached after {ours:,}"

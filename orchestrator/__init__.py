@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .runs.rerun import rerun as rerun
     from .runs.result import RunResult as RunResult
     from .runs.run import Run as Run, find_run as find_run, list_runs as list_runs
-    from .sweeps.driver import sweep as sweep
     from .sweeps.optuna_search import PastTrial as PastTrial
-    from .sweeps.result import SweepResult as SweepResult, TrialResult as TrialResult
+    from .sweeps.record import TrialResult as TrialResult
+    from .sweeps.result import SweepResult as SweepResult
     from .sweeps.schedulers import ASHA as ASHA, PBT as PBT, HyperBand as HyperBand, MedianStopping as MedianStopping
     from .sweeps.search import Search as Search
     from .sweeps.space import (
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         Uniform as Uniform,
         When as When,
     )
-    from .sweeps.trainable import trainable as trainable
+    from .sweeps.sweep import sweep as sweep
+    from .sweeps.tune.trainable import trainable as trainable
     from .train.dry_run import Plan as Plan, plan as plan
     from .train.fit import fit as fit
     from .train.train_loop import train_loop as train_loop
@@ -46,13 +47,14 @@ _PUBLIC = {
     "runs.rerun": ("rerun",),
     "runs.result": ("RunResult",),
     "runs.run": ("Run", "find_run", "list_runs"),
-    "sweeps.driver": ("sweep",),
+    "sweeps.sweep": ("sweep",),
     "sweeps.optuna_search": ("PastTrial",),
-    "sweeps.result": ("SweepResult", "TrialResult"),
+    "sweeps.record": ("TrialResult",),
+    "sweeps.result": ("SweepResult",),
     "sweeps.schedulers": ("ASHA", "HyperBand", "MedianStopping", "PBT"),
     "sweeps.search": ("Search",),
     "sweeps.space": ("Choice", "Grid", "LogUniform", "Normal", "RandInt", "Uniform", "When"),
-    "sweeps.trainable": ("trainable",),
+    "sweeps.tune.trainable": ("trainable",),
     "train.dry_run": ("Plan", "plan"),
     "train.fit": ("fit",),
     "train.train_loop": ("train_loop",),

@@ -13,8 +13,8 @@ from ..runs.goodput import GoodputReport, goodput_report_of
 from ..runs.run import SWEEP_RECORD, Record, Run, find_run
 from ..storage.events import Event, describe, read_events
 from ..storage.folder import Folder, absolute, join
-from ..sweeps.record import Sweep
-from ..sweeps.result import SweepResult, TrialResult
+from ..sweeps.record import Sweep, TrialResult
+from ..sweeps.result import SweepResult
 from .tables import format_elapsed, format_table, local_time
 
 _SHOWN_EVENTS = {
@@ -165,8 +165,7 @@ def _state(run: Run) -> dict[str, Any]:
     return {"status": run.status, "reason": run.reason, "run_dir": run.run_dir}
 
 
-def _trial(result: TrialResult) -> dict[str, Any]:
-    trial = result.trial
+def _trial(trial: TrialResult) -> dict[str, Any]:
     names = (
         "name", "index", "status", "reason", "error", "values", "metric", "steps", "metrics", "run_dir",
         "best_checkpoint", "last_checkpoint",

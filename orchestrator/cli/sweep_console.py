@@ -18,7 +18,7 @@ from headway.trainer.loop import messages
 
 from ..config.experiment import Experiment
 from ..sweeps.objectives import is_feasible
-from ..sweeps.record import Trial
+from ..sweeps.record import TrialResult
 from ..sweeps.result import SweepResult, labels
 from ..sweeps.search import Search
 from .tables import format_table
@@ -30,7 +30,7 @@ _MOST_ROWS = 12
 class _Row:
     """A running trial."""
 
-    trial: Trial
+    trial: TrialResult
     step: int = 0
     value: float | None = None
 
@@ -49,7 +49,7 @@ class SweepConsole:
         self._lock = threading.Lock()
         self._live: Live | None = None
         self._rows: dict[str, _Row] = {}
-        self._best: Trial | None = None
+        self._best: TrialResult | None = None
         self._total = self._done = 0
         self._constraints: Sequence[str] = ()
 
@@ -71,7 +71,7 @@ class SweepConsole:
             self._live = Live(self._table(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
 
-    def started(self, trial: Trial) -> None:
+    def started(self, trial: TrialResult) -> None:
         """Add a trial that starts to train."""
         with self._lock:
             self._rows[trial.name] = _Row(trial)
@@ -84,7 +84,7 @@ class SweepConsole:
                 value = float(report[self._metric]) if report.get("is_finite", True) else math.nan
                 row.step, row.value = int(report.get("step", 0)), value
 
-    def ended(self, trial: Trial, *, before: bool = False) -> None:
+    def ended(self, trial: TrialResult, *, before: bool = False) -> None:
         """Print how a trial ended; one from before this start is only compared with the best."""
         with self._lock:
             self._rows.pop(trial.name, None)
@@ -98,7 +98,7 @@ class SweepConsole:
         ended = f"{trial.name} {trial.status} after {trial.steps:,} steps{value}  {shown(trial.values)}"
         self.line(ended + (f"  {trial.error}" if trial.error else ""), "yellow" if trial.error else None)
 
-    def left(self, trial: Trial) -> None:
+    def left(self, trial: TrialResult) -> None:
         """Remove a stopped trial that can resume."""
         with self._lock:
             self._rows.pop(trial.name, None)
@@ -110,7 +110,7 @@ class SweepConsole:
 
     def end(self, result: SweepResult) -> None:
         """Print the result of the sweep."""
-        ended = sum(each.trial.has_ended for each in result.trials)
+        ended = sum(each.has_ended for each in result.trials)
         failed = f", {len(result.failed)} failed" if result.failed else ""
         self.line(f"{result.status}: {ended} trials{failed} ({result.reason})", "bold")
         if (best := result.best) is not None:

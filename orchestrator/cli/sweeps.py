@@ -22,8 +22,8 @@ def sweep(
     from ..cluster.ray_env import quiet_environment
 
     quiet_environment(verbose=verbose)
-    from ..sweeps.driver import sweep as sweep_experiment
     from ..sweeps.search import resolve_search
+    from ..sweeps.sweep import sweep as sweep_experiment
 
     experiment, found = resolve_search(target, overrides_of(context, overrides), name=search)
     result = sweep_experiment(experiment, found, retry_failed=retry_failed, verbose=verbose)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from headway.trainer.errors import ConfigError
 from headway.trainer.trackers.jsonl import read_records
 
-from ..sweeps.result import SweepResult, TrialResult, labels
+from ..sweeps.record import TrialResult
+from ..sweeps.result import SweepResult, labels
 from . import charts
 from .charts import Line
 from .html import Html, element, escaped, facts, joined, note, section, table
@@ -146,7 +147,7 @@ def _table(result: SweepResult) -> Html:
     rows = [
         (
             trial.name, trial.status, "" if trial.metric is None else charts.shown(trial.metric),
-            f"{trial.trial.steps:,}", *(charts.shown(trial.values.get(path, "")) for path in paths),
+            f"{trial.steps:,}", *(charts.shown(trial.values.get(path, "")) for path in paths),
         )
         for trial in trials
     ]  # fmt: skip
@@ -161,7 +162,7 @@ def _table(result: SweepResult) -> Html:
 
 
 def _errors(result: SweepResult) -> Html:
-    rows = [(trial.name, trial.error or trial.trial.reason) for trial in result.failed]
+    rows = [(trial.name, trial.error or trial.reason) for trial in result.failed]
     return section("Failed", table(["trial", "error"], rows, texts=("error",))) if rows else Html("")
 
 

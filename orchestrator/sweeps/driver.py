@@ -1,8 +1,7 @@
-"""`sweep(experiment, search)`: many runs of one experiment on Ray Tune, resumable after any end of the driver."""
+"""The driver of one start of a sweep: gives trials to Ray Tune, keeps the journal, and handles stop requests."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,191 +15,29 @@ from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.metrics.units import human_duration
 
 from ..cli.sweep_console import SweepConsole, shown
-from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
-from ..config.loader import check_not_redacted, to_plain, to_yaml
-from ..errors import RunConflictError, TrainingFailedError
-from ..runs.open import open_run, open_sweep, provenance_of, record_changed_settings
+from ..config.loader import to_plain, to_yaml
+from ..errors import TrainingFailedError
+from ..runs.open import open_run, provenance_of
 from ..runs.requests import StopRequest, read_stop_request, request_stop
 from ..runs.run import Run, now
 from ..storage.events import read_events
-from ..storage.folder import Folder, StorageOutage, absolute, retry_storage
-from ..train.fit import check_training, keep_error, summarize_error
+from ..storage.folder import Folder, StorageOutage, retry_storage
+from ..train.fit import summarize_error
 from .ending import meets_target, out_of_patience, target_reached
 from .optuna_search import PastTrial
 from .pbt_checkpoints import PBTCheckpoints
-from .record import Sweep, Trial
-from .result import SweepResult
+from .record import Sweep, TrialResult
 from .retention import checkpoint_bytes, delete_checkpoints, over_limit, surplus
-from .search import Params, Search
+from .sampling import Params
+from .search import Search
 
 if TYPE_CHECKING:
     from .concurrency import ConcurrencyLimit
-    from .tune_searcher import TuneSearcher
+    from .tune.searcher import TuneSearcher
 
 # How long Ray Tune may take to abort its trials.
-_ABORT_TIMEOUT_S = 10.0
-
-
-def sweep(
-    experiment: Experiment,
-    search: Search,
-    *,
-    retry_failed: bool = False,
-    verbose: bool = False,
-    display: SweepConsole | None = None,
-) -> SweepResult:
-    """Run or resume a sweep, and show its progress.
-
-    Uses the Ray that `fit` would use. In the main thread, the first SIGINT or SIGTERM saves a checkpoint of each trial
-    and ends the sweep as "interrupted"; a second Ctrl-C ends it immediately. The same call again resumes it: ended
-    trials are not trained again, others resume from their checkpoints, and suggestions are the same.
-
-    Args:
-        experiment: what to train; gives the sweep its name, and the trials are in its folder.
-        search: the space, the metric and the budget.
-        retry_failed: train failed trials again, each from its newest checkpoint.
-        verbose: show Ray's output.
-        display: shows the sweep; by default on standard output.
-
-    Raises:
-        ConfigError: the arguments are invalid, or the machines do not suffice for one trial.
-        RunConflictError: the name belongs to another run or sweep, or another driver has taken over the sweep.
-        StorageError: the storage cannot be written.
-    """
-    quiet_environment(verbose=verbose)
-    from ..cluster.connect import check_resources, usable_cpus, will_start_own_ray
-    from ..cluster.token_check import check_token
-
-    check_not_redacted(experiment)
-    search.check(experiment)
-    display = display or SweepConsole(search.metric, search.mode)
-    check_token()
-    check_resources(search.largest_scaling(experiment))
-    # A Ray started here has more CPUs than the machine; those are for reading data.
-    cpus = usable_cpus() if will_start_own_ray() else None
-    first = _first_valid_trial(experiment, search)
-    if cpus is not None:
-        check_training(first)
-    opened = open_sweep(experiment, search, say=display.line)
-    try:
-        return _run_sweep(experiment, search, opened, display, retry_failed=retry_failed, cpus=cpus, verbose=verbose)
-    finally:
-        opened.release()
-
-
-def _run_sweep(
-    experiment: Experiment,
-    search: Search,
-    opened: Sweep,
-    display: SweepConsole,
-    *,
-    retry_failed: bool,
-    cpus: float | None,
-    verbose: bool,
-) -> SweepResult:
-    """Run a sweep that this process owns."""
-    from ..cluster.connect import ray_connection
-    from ..train.signals import StopSignals
-    from .concurrency import ConcurrencyLimit
-
-    if retry_failed:
-        opened.retry_failed()
-    trials = opened.trials()
-    if sum(trial.has_ended for trial in trials) >= search.num_trials:
-        return _end(opened, display, "completed")
-    if (reason := target_reached(search, trials)) is not None:
-        return _end(opened, display, "completed", reason)
-    if all(trial.has_ended for trial in trials) and (reason := out_of_patience(search, trials)) is not None:
-        return _end(opened, display, "completed", reason)
-    # Before Ray starts, because a searcher may not accept the space.
-    warm = warm_trials(search)
-    searcher = _make_searcher(search, opened, display, warm)
-    for change in record_changed_settings(opened, experiment):
-        display.line(f"  {change}", "dim")
-    with StopSignals() as signals:
-        try:
-            scaling = search.largest_scaling(experiment)
-            with ray_connection(scaling, verbose=verbose, say=display.line) as is_own:
-                signals.install()
-                capacity = ConcurrencyLimit(replace(experiment, scaling=scaling), search, cpus=cpus)
-                lead = SweepDriver(experiment, search, opened, signals, display, searcher, warm)
-                # Trials in a Ray started here end with it.
-                status, reason = lead.run(capacity, leave_s=0.0 if is_own else _ABORT_TIMEOUT_S)
-        except KeyboardInterrupt:
-            status, reason = "interrupted", f"{signals.name} before training began"
-        except RunConflictError:
-            # The sweep's files belong to another driver now.
-            raise
-        except BaseException as error:
-            with keep_error(error):
-                opened.update(status="failed", reason=summarize_error(error), ended=now())
-            raise
-        finally:
-            display.close()
-    return _end(opened, display, status, reason, signal=signals.number if status == "interrupted" else None)
-
-
-def warm_trials(search: Search) -> list[PastTrial]:
-    """Return the ended trials of the sweeps in `search.warm_start` that fit the space.
-
-    Raises:
-        ConfigError: there is no such sweep, or it has another metric or mode.
-    """
-    found: list[PastTrial] = []
-    for place in search.warm_start:
-        earlier = Sweep(absolute(place))
-        if (earlier.record.search["metric"], earlier.record.search["mode"]) != (search.metric, search.mode):
-            raise ConfigError(
-                f"warm_start: {place} has the metric {earlier.record.search['metric']!r} "
-                f"({earlier.record.search['mode']}), this search {search.metric!r} ({search.mode})"
-            )
-        trials = [trial.tried for trial in earlier.trials() if trial.has_ended and search.fits(trial.values)]
-        found += [
-            replace(each, values={path: value for path, value in each.values.items() if path in search.space})
-            for each in trials
-        ]
-    return found
-
-
-def _make_searcher(
-    search: Search, sweep: Sweep, display: SweepConsole, warm: Sequence[PastTrial] = ()
-) -> TuneSearcher | None:
-    """Return what asks the search's `Searcher`, if it has one; prints what a killed driver would lose."""
-    if not search.has_searcher:
-        return None
-    from .tune_searcher import TuneSearcher
-
-    searcher = TuneSearcher(search, sweep.folder, warm)
-    if searcher.note is not None:
-        display.line(searcher.note, "yellow")
-    return searcher
-
-
-def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
-    """Return the first trial whose values are a valid combination.
-
-    Raises:
-        ConfigError: no trial is valid; gives the error of the first one.
-    """
-    wrong: ConfigError | None = None
-    for index in range(search.num_trials):
-        try:
-            # Not by an object of the user, which may count how often it is asked.
-            values = search.suggest(index) if isinstance(search.algorithm, str) else search.sample(index)
-            return search.trial(experiment, "trial", values)
-        except ConfigError as error:
-            wrong = wrong or error
-    raise ConfigError(f"no trial in this space is valid; first error: {wrong}")
-
-
-def _end(
-    sweep: Sweep, display: SweepConsole, status: Any, reason: str = "all trials have ended", signal: int | None = None
-) -> SweepResult:
-    retry_storage(lambda: sweep.update(status=status, reason=reason, ended=now()))
-    result = SweepResult.read(sweep.sweep_dir, signal=signal)
-    display.end(result)
-    return result
+ABORT_TIMEOUT_S = 10.0
 
 
 class SweepDriver:
@@ -348,28 +185,23 @@ class SweepDriver:
             request_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
 
     def _tune(self, capacity: ConcurrencyLimit) -> None:
-        from ray import cloudpickle
-
-        from ..train.worker_group import import_folders, pickling_by_value
-        from .trial import SweepTask, trial_resources
-        from .tune_adapter import tune_trials
+        from ..runs.resume import ResumeOptions
+        from ..train.train_loop import Start
+        from .tune.adapter import tune_trials
+        from .tune.trial import SweepTask, trial_resources
 
         try:
-            with pickling_by_value(self._experiment):
-                experiment = cloudpickle.dumps(self._experiment)
             tune_trials(
                 self._sweep,
                 self._search,
                 SweepTask(
-                    experiment=experiment,
+                    start=Start.of(self._experiment, ResumeOptions()),
                     sweep_dir=self._sweep.sweep_dir,
                     metric=self._search.metric,
                     mode=self._search.mode,
                     pauses=self._search.pauses,
                     may_change=self._search.may_change,
                     trains_here=self._experiment.scaling.is_single_worker,
-                    imports=import_folders(),
-                    current_dir=os.getcwd(),
                 ),
                 next_trial=lambda: retry_storage(self._next),
                 on_end=self._ended,
@@ -384,7 +216,7 @@ class SweepDriver:
         except BaseException as error:
             self._error = error
 
-    def _next(self) -> tuple[Trial, Params] | Literal["wait"] | None:
+    def _next(self) -> tuple[TrialResult, Params] | Literal["wait"] | None:
         """Return the next trial to train and its values; "wait" if there may be one later, or None.
 
         Trials started by an earlier driver come first. May be repeated if the storage fails meanwhile.
@@ -436,14 +268,14 @@ class SweepDriver:
         width = len(str(max(self._search.num_trials - 1, 100)))
         name = f"trial-{index:0{width}}"
         values = to_plain(values)
-        trial = Trial(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
+        trial = TrialResult(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
         # Before the trial has any files, so that a resumed sweep suggests the same values.
         self._sweep.note("trial_suggested", trial=name, index=index, values=values)
         self._trials[name] = trial
         self._waiting.append(trial)
         return "queued"
 
-    def _record_invalid(self, trial: Trial, error: ConfigError) -> None:
+    def _record_invalid(self, trial: TrialResult, error: ConfigError) -> None:
         """Record that the values of a trial are not a valid combination."""
         failed = replace(trial, status="failed", error=summarize_error(error))
         self._log_end(failed)
@@ -451,10 +283,10 @@ class SweepDriver:
         self._trials[trial.name] = failed
         self._display.ended(failed)
 
-    def _trial_experiment(self, trial: Trial) -> Experiment:
+    def _trial_experiment(self, trial: TrialResult) -> Experiment:
         return self._search.trial(self._experiment, trial.name, trial.values)
 
-    def _typed(self, trial: Trial, experiment: Experiment) -> Params:
+    def _typed(self, trial: TrialResult, experiment: Experiment) -> Params:
         """Return all settings of a trial by path, with the types of its config."""
         return {path: attrgetter(path)(experiment) for path in self._search.settings(self._experiment, trial.values)}
 
@@ -473,7 +305,7 @@ class SweepDriver:
             self._reach_goal(reason)
         self._delete_checkpoints(self._surplus(trial))
 
-    def _record_end(self, name: str, error: str | None) -> Trial:
+    def _record_end(self, name: str, error: str | None) -> TrialResult:
         """Return the state of a trial from its files, after recording its end in the journal if it has ended."""
         self._sweep.check_lease()
         # A trial that was aborted has not failed.
@@ -485,13 +317,13 @@ class SweepDriver:
             self._log_end(trial)
         return trial
 
-    def _log_end(self, trial: Trial) -> None:
+    def _log_end(self, trial: TrialResult) -> None:
         self._sweep.note(
             "trial_ended", trial=trial.name, status=trial.status, reason=trial.reason, error=trial.error,
             metric=trial.metric, steps=trial.steps,
         )  # fmt: skip
 
-    def _surplus(self, ended: Trial) -> list[Trial]:
+    def _surplus(self, ended: TrialResult) -> list[TrialResult]:
         """Return the finished trials whose checkpoints the search does not keep, after a trial has ended."""
         search, trials = self._search, self._trials.values()
         found = []
@@ -509,7 +341,7 @@ class SweepDriver:
             found += over_limit(trials, sizes, mode=search.mode, limit=search.max_checkpoint_bytes)
         return found
 
-    def _delete_checkpoints(self, trials: Sequence[Trial]) -> None:
+    def _delete_checkpoints(self, trials: Sequence[TrialResult]) -> None:
         """Delete the checkpoints of trials."""
         for trial in trials:
             if trial.name not in self._emptied:

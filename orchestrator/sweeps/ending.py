@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .record import Trial
+from .record import TrialResult
 from .search import Search
 
 
-def target_reached(search: Search, trials: Iterable[Trial]) -> str | None:
+def target_reached(search: Search, trials: Iterable[TrialResult]) -> str | None:
     """Return the reason to end the sweep if an ended trial is as good as the target; otherwise None."""
     for trial in trials:
         if trial.status != "failed" and trial.metric is not None and meets_target(search, trial.metric):
@@ -23,7 +23,7 @@ def meets_target(search: Search, value: float) -> bool:
     return value <= search.target if search.mode == "min" else value >= search.target
 
 
-def out_of_patience(search: Search, trials: Iterable[Trial]) -> str | None:
+def out_of_patience(search: Search, trials: Iterable[TrialResult]) -> str | None:
     """Return the reason to start no more trials if the last ones have not improved; otherwise None.
 
     Counts the trials that were suggested after the best one and have ended, also by failing.

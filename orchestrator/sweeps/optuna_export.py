@@ -17,11 +17,11 @@ from .optuna_search import intermediate_values, required
 from .space import Axis, Choice, Grid, LogUniform, RandInt, Uniform, When
 
 if TYPE_CHECKING:
-    from .record import Trial
+    from .record import TrialResult
 
 
 def to_study(
-    trials: Sequence[Trial],
+    trials: Sequence[TrialResult],
     space: Mapping[str, Any],
     objectives: Mapping[str, Mode],
     *,
@@ -90,7 +90,7 @@ def _axis(plain: Any) -> Any:
     return plain if cls is None else cls(**settings)
 
 
-def _distributions(optuna: Any, space: Mapping[str, Axis], trials: list[Trial]) -> dict[str, Any]:
+def _distributions(optuna: Any, space: Mapping[str, Axis], trials: list[TrialResult]) -> dict[str, Any]:
     """Return the distributions of the axes, widened to the values that trials have."""
     found, kinds = {}, optuna.distributions
     for path, axis in space.items():
@@ -110,7 +110,7 @@ def _distributions(optuna: Any, space: Mapping[str, Axis], trials: list[Trial]) 
     return found
 
 
-def _frozen(optuna: Any, trial: Trial, distributions: Mapping[str, Any], objectives: Mapping[str, Mode]) -> Any:
+def _frozen(optuna: Any, trial: TrialResult, distributions: Mapping[str, Any], objectives: Mapping[str, Mode]) -> Any:
     states = optuna.trial.TrialState
     tried = trial.tried
     outcome: dict[str, Any] = {"state": states.FAIL}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.trainer.errors import ConfigError
 from headway.trainer.ownership.claim import Ownership
 from headway.trainer.ownership.claim_files import number_of
-from headway.trainer.result import Status
+from headway.trainer.result import Status, Table, read_history
 
 from ..errors import DamagedRecordError, RunConflictError, StorageError
 from ..runs.metric_history import metric_by_step
@@ -27,8 +27,10 @@ from ..storage.events import Event, EventWriter, read_events
 from ..storage.folder import Folder, absolute
 
 if TYPE_CHECKING:
+    from headway.trainer.config import TrainerConfig
+
     from .optuna_search import PastTrial
-    from .search import Params
+    from .sampling import Params
 
 PRUNED = "pruned by "
 """Prefix of the reason of a run that a scheduler stopped."""
@@ -77,13 +79,13 @@ class SweepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """The state of one trial, read from its files.
+class TrialResult:
+    """The result of one trial, or its current state, read from its files.
 
     Attributes:
         name: name of the trial and its folder.
         index: index of its suggestion.
-        values: its values by path; `PBT` changes them.
+        values: its hyperparameters by dotted path; `PBT` changes them.
         status: "pending", "running", or the status with which its run ended.
         reason: why it ended.
         error: its error, in one line.
@@ -115,6 +117,21 @@ class Trial:
     def has_ended(self) -> bool:
         """Whether the sweep will not train it again."""
         return self.status not in ("pending", "running", "interrupted")
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Path of its best checkpoint, else of its last one."""
+        return self.best_checkpoint or self.last_checkpoint
+
+    @property
+    def config(self) -> TrainerConfig:
+        """Its complete config."""
+        return Run(self.run_dir).experiment().config
+
+    @property
+    def history(self) -> Table:
+        """One dict per completed epoch."""
+        return read_history(f"{self.run_dir}/metrics.jsonl")
 
     @property
     def tried(self) -> PastTrial:
@@ -205,9 +222,9 @@ class Sweep:
         if Driver.this().heartbeat - self.record.driver.heartbeat > HEARTBEAT_S:
             self.update()
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[TrialResult]:
         """Return the suggested trials in order, each in its current state."""
-        found: dict[str, Trial] = {}
+        found: dict[str, TrialResult] = {}
         changed: dict[str, Event] = {}
         ended: dict[str, Event] = {}
         emptied: set[str] = set()
@@ -216,7 +233,7 @@ class Sweep:
             match event["event"]:
                 case "trial_suggested":
                     name = event["trial"]
-                    found[name] = Trial(
+                    found[name] = TrialResult(
                         name=name, index=event["index"], values=event["values"], run_dir=self.folder.path(name)
                     )
                 case "trial_changed":
@@ -240,6 +257,16 @@ class Sweep:
         ]
         return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
 
+    def ended_trials(self) -> list[str]:
+        """Return the names of the trials that have ended and are not to be trained again."""
+        ended: dict[str, None] = {}
+        for event in read_events(self.folder):
+            if event["event"] == "trial_ended":
+                ended[event["trial"]] = None
+            elif event["event"] == "trial_retried":
+                ended.pop(event["trial"], None)
+        return list(ended)
+
     def retry_failed(self) -> None:
         """Queue the failed trials again. Only the driver may call this."""
         for trial in self.trials():
@@ -252,11 +279,11 @@ class Sweep:
         changed = [change for change in changes if change["trial"] == name]
         return not changed or _has_saved_since(self.folder.path(name), changed[-1])
 
-    def refreshed(self, trial: Trial) -> Trial:
+    def refreshed(self, trial: TrialResult) -> TrialResult:
         """Return the current state of a trial, from the files of its run."""
         return self._refreshed(trial, None, None)
 
-    def _refreshed(self, trial: Trial, change: Event | None, end: Event | None) -> Trial:
+    def _refreshed(self, trial: TrialResult, change: Event | None, end: Event | None) -> TrialResult:
         if change is not None:
             saved = _has_saved_since(trial.run_dir, change)
             trial = replace(trial, values=change["values"], resume="auto" if saved else change["checkpoint"])
@@ -310,7 +337,7 @@ def _has_saved_since(run_dir: str, change: Event) -> bool:
     )
 
 
-def _without_checkpoints(trial: Trial) -> Trial:
+def _without_checkpoints(trial: TrialResult) -> TrialResult:
     there = [path if path and is_committed(path) else None for path in (trial.best_checkpoint, trial.last_checkpoint)]
     return replace(trial, best_checkpoint=there[0], last_checkpoint=there[1], has_no_checkpoints=True)
 
@@ -334,7 +361,7 @@ def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
     return best.value
 
 
-def _with_run(trial: Trial, run: Run) -> Trial:
+def _with_run(trial: TrialResult, run: Run) -> TrialResult:
     record = run.record
     return replace(
         trial,

@@ -9,74 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.trainer.checkpoints.retention import Mode
-from headway.trainer.config import TrainerConfig
-from headway.trainer.result import Table, read_history
+from headway.trainer.result import Table
 
-from ..runs.run import Run
 from ..storage.folder import absolute
 from .objectives import Constraint, is_feasible, objective_values, pareto
-from .record import Sweep, Trial
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """The result of one trial, or its current state.
-
-    Attributes:
-        trial: the state read from its files.
-    """
-
-    trial: Trial
-
-    @property
-    def name(self) -> str:
-        """Name of the trial."""
-        return self.trial.name
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Its hyperparameters, by dotted path."""
-        return self.trial.values
-
-    @property
-    def status(self) -> str:
-        """Status with which its run ended, or "pending" or "running"."""
-        return self.trial.status
-
-    @property
-    def error(self) -> str | None:
-        """Its error, in one line."""
-        return self.trial.error
-
-    @property
-    def metric(self) -> float | None:
-        """Best value of the sweep's metric; None if none was finite."""
-        return self.trial.metric
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The last value of each metric."""
-        return self.trial.metrics
-
-    @property
-    def checkpoint(self) -> str | None:
-        """Path of its best checkpoint, else of its last one."""
-        return self.trial.best_checkpoint or self.trial.last_checkpoint
-
-    @property
-    def run_dir(self) -> str:
-        """Folder of its run."""
-        return self.trial.run_dir
-
-    @property
-    def config(self) -> TrainerConfig:
-        """Its complete config."""
-        return Run(self.run_dir).experiment().config
-
-    @property
-    def history(self) -> Table:
-        """One dict per completed epoch."""
-        return read_history(f"{self.run_dir}/metrics.jsonl")
+from .record import Sweep, TrialResult
 
 
 @dataclass(frozen=True)
@@ -121,7 +58,7 @@ class SweepResult:
             sweep_dir=sweep.sweep_dir,
             status=sweep.status,
             reason=sweep.record.reason,
-            trials=[TrialResult(trial) for trial in sweep.trials()],
+            trials=sweep.trials(),
             metric=search["metric"],
             mode=search["mode"],
             objectives=search.get("objectives", {}),
@@ -160,7 +97,7 @@ class SweepResult:
                 "status": each.status,
                 self.metric: math.nan if each.metric is None else each.metric,
                 **{name: each.metrics.get(name, math.nan) for name in self._further_metrics},
-                "steps": each.trial.steps,
+                "steps": each.steps,
                 **each.values,
                 **({"error": each.error} if each.error else {}),
             }
@@ -195,7 +132,7 @@ class SweepResult:
 
         record = Sweep(self.sweep_dir).record
         return to_study(
-            [each.trial for each in self.trials],
+            self.trials,
             record.search["space"],
             {self.metric: self.mode, **self.objectives},
             storage=storage,

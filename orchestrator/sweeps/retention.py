@@ -9,12 +9,12 @@ from headway.trainer.checkpoints.scan import scan
 from headway.trainer.checkpoints.storage import open_storage
 
 from ..storage.folder import join
-from .record import Trial
+from .record import TrialResult
 
 _DONE = ("completed", "stopped", "time_limit")
 
 
-def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
+def surplus(trials: Iterable[TrialResult], *, mode: Mode, keep: int) -> list[TrialResult]:
     """Return the finished trials that are not among the best so far.
 
     Failed trials keep their checkpoints for inspection. While no trial has the metric, all are kept.
@@ -33,7 +33,9 @@ def surplus(trials: Iterable[Trial], *, mode: Mode, keep: int) -> list[Trial]:
     return [trial for trial in done if trial.name not in best]
 
 
-def over_limit(trials: Iterable[Trial], sizes: Mapping[str, int], *, mode: Mode, limit: float) -> list[Trial]:
+def over_limit(
+    trials: Iterable[TrialResult], sizes: Mapping[str, int], *, mode: Mode, limit: float
+) -> list[TrialResult]:
     """Return the finished trials, worst first, whose checkpoints must go so that the others are within the limit.
 
     The checkpoints of the best trial are never among them.
@@ -56,13 +58,13 @@ def over_limit(trials: Iterable[Trial], sizes: Mapping[str, int], *, mode: Mode,
     return found
 
 
-def checkpoint_bytes(trial: Trial) -> int:
+def checkpoint_bytes(trial: TrialResult) -> int:
     """Return the size of the checkpoints of a trial, from their manifests."""
     storage = open_storage(join(trial.run_dir, "checkpoints"))
     return sum(each.size_bytes for entry in scan(storage) for each in entry.files.values())
 
 
-def delete_checkpoints(trial: Trial) -> int:
+def delete_checkpoints(trial: TrialResult) -> int:
     """Delete the checkpoints of a trial that are not pinned, and return how many."""
     storage = open_storage(join(trial.run_dir, "checkpoints"))
     names = [entry.name for entry in scan(storage) if not is_kept(storage, entry.name)]

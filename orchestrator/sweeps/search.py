@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
@@ -20,17 +19,14 @@ from ..config.target import load_named
 from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
+from .sampling import AXES, Params, axis_of, combinations, conditions, sample
 from .schedulers import PBT, Scheduler, is_tune_scheduler
-from .space import Axis, Choice, Grid, LogUniform, Normal, RandInt, Uniform, When, as_axis, contains
-
-Params: TypeAlias = dict[str, Any]
-"""Hyperparameters of a trial, by dotted path."""
+from .space import Axis, Grid, LogUniform, Normal, Uniform, When, as_axis, contains
+from .space_checks import check_point, check_space, check_varied
 
 _ALGORITHMS = ("random", "grid", "tpe")
 # Random trials tried to find one in which a value is valid.
 _MOST_SAMPLES = 50
-_AXES = get_args(Axis)
-_RANGES = (Uniform, LogUniform, RandInt, Normal)
 # Fields that may differ when a sweep is resumed.
 MUTABLE = frozenset((
     "trials", "concurrent", "keep_best_trials", "max_checkpoint_bytes", "time_budget", "patience", "target",
@@ -136,9 +132,16 @@ class Search:
             )
         self._check_objectives()
         self._check_scheduler()
-        self._check_space()
+        check_space(self.space, self.algorithm)
+        if not any(isinstance(axis, (*AXES, When)) for axis in self.space.values()) and self.num_trials > 1:
+            raise ConfigError(
+                f"nothing in the space varies, so all {self.num_trials} trials would be equal: add an axis such as "
+                "LogUniform or Choice, or set trials=1"
+            )
+        if isinstance(self.scheduler, PBT):
+            check_varied(self.space, self.scheduler, self.varied)
         for number, point in enumerate(self.points):
-            self._check_point(f"points[{number}]", point)
+            check_point(self.space, f"points[{number}]", point)
 
     @property
     def num_trials(self) -> int:
@@ -184,7 +187,7 @@ class Search:
         """The axes that `PBT` changes while trials train; empty for other schedulers."""
         if not isinstance(self.scheduler, PBT):
             return {}
-        return {path: self.space[path] for path in self.scheduler.vary} or {
+        return {path: self.space[path] for path in self.scheduler.vary if path in self.space} or {
             path: axis for path, axis in self.space.items() if isinstance(axis, (Uniform, LogUniform))
         }
 
@@ -217,69 +220,27 @@ class Search:
     @property
     def fixed(self) -> Params:
         """The values that all trials have."""
-        return {path: value for path, value in self.space.items() if not isinstance(value, (*_AXES, When))}
+        return {path: value for path, value in self.space.items() if not isinstance(value, (*AXES, When))}
 
     def sample(self, index: int, point: Mapping[str, Any] | None = None) -> Params:
         """Return random values for a trial; those of the point are kept."""
-        values: Params = {}
-        cell = self._grid[index % len(self._grid)] if self._grids else {}
-        for path, axis in self.space.items():
-            if isinstance(axis, When) and not axis.holds(values):
-                continue
-            axis = axis.then if isinstance(axis, When) else axis
-            if path in (point or {}):
-                values[path] = (point or {})[path]
-            elif isinstance(axis, Grid):
-                values[path] = cell[path]
-            else:
-                # One generator per field, so that adding a field does not change the values of the others.
-                generator = random.Random(f"{self.seed} {index} {path}")
-                values[path] = axis.draw(generator) if isinstance(axis, _AXES) else axis
-        return values
-
-    def fits(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the space has these values of a trial of another sweep; fields outside of it do not matter."""
-        for path, axis in self.space.items():
-            if isinstance(axis, When):
-                if axis.holds(values) != (path in values):
-                    return False
-                axis = axis.then
-            elif isinstance(axis, _AXES) and path not in values:
-                return False
-            if path in values and not contains(axis, values[path]):
-                return False
-        return True
+        cell = self._grid[index % len(self._grid)]
+        return sample(self.space, self.seed, index, point=point or {}, cell=cell)
 
     def grid(self) -> list[Params]:
         """Return all combinations of choices, or of the axes that are `Grid`; the last field changes fastest."""
         return list(self._grid)
 
     @cached_property
-    def _grids(self) -> bool:
-        return any(isinstance(axis, Grid) for axis in self.space.values())
+    def _grid(self) -> list[Params]:
+        # Cached: a million combinations take a second to make, and each trial needs them.
+        if self.algorithm == "grid":
+            return combinations(self.space)
+        return combinations({path: axis for path, axis in self.space.items() if isinstance(axis, Grid)})
 
     @cached_property
     def _tpe(self) -> TPE:
         return TPE(self.space, objectives=self.all_objectives, seed=self.seed, constraints=self.constraints)
-
-    @cached_property
-    def _grid(self) -> list[Params]:
-        # Cached: a million combinations take a second to make, and each trial needs them.
-        if self.algorithm != "grid":
-            grids = {path: axis.values for path, axis in self.space.items() if isinstance(axis, Grid)}
-            return [dict(zip(grids, each, strict=True)) for each in itertools.product(*grids.values())]
-        grid: list[Params] = [{}]
-        for path, axis in self.space.items():
-            longer = []
-            for values in grid:
-                if isinstance(axis, When) and not axis.holds(values):
-                    longer.append(values)
-                    continue
-                found = axis.then if isinstance(axis, When) else axis
-                choices = found.values if isinstance(found, (Choice, Grid)) else (found,)
-                longer += [{**values, path: value} for value in choices]
-            grid = longer
-        return grid
 
     def to_plain(self) -> Params:
         """Return the search for a record: axes and schedulers by class with what differs from their defaults."""
@@ -307,8 +268,8 @@ class Search:
                 raise ConfigError(
                     f"{path} cannot be searched: it is set by the sweep; use paths below config, retries or scaling"
                 )
-            found = axis.then if isinstance(axis, When) else axis
-            for value in found.samples() if isinstance(found, _AXES) else (found,):
+            found = axis_of(axis)
+            for value in found.samples() if isinstance(found, AXES) else (found,):
                 self._check_value(experiment, path, value)
         for number, point in enumerate(self.points):
             try:
@@ -316,11 +277,10 @@ class Search:
             except ConfigError as error:
                 raise ConfigError(f"points[{number}]: {error}") from error
         scaling = self.largest_scaling(experiment)
-        if scaling.max_workers > 1 and (self.pauses or self.metric.startswith("train/")):
-            kind = "PBT" if isinstance(self.scheduler, PBT) else _class_of(self.scheduler)
+        if scaling.max_workers > 1 and self.metric.startswith("train/"):
             raise ConfigError(
-                f"{kind if self.pauses else 'PBT'} and train/* metrics require single-worker trials "
-                f"(scaling.workers=1), got {scaling}: trials of several workers report evaluations without a checkpoint"
+                f"train/* metrics require single-worker trials (scaling.workers=1), got {scaling}: trials of several "
+                "workers report evaluations only"
             )
         if experiment.scaling.evaluation_worker is not None:
             raise ConfigError(
@@ -334,9 +294,8 @@ class Search:
 
     def largest_scaling(self, experiment: Experiment) -> Scaling:
         """Return the resources of the largest trial: the space may have paths below `scaling`."""
-        axes = {path: axis for path, axis in self.space.items() if path.split(".")[0] == "scaling"}
-        found = {path: axis.then if isinstance(axis, When) else axis for path, axis in axes.items()}
-        choices = [axis.samples() if isinstance(axis, _AXES) else (axis,) for axis in found.values()]
+        found = {path: axis_of(axis) for path, axis in self.space.items() if path.split(".")[0] == "scaling"}
+        choices = [axis.samples() if isinstance(axis, AXES) else (axis,) for axis in found.values()]
         scalings: list[Scaling] = []
         for values in itertools.product(*choices):
             with suppress(ConfigError):
@@ -350,23 +309,16 @@ class Search:
     def _check_value(self, experiment: Experiment, path: str, value: Any) -> None:
         """Check that a value is valid in at least one trial."""
         wrong: ConfigError | None = None
-        for conditions in self._conditions(path):
+        for required in conditions(self.space, path):
             # By itself, else with values of other axes: a width may be valid only for some numbers of heads.
             for others in ({}, *map(self.sample, range(_MOST_SAMPLES))):
                 try:
-                    override(experiment, {**others, **conditions, path: value})
+                    override(experiment, {**others, **required, path: value})
                 except ConfigError as error:
                     wrong = wrong or error
                 else:
                     return
         raise ConfigError(f"space: {wrong}") from wrong
-
-    def _conditions(self, path: str) -> list[Params]:
-        """Return the values of other fields for which an axis applies, as alternatives."""
-        axis = self.space[path]
-        if not isinstance(axis, When):
-            return [{}]
-        return [{**above, axis.path: value} for above in self._conditions(axis.path) for value in axis.wanted]
 
     def trial(self, experiment: Experiment, name: str, values: Params) -> Experiment:
         """Return the experiment of one trial. Its run is in the folder of the sweep."""
@@ -462,91 +414,6 @@ class Search:
             name = f"{self.algorithm!r}" if isinstance(self.algorithm, str) else _class_of(self.algorithm)
             raise ConfigError(
                 f"algorithm={name} cannot be used with PBT, which changes the values of trials while they train"
-            )
-
-    def _check_space(self) -> None:
-        before: set[str] = set()
-        for path, axis in self.space.items():
-            if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-                raise ConfigError(f"space: {path!r} is not a dotted path such as config.learning_rate")
-            if isinstance(axis, When):
-                if axis.path not in before:
-                    raise ConfigError(f"{path} depends on {axis.path}, which must come before it in the space")
-                if not isinstance(axis.then, _AXES):
-                    raise ConfigError(f"{path}: When needs an axis such as Choice, got {axis.then!r}")
-                if isinstance(axis.then, Grid):
-                    raise ConfigError(f"{path}: Grid cannot be conditional: use Choice({list(axis.then.values)!r})")
-                self._check_occurs(path, axis)
-            found = axis.then if isinstance(axis, When) else axis
-            self._check_axis(path, found)
-            before.add(path)
-        if not any(isinstance(axis, (*_AXES, When)) for axis in self.space.values()) and self.num_trials > 1:
-            raise ConfigError(
-                f"nothing in the space varies, so all {self.num_trials} trials would be equal: add an axis such as "
-                "LogUniform or Choice, or set trials=1"
-            )
-        self._check_varied()
-
-    def _check_axis(self, path: str, axis: Any) -> None:
-        """Check that the algorithm can search an axis."""
-        if self.algorithm == "grid" and isinstance(axis, _RANGES):
-            raise ConfigError(f"{path}: a grid needs Choice([...]), got a {type(axis).__name__}")
-        if self.algorithm == "tpe" and isinstance(axis, Normal):
-            raise ConfigError(f"{path}: algorithm='tpe' has no normal distribution, use Uniform or algorithm='random'")
-        if isinstance(axis, Grid) and self.algorithm not in ("random", "grid"):
-            raise ConfigError(
-                f"{path}: Grid needs algorithm='random' or 'grid', as others choose values themselves: use "
-                f"Choice({list(axis.values)!r})"
-            )
-
-    def _check_varied(self) -> None:
-        """Check what `PBT` varies."""
-        if not isinstance(self.scheduler, PBT):
-            return
-        axes = {path: axis for path, axis in self.space.items() if isinstance(axis, (*_AXES, When))}
-        if unknown := [path for path in self.scheduler.vary if path not in axes]:
-            raise ConfigError(f"PBT(vary=...) names {', '.join(unknown)}, for which the space has no axis")
-        conditional = [axis for axis in axes.values() if isinstance(axis, When)]
-        if tied := [path for path in self.varied if axes[path] in conditional] + [
-            axis.path for axis in conditional if axis.path in self.varied
-        ]:
-            raise ConfigError(
-                f"PBT cannot vary {', '.join(tied)}, which depends on another field or on which one depends: the "
-                "fields of a trial would change while it trains; name other fields in PBT(vary=...)"
-            )
-        if grids := [path for path in self.varied if isinstance(axes[path], Grid)]:
-            raise ConfigError(f"PBT cannot vary {', '.join(grids)}, which is a Grid: use Choice")
-        if not self.varied:
-            raise ConfigError("PBT has nothing to vary: add a Uniform or LogUniform outside of When to the space")
-
-    def _check_point(self, name: str, point: Any) -> None:
-        """Check that a point consists of values of the space."""
-        if not isinstance(point, Mapping) or not point:
-            raise ConfigError(f"{name} must be a dict of values by path, got {point!r}")
-        for path, value in point.items():
-            if path not in self.space:
-                raise ConfigError(f"{name}: {path} is not in the space, which has {', '.join(self.space)}")
-            axis = self.space[path]
-            if isinstance(axis, When):
-                if not axis.holds(point):
-                    raise ConfigError(
-                        f"{name}: {path} applies when {axis.path} is {' or '.join(map(repr, axis.wanted))}: add that"
-                    )
-                axis = axis.then
-            if not contains(axis, value):
-                raise ConfigError(f"{name}: {path}={value!r} is not a value of {axis!r}")
-
-    def _check_occurs(self, path: str, axis: When) -> None:
-        """Check that a condition can hold."""
-        above = self.space[axis.path]
-        above = above.then if isinstance(above, When) else above
-        if isinstance(above, _RANGES):
-            return
-        there = above.values if isinstance(above, (Choice, Grid)) else (above,)
-        if never := [value for value in axis.wanted if value not in there]:
-            raise ConfigError(
-                f"{path} applies when {axis.path} is {' or '.join(map(repr, never))}, which never happens: its values "
-                f"are {', '.join(map(repr, there))}"
             )
 
 

@@ -7,10 +7,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from headway.trainer.callbacks.base import Callback
 from headway.trainer.metrics.units import human_duration
 
 from ..cli.console import RunConsole
@@ -55,6 +56,7 @@ class RunDriver:
         began: when this start began, in seconds since 1970; by default now.
         train: runs the workers to their end and returns the fields of rank 0's `FitResult`; another function than
             `run_worker_group` trains in this process.
+        callbacks: further callbacks of the trainer, on all ranks.
         enforce_wait: raise if workers do not start within `scaling.wait`; False if the caller enforces it.
     """
 
@@ -70,9 +72,10 @@ class RunDriver:
         spares: bool,
         began: float | None = None,
         train: Callable[..., dict[str, Any]] = run_worker_group,
+        callbacks: Sequence[Callback] = (),
         enforce_wait: bool = True,
     ) -> None:
-        self._train_workers = train
+        self._train_workers, self._callbacks = train, callbacks
         self._wait_timeout_s = experiment.scaling.wait_timeout_s if enforce_wait else _FOREVER_S
         self._experiment, self._run, self._signals, self._display = experiment, run, signals, display
         self._resume_options, self._verbose, self._spares = resume_options, verbose, spares
@@ -193,6 +196,7 @@ class RunDriver:
                 verbose=self._verbose,
                 spares=self._spares,
                 mailbox=None if self._mailbox is None else self._mailbox.actor,
+                callbacks=self._callbacks,
             )
         except BaseException as error:
             self._error = error

@@ -115,7 +115,9 @@ class RunCallback(Callback):
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Write the metrics, and report them."""
-        self._emit("evaluated", step=trainer.global_step, metrics=dict(metrics))
+        # The loop increases its counter after the callbacks.
+        evaluations = trainer.progress.evaluations + 1
+        self._emit("evaluated", step=trainer.global_step, metrics=dict(metrics), evaluations=evaluations)
         self._metrics.update(metrics)
         self._report(trainer.global_step, self._metrics)
 

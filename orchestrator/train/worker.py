@@ -64,6 +64,7 @@ class Task:
         evaluates_elsewhere: whether another worker evaluates the checkpoints.
         mailbox: the actor for heartbeats and requests; None if they go through files only.
         reports: whether the ranks report evaluations and checkpoints to Ray Train.
+        callbacks: further callbacks of the trainer.
     """
 
     run_dir: str
@@ -83,6 +84,7 @@ class Task:
     evaluates_elsewhere: bool
     mailbox: Any = None
     reports: bool = False
+    callbacks: tuple[Callback, ...] = ()
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def run_attempt(
     Args:
         task: the driver's settings.
         load: returns the trainer's class and its config; called once their imports can be found.
-        callbacks: further callbacks of the trainer.
+        callbacks: callbacks of this process, besides those of the task.
     """
     entered = time.time()
     enter_driver_folders(task.current_dir, task.imports)
@@ -160,7 +162,7 @@ def run_attempt(
             trainer = trainer_class(
                 config,
                 run_dir=task.run_dir,
-                callbacks=[run_callback, recorder, Spares(), *elsewhere, *callbacks],
+                callbacks=[run_callback, recorder, Spares(), *elsewhere, *callbacks, *task.callbacks],
                 world=world,
                 attempt=attempt,
                 printer=partial(_print, events, shows=task.reports),

@@ -8,13 +8,14 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError, RayTaskError
 
+from headway.trainer.callbacks.base import Callback
 from headway.trainer.distributed.world import backend
 from headway.trainer.errors import ConfigError
 
@@ -51,6 +52,7 @@ def run_worker_group(
     verbose: bool,
     spares: bool,
     mailbox: Any = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Run Ray Train to its end, and return the fields of rank 0's `FitResult`.
 
@@ -61,7 +63,7 @@ def run_worker_group(
         try:
             return _run_ray_train(
                 experiment, run, resume_options=resume_options, wait_timeout_s=wait_timeout_s,
-                verbose=verbose, spares=spares, mailbox=mailbox, avoided=avoided,
+                verbose=verbose, spares=spares, mailbox=mailbox, callbacks=callbacks, avoided=avoided,
             )  # fmt: skip
         except Exception as error:
             restart = _restart_after(error, run, avoided)
@@ -106,6 +108,7 @@ def _run_ray_train(
     verbose: bool,
     spares: bool,
     mailbox: Any,
+    callbacks: Sequence[Callback],
     avoided: frozenset[str],
 ) -> dict[str, Any]:
     """Run Ray Train once, with the arguments of `run_worker_group`, off the nodes with the ids in `avoided`.
@@ -119,7 +122,9 @@ def _run_ray_train(
     from .loopback_store import LoopbackTorchConfig
 
     scaling, retries = experiment.scaling, experiment.retries
-    task = make_task(experiment, run, resume_options=resume_options, verbose=verbose, mailbox=mailbox)
+    task = make_task(
+        experiment, run, resume_options=resume_options, verbose=verbose, mailbox=mailbox, callbacks=callbacks
+    )
     # If machines go while an elastic group starts, it is soon sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
     with scratch_folder() as ray_dir:
@@ -226,7 +231,13 @@ def retry_policy(experiment: Experiment, run: Run, *, avoided: frozenset[str] = 
 
 
 def make_task(
-    experiment: Experiment, run: Run, *, resume_options: ResumeOptions, verbose: bool, mailbox: Any = None
+    experiment: Experiment,
+    run: Run,
+    *,
+    resume_options: ResumeOptions,
+    verbose: bool,
+    mailbox: Any = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Task:
     """Return the settings for each worker of a run."""
     scaling = experiment.scaling
@@ -247,6 +258,7 @@ def make_task(
         timeout_s=experiment.config.parallel.timeout.amount,
         evaluates_elsewhere=scaling.evaluation_worker is not None,
         mailbox=mailbox,
+        callbacks=tuple(callbacks),
     )
 
 

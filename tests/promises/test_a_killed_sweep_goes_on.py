@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headway.orchestrator import Run, sweep
+from headway.orchestrator import Run, SweepResult, sweep
 from headway.orchestrator.storage.events import Event, read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps.search import resolve_search
@@ -49,6 +50,59 @@ search = Search(space={"config.learning_rate": LogUniform(1e-4, 1e-1)}, trials=4
 """
 
 
+DIGITS = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from ray.tune.search.optuna import OptunaSearch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway.orchestrator import Experiment, LogUniform, RandInt, Search
+from headway.trainer import CheckpointConfig, Trainer, TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainerConfig):
+    learning_rate: float = 3e-3
+    hidden_size: int = 16
+
+
+class Digits(Trainer[Config]):
+    def configure_models(self):
+        size = self.config.hidden_size
+        self.model = nn.Sequential(nn.Linear(64, size), nn.ReLU(), nn.Linear(size, 10))
+
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate)
+
+    def configure_dataloaders(self):
+        digits = load_digits()
+        pixels, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+        train, held_out = TensorDataset(pixels[300:], labels[300:]), TensorDataset(pixels[:300], labels[:300])
+        return DataLoader(train, batch_size=32, shuffle=True), DataLoader(held_out, batch_size=100)
+
+    def training_step(self, batch, batch_idx):
+        # While drivers are killed, so slowly that they do not finish before.
+        if self.training and Path("slow").exists():
+            time.sleep(0.05)
+        pixels, labels = batch
+        return F.cross_entropy(self.model(pixels), labels)
+
+
+config = Config(max_epochs=2, checkpoint=CheckpointConfig(every="5 steps"))
+experiment = Experiment(name="sweep", trainer=Digits, config=config, storage="runs")
+search = Search(
+    space={"config.learning_rate": LogUniform(1e-4, 1e-1), "config.hidden_size": RandInt(4, 64)},
+    algorithm=OptunaSearch(seed=1), trials=8, concurrent=2,
+)
+"""
+
+
 def wait_for(condition: Callable[[], bool], alive: Callable[[], bool], told: Callable[[], str]) -> None:
     deadline = time.monotonic() + 300
     while not condition():
@@ -65,15 +119,7 @@ def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "slow.py").write_text(TARGET)
     sweep_dir = tmp_path / "runs/sweep"
     printed = tmp_path / "printed.txt"
-    with printed.open("w") as file:
-        first = subprocess.Popen(
-            [sys.executable, "-m", "headway.orchestrator", "sweep", "slow.py"],
-            cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env={
-                **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-                "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), os.environ["PYTHONPATH"])),
-            },
-        )  # fmt: skip
+    first = start_sweep(tmp_path, "slow.py")
     try:
         # One trial has ended, and another has saved a checkpoint.
         wait_for(
@@ -126,6 +172,83 @@ def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest
         assert steps == sorted(set(steps))
         assert steps[-1] == 72
     assert sum(len(events(sweep_dir / f"trial-00{index}", "attempt_started")) for index in range(4)) <= 7
+
+
+@pytest.mark.extended
+def test_ten_drivers_killed_at_random_lose_nothing_of_a_searcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "digits.py").write_text(DIGITS)
+    (tmp_path / "slow").touch()
+    sweep_dir = tmp_path / "runs/sweep"
+    generator = random.Random(17)
+    finished: dict[str, str] = {}
+    for _ in range(10):
+        kill_while_trials_train(tmp_path, sweep_dir, generator.uniform(0.0, 1.5))
+        finished.update(
+            {
+                event["trial"]: (sweep_dir / event["trial"] / "run.json").read_text()
+                for event in events(sweep_dir, "trial_ended")
+                if event["trial"] not in finished
+            }
+        )
+    (tmp_path / "slow").unlink()
+    last = start_sweep(tmp_path, "digits.py")
+    assert last.wait(timeout=600) == 0, (tmp_path / "printed.txt").read_text()
+
+    results = SweepResult.read(str(sweep_dir))
+    assert [trial.status for trial in results.trials] == ["completed"] * 8
+    assert [event["index"] for event in events(sweep_dir, "trial_suggested")] == list(range(8))
+    ended = [event["trial"] for event in events(sweep_dir, "trial_ended")]
+    assert sorted(ended) == sorted(set(ended))
+    # What had finished was not touched again, and what had not began where it was.
+    assert {name: (sweep_dir / name / "run.json").read_text() for name in finished} == finished
+    assert any(len(events(sweep_dir / trial.name, "training")) > 1 for trial in results.trials)
+    # Each trial is as good as one that nobody killed, and so is the best.
+    monkeypatch.chdir(tmp_path)
+    experiment, search = resolve_search("digits.py", [])
+    alone = {}
+    for trial in results.trials:
+        whole = search.trial(experiment, trial.name, trial.values)
+        result = whole.trainer(whole.config, run_dir=str(tmp_path / "alone" / trial.name)).fit()
+        alone[trial.name] = result.best_metric
+    assert {trial.name: trial.metric for trial in results.trials} == alone
+    assert results.best is not None
+    assert results.best.metric == min(alone.values())
+
+
+def start_sweep(folder: Path, target: str) -> subprocess.Popen[bytes]:
+    """Start a sweep with a Ray of its own."""
+    with (folder / "printed.txt").open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "headway.orchestrator", "sweep", target],
+            cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={
+                **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+                "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), os.environ["PYTHONPATH"])),
+            },
+        )  # fmt: skip
+
+
+def kill_while_trials_train(folder: Path, sweep_dir: Path, after_s: float) -> None:
+    """Start a sweep, and kill its driver some time after a trial has begun to train."""
+    before = len(starts_of(sweep_dir))
+    driver = start_sweep(folder, "digits.py")
+    try:
+        wait_for(
+            lambda: len(starts_of(sweep_dir)) > before,
+            lambda: driver.poll() is None,
+            (folder / "printed.txt").read_text,
+        )
+        time.sleep(after_s)
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def starts_of(sweep_dir: Path) -> list[Event]:
+    """Return the events of trials that have begun to train."""
+    return [event for folder in sweep_dir.glob("trial-*") for event in events(folder, "training")]
 
 
 def steps_of(run_dir: Path) -> list[Any]:

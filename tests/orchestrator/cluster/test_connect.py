@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from headway.orchestrator import Run, Scaling
+from headway.orchestrator.cluster import own_ray
 from headway.orchestrator.cluster.connect import (
     free_node_resources,
     live_node_resources,
@@ -200,3 +201,12 @@ def test_the_free_resources_are_known_node_by_node(ray_session: None) -> None:
     while free_node_resources()[0].get("CPU") != ray.available_resources().get("CPU"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_ray_without_the_constant_for_loopback_starts_and_says_that_it_listens_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER")
+    monkeypatch.setattr(own_ray, "is_on_loopback", lambda: False)
+    with pytest.warns(RuntimeWarning, match="listens on all network interfaces"), own_ray.on_loopback():
+        pass

@@ -22,8 +22,8 @@ from headway.orchestrator.reports.sweep import _figures
 from headway.orchestrator.runs.goodput import goodput_report_of
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.storage.events import EventWriter
-from headway.orchestrator.sweeps.record import Trial
-from headway.orchestrator.sweeps.result import SweepResult, TrialResult, labels
+from headway.orchestrator.sweeps.record import TrialResult
+from headway.orchestrator.sweeps.result import SweepResult, labels
 from headway.orchestrator.train.run_callback import RunCallback
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
@@ -251,10 +251,8 @@ def test_an_axis_is_logarithmic_where_its_values_are_far_apart() -> None:
 def test_of_many_trials_the_best_hundred_are_drawn(tmp_path: Path) -> None:
     trials = [
         TrialResult(
-            Trial(
-                name=f"trial-{index:03d}", index=index, status="completed", metric=float(index), run_dir=str(tmp_path),
-                values={"config.head.lr": float(index), "config.body.lr": 0.5, "config.width": index % 3},
-            )
+            name=f"trial-{index:03d}", index=index, status="completed", metric=float(index), run_dir=str(tmp_path),
+            values={"config.head.lr": float(index), "config.body.lr": 0.5, "config.width": index % 3},
         )
         for index in range(130)
     ]  # fmt: skip

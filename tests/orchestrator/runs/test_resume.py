@@ -16,7 +16,7 @@ from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.stop import stop_run
-from headway.orchestrator.sweeps.trial import _train_here
+from headway.orchestrator.sweeps.tune.trial import _train_here
 from headway.orchestrator.train import driver
 from headway.orchestrator.train.driver import RunDriver
 from tests.orchestrator.runs.test_run import experiment

@@ -23,8 +23,9 @@ from headway.orchestrator import (
     write_report,
 )
 from headway.orchestrator.runs.open import open_sweep
-from headway.orchestrator.sweeps.driver import warm_trials
-from headway.orchestrator.sweeps.tune_searcher import TuneSearcher
+from headway.orchestrator.sweeps.sampling import fits
+from headway.orchestrator.sweeps.sweep import warm_trials
+from headway.orchestrator.sweeps.tune.searcher import TuneSearcher
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -116,5 +117,5 @@ def test_a_search_learns_from_an_earlier_sweep(tmp_path: Path, finished: SweepRe
     with pytest.raises(ConfigError, match="there is no sweep in"):
         warm_trials(Search(space=space, algorithm="tpe", warm_start=[str(tmp_path / "nowhere")]))
     conditional = Search(space={SCHEDULE: ["constant", "cosine"], WARMUP: When(SCHEDULE, "cosine", Uniform(0, 1000))})
-    assert not conditional.fits({SCHEDULE: "cosine"})
-    assert conditional.fits({SCHEDULE: "constant"})
+    assert not fits(conditional.space, {SCHEDULE: "cosine"})
+    assert fits(conditional.space, {SCHEDULE: "constant"})

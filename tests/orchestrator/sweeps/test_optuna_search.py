@@ -151,7 +151,7 @@ def test_a_sweep_that_goes_on_knows_all_results_and_trains_nothing_twice(tmp_pat
     attempts = [event for trial in first.trials for event in read_events(Folder(trial.run_dir))]
     assert len({each["workers"][0]["pid"] for each in attempts if each["event"] == "attempt_started"}) >= 2
     more = Search(space=space, algorithm="tpe", trials=13, concurrent=1, seed=1)
-    past = [trial.trial.tried for trial in first.trials]
+    past = [trial.tried for trial in first.trials]
     next_one = more.suggest(11, past)
     # After ten ended trials, suggestions are no longer random.
     assert next_one != more.suggest(11)
@@ -160,6 +160,6 @@ def test_a_sweep_that_goes_on_knows_all_results_and_trains_nothing_twice(tmp_pat
     assert [trial.values for trial in second.trials[:11]] == [trial.values for trial in first.trials]
     assert {name: (tmp_path / "tpe" / name / "run.json").read_text() for name in before} == before
     assert second.trials[11].values == next_one
-    tried = [trial.trial.tried for trial in SweepResult.read(second.sweep_dir).trials]
+    tried = [trial.tried for trial in SweepResult.read(second.sweep_dir).trials]
     assert second.trials[12].values == more.suggest(12, tried[:12])
     assert second.trials[12].metric is not None

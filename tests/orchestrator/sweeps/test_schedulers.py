@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray import tune
 
 from headway.orchestrator import (
     ASHA,
@@ -19,6 +20,7 @@ from headway.orchestrator import (
     LogUniform,
     MedianStopping,
     Run,
+    Scaling,
     Search,
     sweep,
 )
@@ -40,7 +42,7 @@ class WriteDown(Callback):
             "lr": group["lr"],
             "initial_lr": group["initial_lr"],
             "base_lr": trainer.scheduler.base_lrs[0],
-            "weights": {name: value.tolist() for name, value in trainer.model.state_dict().items()},
+            "weights": {name: value.tolist() for name, value in trainer.unwrap(trainer.model).state_dict().items()},
         }
         with Path(trainer.run_dir, "begun.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -50,6 +52,26 @@ class WriteDown(Callback):
 
     def on_step_end(self, trainer: Any) -> None:
         time.sleep(0.03)
+        if trainer.world.size > 1:
+            # PBT lets the worse trial exploit the better one if it has seen the second evaluation of the worse one
+            # before the fourth of the better one, and that before the fourth of the worse one.
+            folder = Path(trainer.run_dir)
+            awaited = {
+                ("trial-001", 23): "trial-000-2", ("trial-000", 23): "trial-001-4", ("trial-001", 47): "trial-000-4",
+            }.get((folder.name, trainer.global_step))  # fmt: skip
+            deadline = time.monotonic() + 120
+            while awaited and not (folder.parent / awaited).exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+
+class Note(tune.Callback):  # type: ignore[misc]
+    """Touches a file for each evaluation that Ray Tune has received."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
+        (self._folder / f"{trial}-{result['evaluations']}").touch()
 
 
 class Watched(TinyTrainer):
@@ -86,35 +108,40 @@ def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(
     for trial in stopped:
         run = Run(trial.run_dir)
         assert run.reason.startswith(f"pruned by {type(scheduler).__name__} after ")
-        assert run.is_finished or trial.trial.has_ended
+        assert run.is_finished or trial.has_ended
         assert 0 < run.record.steps < 48
         # With its last state and its evaluation.
         assert str(run.record.last_checkpoint).endswith(f"step-{run.record.steps:08d}")
         assert trial.metric is not None
-    assert sum(trial.trial.steps for trial in results.trials) < len(rates) * 48
+    assert sum(trial.steps for trial in results.trials) < len(rates) * 48
     again = sweep(experiment, search)
-    assert [trial.trial.steps for trial in again.trials] == [trial.trial.steps for trial in results.trials]
+    assert [trial.steps for trial in again.trials] == [trial.steps for trial in results.trials]
 
 
-def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Path, workers: int) -> None:
     experiment = Experiment(
         name="pbt",
         trainer=Watched,
         config=TinyConfig(max_epochs=8, checkpoint=CheckpointConfig(keep_last="all")),
         storage=str(tmp_path),
+        scaling=Scaling(workers=workers),
     )
     search = Search(
         space={"config.learning_rate": LogUniform(1e-6, 1e-1)},
         trials=2,
-        scheduler=PBT(quantile=0.5),
+        # Several workers are replaced at each change.
+        scheduler=PBT(quantile=0.5, every=1 if workers == 1 else 2),
         seed=3,
+        callbacks=[Note(tmp_path / "pbt")] if workers > 1 else [],
     )
     results = sweep(experiment, search)
     assert [trial.status for trial in results.trials] == ["completed", "completed"]
     changes = [event for event in read_events(Folder(results.sweep_dir)) if event["event"] == "trial_changed"]
     assert changes
+    last_step = 96 // workers
     # A trial that resumes from a finished one has nothing left to train.
-    for change in [change for change in changes if "step-00000096" not in change["checkpoint"]]:
+    for change in [change for change in changes if f"step-{last_step:08d}" not in change["checkpoint"]]:
         begun = [
             json.loads(line) for line in Path(tmp_path, "pbt", change["trial"], "begun.jsonl").read_text().splitlines()
         ]
@@ -138,6 +165,6 @@ def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Pat
         evaluated = [each for each in read_events(Folder(trial.run_dir)) if each["event"] == "evaluated"]
         assert trial.metric == min(each["metrics"]["validation/loss"] for each in evaluated)
         assert trial.run_dir.startswith(str(tmp_path / "pbt"))
-        assert Run(trial.run_dir).record.steps == 96
+        assert Run(trial.run_dir).record.steps == last_step
         if trial.name in last:
             assert trial.config.learning_rate == last[trial.name]

@@ -27,19 +27,21 @@ from headway.orchestrator import (
 )
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.cli.tables import print_runs
+from headway.orchestrator.config.values import with_values
 from headway.orchestrator.runs.open import open_run, open_sweep, record_changed_settings
 from headway.orchestrator.runs.requests import read_stop_request
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.sweeps.driver import SweepDriver, _first_valid_trial
+from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.ending import out_of_patience, target_reached
-from headway.orchestrator.sweeps.record import Sweep, Trial
-from headway.orchestrator.sweeps.replay import reports_of_ended_trials
+from headway.orchestrator.sweeps.record import Sweep, TrialResult
 from headway.orchestrator.sweeps.result import SweepResult
 from headway.orchestrator.sweeps.retention import checkpoint_bytes, delete_checkpoints, over_limit, surplus
 from headway.orchestrator.sweeps.search import resolve_search
-from headway.orchestrator.sweeps.trial import _with_values, trial_resources
+from headway.orchestrator.sweeps.sweep import _first_valid_trial
+from headway.orchestrator.sweeps.tune.ray_schedulers import reports_of_ended_trials
+from headway.orchestrator.sweeps.tune.trial import trial_resources
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer import ParallelConfig
 from headway.trainer.errors import ConfigError
@@ -213,9 +215,8 @@ def test_a_trial_is_an_experiment_of_its_own_with_typed_values(tmp_path: Path) -
         "config.evaluate_every": trial.config.evaluate_every,
         "config.checkpoint.monitor": "validation/accuracy",
         "config.checkpoint.mode": "max",
-        "trial": "trial-007",
     }
-    assert _with_values(base, typed).config == trial.config
+    assert with_values(base, typed).config == trial.config
 
 
 def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_refused(tmp_path: Path) -> None:
@@ -377,9 +378,9 @@ def test_a_sweep_ends_when_the_target_is_reached_or_nothing_improves(tmp_path: P
     base = experiment(tmp_path)
     opened = open_sweep(base, wanted)
 
-    def trials(*metrics: float | None) -> list[Trial]:
+    def trials(*metrics: float | None) -> list[TrialResult]:
         return [
-            Trial(name=f"trial-{index:03}", index=index, values={}, metric=metric,
+            TrialResult(name=f"trial-{index:03}", index=index, values={}, metric=metric,
                   status="completed" if metric is not None else "failed")
             for index, metric in enumerate(metrics)
         ]  # fmt: skip
@@ -453,8 +454,9 @@ def test_the_resources_of_a_trial_may_be_searched(tmp_path: Path) -> None:
     assert trial_resources(base.scaling, {workers: 2}).required_resources == {"memory": 1.0}
     with pytest.raises(ConfigError, match="scaling.workers"):
         search(space={workers: [0, 1]}).check(base)
+    search(space=wanted.space, scheduler=PBT()).check(base)
     with pytest.raises(ConfigError, match=r"require single-worker trials \(scaling.workers=1\), got 4 workers"):
-        search(space=wanted.space, scheduler=PBT()).check(base)
+        search(space=wanted.space, metric="train/loss").check(base)
 
 
 def test_a_sweep_of_before_a_field_was_added_resumes(tmp_path: Path) -> None:
@@ -539,7 +541,7 @@ def test_only_the_best_finished_trials_keep_their_checkpoints(tmp_path: Path) ->
         name = f"trial-00{index}"
         opened.note("trial_suggested", trial=name, index=index, values={})
         trials.append(
-            Trial(
+            TrialResult(
                 name=name, index=index, values={}, status=status, metric=metric, run_dir=str(tmp_path / "tiny" / name)
             )  # type: ignore[arg-type]
         )

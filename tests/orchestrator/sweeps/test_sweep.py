@@ -203,16 +203,16 @@ def test_a_sweep_is_stopped_from_outside_and_goes_on(tmp_path: Path) -> None:
     said, first = train_until(lambda: stop_run("long", str(tmp_path), wait=True))
     assert said == "long has ended: stopped with 0 of 3 trials done (headway runs stop); to resume, start it again"
     assert (first.status, [trial.status for trial in first.trials]) == ("stopped", ["interrupted"] * 2)
-    saved = [trial.trial.steps for trial in first.trials]
+    saved = [trial.steps for trial in first.trials]
     for trial in first.trials:
-        assert str(trial.trial.last_checkpoint).endswith(f"step-{trial.trial.steps:08d}")
-        assert trial.trial.steps > 0
+        assert str(trial.last_checkpoint).endswith(f"step-{trial.steps:08d}")
+        assert trial.steps > 0
 
     # They resume from there, and are aborted without a checkpoint.
     _, second = train_until(lambda: stop_run("long", str(tmp_path), now=True))
     assert (second.status, second.reason) == ("stopped", "headway runs stop, immediately")
     assert [trial.status for trial in second.trials] == ["interrupted"] * 2
-    assert [trial.trial.steps for trial in second.trials] == saved
+    assert [trial.steps for trial in second.trials] == saved
     for trial, steps in zip(second.trials, saved, strict=True):
         events = read_events(Run(trial.run_dir).folder)
         assert [each["step"] for each in events if each["event"] == "training"] == [0, steps]

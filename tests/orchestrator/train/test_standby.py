@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 from ray import cloudpickle
 
 from headway.orchestrator.config.experiment import Retries
@@ -70,3 +72,14 @@ def test_what_is_no_answer_is_refused() -> None:
     assert (Retries().spares, Retries(spares=True).spares) == ("auto", True)
     with pytest.raises(ConfigError, match="spares must be"):
         Retries(spares="yes")  # type: ignore[arg-type]
+
+
+def test_without_the_private_parts_of_ray_a_run_does_without_spares(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray._private.runtime_env.setup_hook", None)
+    monkeypatch.setitem(sys.modules, "ray._private.grpc_utils", None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
+    assert standby.environment(2) == {}
+    standby._reserve()
+    assert caplog.text.count("cannot keep a spare worker process, so restarts take longer (ModuleNotFoundError") == 2

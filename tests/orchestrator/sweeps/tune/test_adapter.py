@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import threading
 import time
@@ -13,21 +14,21 @@ from typing import Any
 
 import fsspec
 import pytest
+from ray.tune.search import Searcher, SearchGenerator
 from rich.console import Console
 
-from headway.orchestrator import ASHA, HyperBand, LogUniform, MedianStopping, Search, StorageError
+from headway.orchestrator import ASHA, PBT, HyperBand, LogUniform, MedianStopping, Search, StorageError
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_sweep
 from headway.orchestrator.runs.requests import read_stop_request
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.sweeps import tune_adapter as orchestrator_tuning
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.record import Sweep
-from headway.orchestrator.sweeps.replay import reports_of_ended_trials
 from headway.orchestrator.sweeps.schedulers import Scheduler
-from headway.orchestrator.sweeps.tune_adapter import GracefulStopScheduler, _scheduler
+from headway.orchestrator.sweeps.tune import adapter as tune_adapter, ray_schedulers as tune_schedulers
+from headway.orchestrator.sweeps.tune.ray_schedulers import GracefulStopScheduler, reports_of_ended_trials
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.runs.test_run import experiment
@@ -36,14 +37,13 @@ from tests.orchestrator.runs.test_stop import Leaving
 SPACE = {"config.learning_rate": LogUniform(1e-4, 1e-1)}
 
 
-def gentle(sweep: Sweep, search: Search, earlier: dict[str, list[dict[str, Any]]]) -> tuple[GracefulStopScheduler, Any]:
+def gentle(sweep: Sweep, search: Search) -> tuple[GracefulStopScheduler, Any]:
     scheduler = GracefulStopScheduler(
-        _scheduler(search),
+        search,
         sweep,
-        kind="x",
         at_once=lambda: 1,
         on_exploit=lambda *_: pytest.fail("no PBT"),
-        earlier_reports=earlier,
+        on_stop_all=lambda _: pytest.fail("no stopper"),
     )
     return scheduler, SimpleNamespace()
 
@@ -70,35 +70,61 @@ def test_a_trial_is_judged_by_those_that_have_ended_under_an_earlier_driver(tmp_
         sweep.note("trial_ended", trial=name, status="completed")
     earlier = reports_of_ended_trials(sweep, search)
     assert [len(each) for each in earlier.values()] == [2, 2, 2, 2, 0]
-    for index, (past, loss, is_stopped) in enumerate(((earlier, 9.0, True), (earlier, 0.01, False), ({}, 9.0, False))):
-        scheduler, controller = gentle(sweep, search, past)
+    new = open_sweep(replace(experiment(tmp_path), name="new"), search)
+    for index, (of, loss, is_stopped) in enumerate(((sweep, 9.0, True), (sweep, 0.01, False), (new, 9.0, False))):
+        scheduler, controller = gentle(of, search)
         name = f"trial-00{index + 5}"
-        Folder(sweep.folder.path(name)).prepare()
-        silent: Any = orchestrator_tuning.replayed_trial("trial-008")
+        Folder(of.folder.path(name)).prepare()
+        silent: Any = tune_schedulers.replayed_trial("trial-008")
         scheduler.on_trial_add(controller, silent)
         # It failed before its first report.
         scheduler.on_trial_complete(controller, silent, {"done": True})
-        trial: Any = orchestrator_tuning.replayed_trial(name)
+        trial: Any = tune_schedulers.replayed_trial(name)
         scheduler.on_trial_add(controller, trial)
         report = {"validation/loss": loss, "evaluations": 1, "step": 1}
         assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
-        stop = read_stop_request(Folder(sweep.folder.path(name)))
-        assert (stop.reason if stop else None) == ("pruned by x after 1 evaluation" if is_stopped else None)
+        stop = read_stop_request(Folder(of.folder.path(name)))
+        reason = f"pruned by {type(wanted).__name__} after 1 evaluation"
+        assert (stop.reason if stop else None) == (reason if is_stopped else None)
 
 
 def test_with_a_metric_of_the_training_a_trial_is_stopped_after_as_many_records(tmp_path: Path) -> None:
     search = Search(space=SPACE, metric="train/loss", trials=9, scheduler=ASHA(grace=3, max_evaluations=9))
     sweep = open_sweep(experiment(tmp_path), search)
-    past = {"trial-000": [{"train/loss": 0.1, "evaluations": number, "step": number} for number in (1, 2, 3)]}
-    scheduler, controller = gentle(sweep, search, past)
+    Folder(sweep.folder.path("trial-000")).prepare()
+    lines = [json.dumps({"step": step, "train/loss": 0.1}) for step in (1, 2, 3)]
+    Path(sweep.folder.path("trial-000"), "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    sweep.note("trial_ended", trial="trial-000", status="completed")
+    scheduler, controller = gentle(sweep, search)
     Folder(sweep.folder.path("trial-001")).prepare()
-    trial: Any = orchestrator_tuning.replayed_trial("trial-001")
+    trial: Any = tune_schedulers.replayed_trial("trial-001")
     scheduler.on_trial_add(controller, trial)
     for number in (1, 2, 3):
         scheduler.on_trial_result(controller, trial, {"train/loss": 9.0, "evaluations": number, "step": number})
     stop = read_stop_request(Folder(sweep.folder.path("trial-001")))
     assert stop is not None
-    assert stop.reason == "pruned by x after 3 records"
+    assert stop.reason == "pruned by ASHA after 3 records"
+
+
+def test_pbt_runs_beside_a_searcher_and_trials_train_without_it_if_a_later_ray_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ControllerWithoutSearch` hides what PBT looks at: if this fails, it looks at something else."""
+    search = Search(space=SPACE, trials=2, scheduler=PBT())
+    theirs = SimpleNamespace(search_alg=SearchGenerator(Searcher()))
+    trial: Any = tune_schedulers.replayed_trial("trial-000")
+    with pytest.raises(ValueError, match="Search algorithms cannot be used"):
+        tune_schedulers.make_schedulers(search)[0].on_trial_add(theirs, trial)
+    scheduler, _ = gentle(open_sweep(experiment(tmp_path), search), search)
+    scheduler.on_trial_add(theirs, trial)
+    assert "PopulationBasedTraining" in scheduler.debug_string()
+
+    monkeypatch.setattr(tune_schedulers, "ControllerWithoutSearch", lambda controller: controller)
+    scheduler, controller = gentle(open_sweep(replace(experiment(tmp_path), name="later"), search), search)
+    scheduler.on_trial_add(theirs, trial)
+    report = {"validation/loss": 1.0, "evaluations": 1, "training_iteration": 1, "step": 1}
+    assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
+    assert "FIFO" in scheduler.debug_string()
 
 
 def lead(search: Search, folder: str) -> SweepDriver:
@@ -126,7 +152,7 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
             on_end(found[0].name, None)
 
     monkeypatch.setattr(Leaving, "is_away", False)
-    monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
+    monkeypatch.setattr(tune_adapter, "tune_trials", tune_trials)
     # Each iteration of the driver must write.
     monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
     capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=lambda: None)
@@ -155,7 +181,7 @@ def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(
     def look() -> None:
         raise ConfigError("a trial has not come up")
 
-    monkeypatch.setattr(orchestrator_tuning, "tune_trials", tune_trials)
+    monkeypatch.setattr(tune_adapter, "tune_trials", tune_trials)
     capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=look)
     with pytest.raises(ConfigError, match="a trial has not come up"):
         leader.run(capacity, leave_s=10.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import subprocess
 import sys
 import time
@@ -14,19 +13,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray import cloudpickle
+from ray import tune
 from rich.console import Console
 
 from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
+from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
-from headway.orchestrator.sweeps import trial
-from headway.orchestrator.sweeps.record import Trial
-from headway.orchestrator.sweeps.replay import reports_of_ended_trials
-from headway.orchestrator.sweeps.trial import EventTuneReporter, SweepTask, TuneReportCallback, run_trial
+from headway.orchestrator.sweeps.record import TrialResult
+from headway.orchestrator.sweeps.tune import trial
+from headway.orchestrator.sweeps.tune.ray_schedulers import reports_of_ended_trials
+from headway.orchestrator.sweeps.tune.reporting import EventReporter, ReportEvaluations, TuneReporter, make_report
+from headway.orchestrator.sweeps.tune.trial import SweepTask, run_trial
 from headway.orchestrator.train import driver
+from headway.orchestrator.train.train_loop import Start
 from headway.trainer import CheckpointConfig, Duration
 from headway.trainer.errors import ConfigError
 from tests.orchestrator.runs.test_run import experiment
@@ -35,21 +37,22 @@ from tests.tiny import TinyConfig, TinyTrainer
 
 def task_of_a_sweep(storage: Path, found: Experiment, **changes: Any) -> SweepTask:
     return SweepTask(**{
-        "experiment": cloudpickle.dumps(found), "sweep_dir": str(storage), "metric": "validation/loss", "mode": "min",
-        "pauses": False, "may_change": False, "trains_here": found.scaling.max_workers == 1, "imports": (),
-        "current_dir": os.getcwd(), **changes,
+        "start": Start.of(found, ResumeOptions()), "sweep_dir": str(storage), "metric": "validation/loss",
+        "mode": "min", "pauses": False, "may_change": False, "trains_here": found.scaling.max_workers == 1, **changes,
     })  # fmt: skip
+
+
+def reporter_of(task: SweepTask, run: Run) -> TuneReporter:
+    return TuneReporter(run.run_dir, task.metric, saves=task.pauses, mode=task.mode)
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The reports of the trial `tiny` to Ray Tune."""
     reports: list[dict[str, Any]] = []
-    tune = SimpleNamespace(
-        get_context=lambda: SimpleNamespace(get_trial_name=lambda: "tiny"), get_checkpoint=lambda: None,
-        report=lambda report, checkpoint=None: reports.append(report), Checkpoint=trial.tune.Checkpoint,
-    )  # fmt: skip
-    monkeypatch.setattr(trial, "tune", tune)
+    monkeypatch.setattr(tune, "get_context", lambda: SimpleNamespace(get_trial_name=lambda: "tiny"))
+    monkeypatch.setattr(tune, "get_checkpoint", lambda: None)
+    monkeypatch.setattr(tune, "report", lambda report, checkpoint=None: reports.append(report))
     monkeypatch.setattr(driver, "placed_groups", set)
     return reports
 
@@ -80,9 +83,9 @@ def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_sta
     log = EventWriter(run.folder, "rank-0")
     # The second start resumes from the checkpoint of step 25, and repeats one evaluation.
     for steps in ((10, 20, 30), (30, 40, 50)):
-        relay = EventTuneReporter(task_of_a_sweep(tmp_path, found), run)
+        relay = EventReporter(reporter_of(task_of_a_sweep(tmp_path, found), run))
         for step in steps:
-            log.add("evaluated", step=step, metrics={"validation/loss": 1.0})
+            log.add("evaluated", step=step, metrics={"validation/loss": 1.0}, evaluations=step // 10)
             relay.event(read_events(run.folder)[-1])
     assert [(each["step"], each["evaluations"]) for each in told] == [
         (10, 1), (20, 2), (30, 3), (30, 3), (40, 4), (50, 5),
@@ -102,7 +105,7 @@ def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
     for epochs in (1, 2):
         lasting = replace(found, config=replace(found.config, max_epochs=epochs))
         run = open_run(lasting).run
-        run_trial({"trial": "tiny", "resume": "auto"}, replace(task, experiment=cloudpickle.dumps(lasting)))
+        run_trial({"trial": "tiny", "resume": "auto"}, replace(task, start=Start.of(lasting, ResumeOptions())))
         assert Run(run.run_dir).status == "completed"
     assert [(each["step"], each["evaluations"]) for each in told] == [
         (4, 1),
@@ -119,10 +122,9 @@ def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
 def test_an_evaluation_that_measured_nothing_finite_is_shown_so(tmp_path: Path) -> None:
     screen = io.StringIO()
     display = SweepConsole("validation/loss", "max", Console(file=screen, force_terminal=True, width=120))
-    task = task_of_a_sweep(tmp_path, experiment(tmp_path), mode="max")
-    report = trial.make_report(task, math.nan, 1, 10)
+    report = make_report("validation/loss", "max", math.nan, 1, 10)
     assert math.isfinite(report["validation/loss"]), "schedulers stop nothing of which they know no worth"
-    display.started(Trial(name="trial-000", index=0, values={}))
+    display.started(TrialResult(name="trial-000", index=0, values={}))
     display.reported("trial-000", report)
     Console(file=screen).print(display._table())
     assert "nan" in screen.getvalue()
@@ -165,7 +167,9 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
     # Separate workers report evaluations by their events.
     if metric.startswith("validation/"):
         with pytest.raises(ConfigError, match="metric is 'validation/los', but an evaluation logs validation/loss"):
-            EventTuneReporter(task, run).event({"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}})
+            EventReporter(reporter_of(task, run)).event(
+                {"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}, "evaluations": 1}
+            )
 
 
 def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_checkpoint(
@@ -174,10 +178,9 @@ def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_chec
     """Saving is slower than training here; each evaluation is reported, never with an earlier checkpoint."""
     found = replace(experiment(tmp_path, max_steps=None, max_epochs=3), name="tiny")
     open_run(found)
-    reporter = TuneReportCallback(task_of_a_sweep(tmp_path, found, pauses=True), Run(found.run_dir))
-    trainer: Any = SimpleNamespace(
-        global_step=10, progress=SimpleNamespace(evaluations=0), request_save=lambda: None, request_stop=lambda *_: None
-    )
+    task = task_of_a_sweep(tmp_path, found, pauses=True)
+    reporter = ReportEvaluations(reporter_of(task, Run(found.run_dir)))
+    trainer: Any = SimpleNamespace(global_step=10, progress=SimpleNamespace(evaluations=0))
     reporter.on_evaluation_end(trainer, {"validation/loss": 3.0})
     trainer.global_step, trainer.progress.evaluations = 20, 1
     reporter.on_evaluation_end(trainer, {"validation/loss": 2.0})
@@ -189,13 +192,13 @@ def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_chec
 def test_a_process_of_trials_never_collects_what_it_has_imported() -> None:
     script = (
         "import gc, sys\n"
-        "from headway.orchestrator.sweeps import trial_process\n"
+        "from headway.orchestrator.sweeps.tune import trial_process\n"
         "assert 'torch' not in sys.modules\n"
         "gc.collect()\n"
         "rounds = [each['collections'] for each in gc.get_stats()]\n"
         "trial_process._import_all(True)\n"
         "assert [each['collections'] for each in gc.get_stats()] == rounds\n"
         "assert gc.isenabled() and gc.get_freeze_count() > 100_000 > len(gc.get_objects())\n"
-        "assert {'headway.orchestrator.sweeps.trial', 'torch._dynamo'} <= sys.modules.keys()\n"
+        "assert {'headway.orchestrator.sweeps.tune.trial', 'torch._dynamo'} <= sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -17,10 +17,11 @@ from ray.tune.search import ConcurrencyLimiter, Searcher
 
 from headway.trainer.errors import ConfigError
 
-from ..storage.folder import Folder
-from .optuna_search import PastTrial
-from .search import Params, Search
-from .space import Axis, Choice, LogUniform, Normal, RandInt, Uniform, index_of
+from ...storage.folder import Folder
+from ..optuna_search import PastTrial
+from ..sampling import Params
+from ..search import Search
+from ..space import Axis, Choice, LogUniform, Normal, RandInt, Uniform, index_of
 
 _STATE = "searcher.json"
 # Refusals in a row while no trial trains, after which there is nothing to wait for. Some searchers refuse duplicates or

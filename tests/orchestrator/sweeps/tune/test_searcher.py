@@ -16,10 +16,11 @@ from rich.console import Console
 from headway.orchestrator import Choice, Experiment, LogUniform, RandInt, RunConflictError, Search, Uniform, When
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_sweep
-from headway.orchestrator.sweeps.driver import SweepDriver, _make_searcher
+from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.optuna_search import PastTrial
 from headway.orchestrator.sweeps.record import Sweep
-from headway.orchestrator.sweeps.tune_searcher import TuneSearcher
+from headway.orchestrator.sweeps.sweep import _make_searcher
+from headway.orchestrator.sweeps.tune.searcher import TuneSearcher
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer

@@ -17,7 +17,7 @@ from ray.tune.search.optuna import OptunaSearch
 from headway.orchestrator import Experiment, Run, checkpoint_path, trainable
 from headway.orchestrator.runs.pointer import Pointer, write_pointer
 from headway.orchestrator.runs.resume import ResumeOptions
-from headway.orchestrator.sweeps.trainable import run_trial
+from headway.orchestrator.sweeps.tune.trainable import run_trial
 from headway.orchestrator.train.train_loop import Start
 from headway.trainer import CheckpointConfig, ConfigError, Duration
 from tests.tiny import TinyConfig, TinyTrainer

@@ -58,11 +58,11 @@ def test_a_sweep_takes_a_searcher_a_scheduler_a_callback_and_a_stop_and_goes_on_
     assert len(first.trials) == 4
     assert first.trials[0].values == {RATE: 0.01}
     assert len({trial.values[RATE] for trial in first.trials}) == 4
-    reasons = [trial.trial.reason for trial in first.trials]
+    reasons = [trial.reason for trial in first.trials]
     assert {trial.status for trial in first.trials} == {"stopped"}
     assert any(reason == "ended by search.stop after 3 evaluations" for reason in reasons), reasons
     assert all(reason.startswith(("ended by search.stop", "pruned by AsyncHyperBandScheduler")) for reason in reasons)
-    assert all(trial.trial.last_checkpoint for trial in first.trials)
+    assert all(trial.last_checkpoint for trial in first.trials)
     assert {"validation/loss", "evaluations", "step"} <= set(Counting.reports[0])
     more = sweep(experiment(tmp_path), search(6))
     assert [trial.values for trial in more.trials[:4]] == [trial.values for trial in first.trials]
@@ -79,9 +79,9 @@ def test_synchronous_hyperband_ends_the_trials_that_it_has_paused(tmp_path: Path
     result = sweep(experiment(tmp_path), search)
     assert result.status == "completed", result.reason
     assert {trial.status for trial in result.trials} <= {"completed", "stopped"}
-    pruned = [trial for trial in result.trials if trial.trial.reason.startswith("pruned by HyperBandScheduler after ")]
+    pruned = [trial for trial in result.trials if trial.reason.startswith("pruned by HyperBandScheduler after ")]
     assert pruned
-    assert all(trial.trial.last_checkpoint for trial in pruned)
+    assert all(trial.last_checkpoint for trial in pruned)
 
 
 @pytest.mark.extended
@@ -109,4 +109,4 @@ def test_trials_have_the_number_of_workers_of_their_values(tmp_path: Path) -> No
         (started,) = [event for event in read_events(Folder(trial.run_dir)) if event["event"] == "attempt_started"]
         assert started["world_size"] == workers
     # Each worker has its own batches, so two take half as many steps.
-    assert [trial.trial.steps for trial in result.trials] == [12, 6]
+    assert [trial.steps for trial in result.trials] == [12, 6]

@@ -1,0 +1,80 @@
+"""Random values and combinations of a search space, and whether it contains those of another sweep."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, get_args
+
+from .space import Axis, Choice, Grid, When, contains
+
+Params: TypeAlias = dict[str, Any]
+"""Hyperparameters of a trial, by dotted path."""
+
+AXES = get_args(Axis)
+
+
+def axis_of(value: Any) -> Any:
+    """Return the axis of a field, whether conditional or not; a fixed value unchanged."""
+    return value.then if isinstance(value, When) else value
+
+
+def sample(
+    space: Mapping[str, Any], seed: int, index: int, *, point: Mapping[str, Any], cell: Mapping[str, Any]
+) -> Params:
+    """Return random values for a trial.
+
+    Args:
+        space: values and axes, by path.
+        seed: of the search.
+        index: index of the trial.
+        point: values to keep.
+        cell: values of the axes that are `Grid`.
+    """
+    values: Params = {}
+    for path, found in space.items():
+        if isinstance(found, When) and not found.holds(values):
+            continue
+        axis = axis_of(found)
+        if path in point:
+            values[path] = point[path]
+        elif isinstance(axis, Grid):
+            values[path] = cell[path]
+        else:
+            # One generator per field, so that adding a field does not change the values of the others.
+            generator = random.Random(f"{seed} {index} {path}")
+            values[path] = axis.draw(generator) if isinstance(axis, AXES) else axis
+    return values
+
+
+def combinations(space: Mapping[str, Any]) -> list[Params]:
+    """Return all combinations of choices; the last field changes fastest."""
+    grid: list[Params] = [{}]
+    for path, found in space.items():
+        longer = []
+        for values in grid:
+            if isinstance(found, When) and not found.holds(values):
+                longer.append(values)
+                continue
+            axis = axis_of(found)
+            choices: Sequence[Any] = axis.values if isinstance(axis, (Choice, Grid)) else (axis,)
+            longer += [{**values, path: value} for value in choices]
+        grid = longer
+    return grid
+
+
+def fits(space: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Return whether a space has these values of a trial of another sweep; fields outside of it do not matter."""
+    for path, found in space.items():
+        applies = found.holds(values) if isinstance(found, When) else isinstance(found, AXES) or path in values
+        if applies != (path in values) or (applies and not contains(axis_of(found), values[path])):
+            return False
+    return True
+
+
+def conditions(space: Mapping[str, Any], path: str) -> list[Params]:
+    """Return the values of other fields for which an axis applies, as alternatives."""
+    axis = space[path]
+    if not isinstance(axis, When):
+        return [{}]
+    return [{**above, axis.path: value} for above in conditions(space, axis.path) for value in axis.wanted]

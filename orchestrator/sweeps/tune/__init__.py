@@ -1,0 +1,1 @@
+"""Everything of a sweep that imports Ray Tune, in the driver and in the processes of the trials."""

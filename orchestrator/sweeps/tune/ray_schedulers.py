@@ -1,0 +1,303 @@
+"""Ray Tune's schedulers for a sweep: trials that they stop save first, and earlier drivers' trials are replayed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
+from ray.tune.stopper import FunctionStopper
+
+from ...runs.metric_history import metric_by_step
+from ...runs.pointer import read_pointer
+from ...runs.requests import StopRequest, request_stop
+from ...runs.run import Run, now
+from ...storage.folder import Folder, retry_storage
+from ..record import ENDED_EARLY, PRUNED, Sweep
+from ..sampling import Params
+from ..schedulers import ASHA, PBT, HyperBand, MedianStopping, is_tune_scheduler
+from ..search import Search
+from ..space import Choice, Grid
+from .reporting import make_report
+
+logger = logging.getLogger(__name__)
+
+OnExploit = Callable[[str, str, Params], tuple[Params, str]]
+
+
+class NotPickled:
+    """Pickles as a bare object. Ray Tune pickles its parts for its own restore, which is not used."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (object, ())
+
+
+class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
+    """Stops trials through their runs, so that they save a checkpoint first; limits how many run concurrently.
+
+    Ray's schedulers decide; each bracket of `HyperBand` has one of its own.
+
+    Args:
+        search: the search.
+        sweep: the sweep.
+        at_once, on_exploit, on_stop_all: see `tune_trials`.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        sweep: Sweep,
+        *,
+        at_once: Callable[[], int],
+        on_exploit: OnExploit,
+        on_stop_all: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._search, self._sweep, self._at_once, self._on_exploit = search, sweep, at_once, on_exploit
+        self._stopper, self._on_stop_all = as_stopper(search.stop), on_stop_all
+        self._inner = make_schedulers(search)
+        self._is_pbt = isinstance(self._inner[0], PopulationBasedTraining)
+        self._stopped: set[str] = set()
+        self._trials: dict[str, TuneTrial] = {}
+
+    def has_room(self) -> bool:
+        """Return whether one more trial may train."""
+        training = (TuneTrial.PENDING, TuneTrial.RUNNING)
+        return sum(trial.status in training for trial in self._trials.values()) < self._at_once()
+
+    def training_error(self, trial_id: str) -> str:
+        """Return the last line of a trial's error, from Ray Tune's file on this machine."""
+        lines = Path(str(self._trials[trial_id].error_file)).read_text().strip().splitlines()
+        return lines[-1] if lines else "its process died"
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        """Accept and ignore them: the inner schedulers have them already."""
+        return True
+
+    def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
+        """Forward it."""
+        if not self._trials:
+            self._replay(controller)
+        self._trials[trial.trial_id] = trial
+        try:
+            self._of(trial).on_trial_add(ControllerWithoutSearch(controller), trial)
+        except ValueError as error:
+            if not self._is_pbt:
+                raise
+            logger.warning("this version of Ray Tune does not let PBT run, so trials train without it: %s", error)
+            self._inner, self._is_pbt = [FIFOScheduler()], False
+
+    def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
+        """Forward it."""
+        self._of(trial).on_trial_error(controller, trial)
+
+    def on_trial_result(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
+        """Let Ray's scheduler decide. A pruned trial gets a request to stop, and continues until it has saved."""
+        if trial.trial_id in self._stopped:
+            # Ray's scheduler expects no more reports of a stopped trial.
+            return str(TrialScheduler.CONTINUE)
+        before = trial.config
+        decision = str(self._of(trial).on_trial_result(controller, trial, result))
+        if trial.config is not before:
+            self._apply_exploit(trial, before)
+        if decision == TrialScheduler.STOP:
+            return self._stop(trial, self._pruned(result))
+        if self._stopper is not None:
+            if self._stopper(trial_name(trial), result):
+                return self._stop(trial, f"{ENDED_EARLY} after {self._count(result)}")
+            if self._stopper.stop_all():
+                self._on_stop_all(f"search.stop ({type(self._stopper).__name__}) ended the sweep")
+        if decision == TrialScheduler.PAUSE and self._is_pbt and len(self._trials) <= self._at_once():
+            # PBT pauses to make room for a waiting trial, but all have room.
+            return str(TrialScheduler.CONTINUE)
+        return decision
+
+    def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
+        """Forward it, unless the trial never reported: Ray's schedulers take the last report for an evaluation."""
+        if "evaluations" in result:
+            self._of(trial).on_trial_complete(controller, trial, result)
+
+    def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
+        """Forward it. A trial that a synchronous scheduler removes while it is paused has ended."""
+        self._of(trial).on_trial_remove(controller, trial)
+        if trial.status == TuneTrial.PAUSED:
+            run = Run(self._sweep.folder.path(trial_name(trial)))
+            reason = self._pruned(trial.last_result)
+            retry_storage(lambda: run.update(status="stopped", reason=reason, ended=now()))
+
+    def choose_trial_to_run(self, controller: Any) -> TuneTrial | None:
+        """Let Ray's scheduler choose; a paused trial only if there is room."""
+        chosen = self._inner[0].choose_trial_to_run(controller)
+        if chosen is not None and chosen.status == TuneTrial.PAUSED and not self.has_room():
+            return None
+        return chosen
+
+    def debug_string(self) -> str:
+        """Return the debug text of Ray's scheduler."""
+        return str(self._inner[0].debug_string())
+
+    def save(self, checkpoint_path: str) -> None:
+        """Save nothing: the state is in the journal."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restore nothing."""
+
+    def _of(self, trial: TuneTrial) -> TrialScheduler:
+        """Return the scheduler of a trial: that of its bracket. Ray Tune would draw the bracket at random."""
+        if len(self._inner) == 1:
+            return self._inner[0]
+        return self._inner[self._search.scheduler.bracket_of(int(trial_name(trial).rpartition("-")[2]))]
+
+    def _replay(self, controller: Any) -> None:
+        """Replay the trials that ended under an earlier driver."""
+        earlier = retry_storage(lambda: reports_of_ended_trials(self._sweep, self._search))
+        for name, reports in earlier.items():
+            if not reports:
+                continue
+            trial = replayed_trial(name)
+            inner = self._of(trial)
+            inner.on_trial_add(controller, trial)
+            for report in reports:
+                if inner.on_trial_result(controller, trial, report) == TrialScheduler.STOP:
+                    break
+            inner.on_trial_complete(controller, trial, reports[-1])
+
+    def _stop(self, trial: TuneTrial, reason: str) -> str:
+        """Request that a trial stops; it continues until it has saved."""
+        self._stopped.add(trial.trial_id)
+        folder = Folder(self._sweep.folder.path(trial_name(trial)))
+        retry_storage(lambda: request_stop(folder, StopRequest(reason=reason)))
+        return str(TrialScheduler.CONTINUE)
+
+    def _apply_exploit(self, trial: TuneTrial, before: dict[str, Any]) -> None:
+        checkpoint = trial.latest_checkpoint_result.checkpoint
+        name = str(before["trial"])
+        values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
+        typed, resume = self._on_exploit(name, read_pointer(checkpoint).checkpoint, values)
+        trial.set_config({**typed, "trial": name, "resume": resume})
+
+    def _pruned(self, result: Mapping[str, Any]) -> str:
+        return f"{PRUNED}{type(self._search.scheduler).__name__} after {self._count(result)}"
+
+    def _count(self, result: Mapping[str, Any]) -> str:
+        kind = "record" if self._search.metric.startswith("train/") else "evaluation"
+        return f"{result['evaluations']} {kind}{'s'[: result['evaluations'] != 1]}"
+
+
+def trial_name(trial: TuneTrial) -> str:
+    """Return the name of a trial in the sweep."""
+    return str(trial.config["trial"])
+
+
+def replayed_trial(name: str) -> TuneTrial:
+    """Return a trial that ended under an earlier driver, for schedulers."""
+    trial = TuneTrial("headway", trial_id=name, config={"trial": name}, stub=True)
+    trial.set_status(TuneTrial.TERMINATED)
+    return trial
+
+
+def reports_of_ended_trials(sweep: Sweep, search: Search) -> dict[str, list[dict[str, Any]]]:
+    """Return the evaluations of ended trials by name, as they were reported to Ray Tune.
+
+    Empty for `PBT` and others that pause trials: they choose among running ones.
+    """
+    if search.scheduler is None or search.pauses:
+        return {}
+
+    def reports_of(name: str) -> list[dict[str, Any]]:
+        values = metric_by_step(Folder(sweep.folder.path(name)), search.metric)
+        return [
+            make_report(search.metric, search.mode, value, number, step)
+            for number, (step, value) in enumerate(values.items(), 1)
+        ]
+
+    ended = sweep.ended_trials()
+    return dict(zip(ended, sweep.folder.map(reports_of, ended), strict=True))
+
+
+class ControllerWithoutSearch:
+    """Ray Tune's controller without its searcher, because PBT refuses to run with one."""
+
+    search_alg = None
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
+
+
+def as_stopper(stop: Any) -> tune.Stopper | None:
+    """Return `Search.stop` as a stopper of Ray Tune: a dict ends a trial when a reported value is as large."""
+    if stop is None or isinstance(stop, tune.Stopper):
+        return copy.deepcopy(stop)
+    if isinstance(stop, Mapping):
+        return FunctionStopper(lambda _, result: any(result.get(key, -math.inf) >= most for key, most in stop.items()))
+    return FunctionStopper(stop)
+
+
+def make_schedulers(search: Search) -> Sequence[TrialScheduler]:
+    """Return Ray's scheduler for a search; several for the brackets of `HyperBand`."""
+    if is_tune_scheduler(search.scheduler):
+        # A copy, because it keeps what it has heard of the trials.
+        scheduler: TrialScheduler = copy.deepcopy(search.scheduler)
+        scheduler.set_search_properties(search.metric, search.mode)
+        return [scheduler]
+    common = {"time_attr": "evaluations", "metric": search.metric, "mode": search.mode}
+    match search.scheduler:
+        case ASHA(grace=grace, reduction=reduction, max_evaluations=most):
+            first_rungs, max_t = [float(grace)], float(most)
+        case HyperBand(first_looks=first_rungs, reduction=reduction, max_evaluations=most):
+            # Ray Tune rounds a quotient of logarithms down.
+            max_t = most * (1 + 1e-9)
+        case MedianStopping(grace=grace, trials=trials):
+            # An infinite time slice: otherwise it pauses trials until more of the others have reported.
+            slice_s = math.inf
+            return [
+                MedianStoppingRule(**common, grace_period=grace, min_samples_required=trials, min_time_slice=slice_s)
+            ]
+        case PBT() as pbt:
+            axes, generator = search.varied, random.Random(f"{search.seed} pbt")
+
+            def clamped(values: Params) -> Params:
+                snapped = {
+                    path: axis.snap(values[path]) for path, axis in axes.items() if not isinstance(axis, (Choice, Grid))
+                }
+                return {**values, **snapped}
+
+            return [
+                PopulationBasedTraining(
+                    **common,
+                    perturbation_interval=pbt.every,
+                    quantile_fraction=pbt.quantile,
+                    resample_probability=pbt.resample,
+                    log_config=False,
+                    custom_explore_fn=clamped,
+                    hyperparam_mutations={
+                        path: list(axis.values) if isinstance(axis, (Choice, Grid)) else partial(axis.draw, generator)
+                        for path, axis in axes.items()
+                    },
+                )  # fmt: skip
+            ]
+        case _:
+            return [FIFOScheduler()]
+    return [
+        AsyncHyperBandScheduler(
+            **common, grace_period=first, reduction_factor=reduction, max_t=max_t, stop_last_trials=False
+        )
+        for first in first_rungs
+    ]

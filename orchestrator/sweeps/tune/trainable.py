@@ -1,0 +1,140 @@
+"""`trainable(experiment)`: the function that a `Tuner` of the user's runs, with one run of the experiment per trial."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import ray
+from ray import tune
+
+from headway.trainer.callbacks.base import Callback
+from headway.trainer.checkpoints.store import read_checkpoint
+from headway.trainer.errors import CheckpointError
+
+from ...config.experiment import Experiment
+from ...errors import StorageError
+from ...runs.open import open_run
+from ...runs.pointer import read_pointer
+from ...runs.result import RunResult
+from ...runs.resume import ResumeOptions
+from ...runs.run import Run, now
+from ...train.driver import RunDriver
+from ...train.fit import close, finished_result, summarize_error, write_driver_ended
+from ...train.signals import StopSignals
+from ...train.train_loop import Start, train_rank
+from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_callbacks
+from .trial import trial_resources
+
+
+def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
+    """Return the function for a `ray.tune.Tuner`, whose trials are runs of the experiment with the trial's values.
+
+    The parameters of a search space are dotted paths, such as "config.learning_rate". The run of a trial has the name
+    of the trial, and is in the folder `<storage>/<name>` of the experiment. Each evaluation is reported to Ray Tune
+    with all metrics, "step" and "evaluations" once a checkpoint is saved, and with a pointer to that, by which Ray Tune
+    resumes, pauses and clones trials; `checkpoint_path` gives the checkpoint. Several workers are started by Ray Train
+    beside the process of the trial, and do not wait for its reports.
+
+    Ray Tune retries a trial of one worker, by its `FailureConfig`; a trial of several is retried by `retries`.
+
+    Args:
+        experiment: what to train; `scaling` gives the resources of a trial.
+        metric: a metric that each evaluation must have, such as "validation/loss"; None: any will do.
+
+    Raises:
+        ConfigError: the trainer cannot be pickled.
+
+    Example:
+        >>> from ray import tune
+        >>> experiment = Experiment(name="digits", trainer=Digits, config=config)
+        >>> tuner = tune.Tuner(
+        ...     trainable(experiment, metric="validation/loss"),
+        ...     param_space={"config.learning_rate": tune.loguniform(1e-4, 1e-1)},
+        ...     tune_config=tune.TuneConfig(metric="validation/loss", mode="min", num_samples=40),
+        ... )
+        >>> # results = tuner.fit()
+    """
+    start, scaling = Start.of(experiment, ResumeOptions(accept_changes=True)), experiment.scaling
+
+    def train_trial(config: dict[str, Any]) -> None:
+        run_trial(start, config, metric)
+
+    def resources(config: dict[str, Any]) -> Any:
+        return trial_resources(scaling, config)
+
+    # Ray Tune names trials after the function.
+    train_trial.__name__ = experiment.name
+    return tune.with_resources(train_trial, resources)
+
+
+def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> None:
+    """Train one trial in the process that Ray Tune has started for it. Raises whatever the trainer raises.
+
+    Args:
+        start: of the process that called `trainable`.
+        config: the trial's values at dotted paths.
+        metric: a metric that each evaluation must have.
+    """
+    # Time for a trial that Ray Tune ends to save, where its process is used again.
+    os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
+    experiment = start.enter(config)
+    name = tune.get_context().get_trial_name()
+    experiment = replace(experiment, name=name, storage=experiment.run_dir)
+    source = _source_of(experiment.run_dir)
+    start = replace(start, resume_options=replace(start.resume_options, resume=source or "auto"))
+    reporter = TuneReporter(experiment.run_dir, metric, saves=True)
+    callbacks = trial_callbacks(saves=True, is_adopted=source is not None)
+    if experiment.scaling.is_single_worker:
+        # A trial has one process at a time; its last one may have been on a machine that is lost.
+        result = train_rank(
+            start, experiment, on_cpu=not ray.get_gpu_ids(), reports=False,
+            callbacks=[ReportEvaluations(reporter), *callbacks], take_over=True,
+        )  # fmt: skip
+    else:
+        result = asdict(_drive(start, experiment, reporter, callbacks))
+    reporter.finish(result)
+    if reporter.has_ended:
+        # Ray Tune expects a paused trial's function to end this way.
+        sys.exit(0)
+
+
+def _source_of(run_dir: str) -> str | None:
+    """Return the checkpoint of another trial from which Ray Tune starts this one; None to resume its own run."""
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is None or (pointer := read_pointer(checkpoint)).run_dir == run_dir:
+        return None
+    try:
+        read_checkpoint(pointer.checkpoint)
+    except CheckpointError:
+        # The other trial has gone on, and its retention has deleted the checkpoint.
+        newest = Run(pointer.run_dir).record.last_checkpoint
+        return newest or pointer.checkpoint
+    return pointer.checkpoint
+
+
+def _drive(start: Start, experiment: Experiment, reporter: TuneReporter, callbacks: Sequence[Callback]) -> RunResult:
+    """Drive the run of a trial with several workers, as `fit` does."""
+    opened = open_run(experiment, accept_changes=True, take_over=True, provenance=start.provenance)
+    run, display = opened.run, EventReporter(reporter)
+    if opened.state == "finished":
+        return finished_result(run, display)
+    try:
+        # The trial may have to wait for other trials to end.
+        result = RunDriver(
+            experiment, run, StopSignals(), display, resume_options=start.resume_options, verbose=False, spares=False,
+            callbacks=callbacks, enforce_wait=False,
+        ).run()  # fmt: skip
+        close(run, result, display)
+    except BaseException as error:
+        with contextlib.suppress(StorageError):
+            run.update(status="failed", reason="", error=summarize_error(error), ended=now())
+            write_driver_ended(run, "failed")
+        raise
+    finally:
+        run.release()
+    return result

@@ -1,0 +1,172 @@
+"""Runs one trial in its process: the driver of its run and, for a single worker, also the training.
+
+The workers of a larger trial are started by Ray Train. Only evaluations are reported to Ray Tune.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import tune
+from rich.console import Console
+
+from headway.trainer.callbacks.base import Callback
+from headway.trainer.checkpoints.retention import Best, Mode
+
+from ...cli.console import RunConsole
+from ...config.experiment import Experiment, Scaling
+from ...config.values import with_values
+from ...errors import RunConflictError
+from ...runs.ownership import own_folder
+from ...runs.pointer import read_pointer
+from ...runs.requests import clear_stop_request, read_stop_request
+from ...runs.resume import ResumeOptions
+from ...runs.run import Driver, Run, now
+from ...storage.events import read_events
+from ...storage.folder import Folder, retry_storage
+from ...train.driver import RunDriver
+from ...train.fit import close, summarize_error, write_driver_ended
+from ...train.signals import StopSignals
+from ...train.train_loop import Start
+from ...train.worker import run_attempt
+from ...train.worker_group import make_task, retry_policy, run_worker_group, wait_to_restart
+from .reporting import (
+    ENDED_BY_TUNE,
+    EventReporter,
+    ReportEvaluations,
+    TuneReporter,
+    check_metric,
+    trial_callbacks,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepTask:
+    """The settings that the sweep's driver passes to all trials.
+
+    Attributes:
+        start: the experiment without the values of a trial, and what the trials import.
+        sweep_dir: folder of the sweep.
+        metric, mode: the objective.
+        pauses: whether the scheduler needs a checkpoint of each evaluation.
+        may_change: whether the values of a trial may change while it trains.
+        trains_here: whether most trials train in the process that Ray Tune starts, which then imports what they need.
+    """
+
+    start: Start
+    sweep_dir: str
+    metric: str
+    mode: Mode
+    pauses: bool
+    may_change: bool
+    trains_here: bool
+
+
+def run_trial(config: dict[str, Any], task: SweepTask) -> None:
+    """Train one trial until it ends, and record the end in its run. Raises no error of the training."""
+    # Time for a paused trial to write its checkpoint.
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
+    name = tune.get_context().get_trial_name()
+    run = Run(Folder(task.sweep_dir).path(name))
+    if (asked := read_stop_request(run.folder)) is not None and asked.reason == ENDED_BY_TUNE:
+        clear_stop_request(run.folder)
+    if read_stop_request(Folder(task.sweep_dir)) is not None:
+        return
+    values = {path: value for path, value in config.items() if path not in ("trial", "resume")}
+    experiment = replace(task.start.enter(values), name=name, storage=task.sweep_dir)
+    # From the sweep's driver, or from an earlier process of this trial that may be on a lost machine.
+    with own_folder(run.folder, take_over=True) as ownership:
+        run.update(
+            status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(),
+            claim=ownership.id,
+        )  # fmt: skip
+        _train_trial(run, experiment, _resume_from(run, config["resume"]), task)
+
+
+def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask) -> None:
+    """Train a trial that this process owns."""
+    trains_here = experiment.scaling.is_single_worker
+    reporter = TuneReporter(run.run_dir, task.metric, saves=task.pauses, mode=task.mode)
+    display = RunConsole(Console(quiet=True)) if trains_here else EventReporter(reporter)
+    reports = [ReportEvaluations(reporter)] if trains_here else []
+    try:
+        result = RunDriver(
+            experiment, run, StopSignals(), display, verbose=False, spares=False,
+            train=_train_here if trains_here else run_worker_group,
+            callbacks=[*reports, *trial_callbacks(saves=task.pauses, is_adopted=resume != "auto")],
+            # The sweep's driver enforces the wait: a trial may have to wait for others to end.
+            enforce_wait=False,
+            resume_options=ResumeOptions(resume=resume, accept_changes=task.may_change),
+        ).run()  # fmt: skip
+        if result.status == "completed":
+            check_metric(task.metric, result.metrics, "a trial")
+    except RunConflictError:
+        # The trial's files belong to another process now.
+        return
+    except Exception as error:
+        run.update(status="failed", reason="", error=summarize_error(error), ended=now())
+        write_driver_ended(run, "failed")
+        return
+    if task.may_change:
+        # A checkpoint of another trial contains that trial's best value.
+        best = retry_storage(lambda: _best_of_own_evaluations(run, task))
+        result = replace(result, best_metric=best.value, best_step=best.step)
+    close(run, result, display)
+    if reporter.has_ended:
+        # Ray Tune expects a paused trial's function to end this way.
+        sys.exit(0)
+
+
+def _best_of_own_evaluations(run: Run, task: SweepTask) -> Best:
+    """Return the best value of a run's own evaluations."""
+    best = Best(task.mode)
+    for event in read_events(run.folder):
+        # Evaluations after the same step may be of different weights, if the trial resumed from an earlier checkpoint.
+        if event["event"] == "evaluated" and task.metric in event["metrics"]:
+            best.update(event["metrics"][task.metric], step=event["step"])
+    return best
+
+
+def _train_here(
+    experiment: Experiment,
+    run: Run,
+    *,
+    callbacks: Sequence[Callback],
+    resume_options: ResumeOptions,
+    verbose: bool,
+    **_: Any,
+) -> dict[str, Any]:
+    """Train in this process, with the retries of the experiment. If the process dies, Ray Tune restarts it."""
+    task = make_task(experiment, run, resume_options=resume_options, verbose=verbose, callbacks=callbacks)
+    # Notices come from Ray Train, which does not run here.
+    task = replace(task, polls_preemption=False)
+    watch = retry_policy(experiment, run)
+    while True:
+        try:
+            return run_attempt(task, lambda: (experiment.trainer, experiment.config))
+        except Exception as error:
+            wait_to_restart(run.folder, watch.decide({0: error}).delay_s)
+
+
+def _resume_from(run: Run, resume: str) -> str:
+    """Return "auto" once this trial has saved a checkpoint; before, what the driver chose."""
+    checkpoint = tune.get_checkpoint()
+    has_saved = checkpoint is not None and read_pointer(checkpoint).run_dir == run.run_dir
+    return "auto" if has_saved else resume
+
+
+def trial_resources(scaling: Scaling, values: Mapping[str, Any]) -> Any:
+    """Return the resources of a trial's process: its single worker's, or almost none beside workers.
+
+    Args:
+        scaling: the resources of the experiment.
+        values: settings of the trial by path, some of which may be below `scaling`.
+    """
+    changes = {path.removeprefix("scaling."): each for path, each in values.items() if path.startswith("scaling.")}
+    scaling = with_values(scaling, changes)
+    # Ray Tune rejects an empty reservation, and any fraction of a CPU would be missing for the workers.
+    return tune.PlacementGroupFactory([scaling.worker_resources if scaling.is_single_worker else {"memory": 1}])

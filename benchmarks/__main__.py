@@ -23,6 +23,7 @@ PARTS = (
     "search",
     "records",
     "heartbeats",
+    "reporting",
 )
 
 

@@ -85,8 +85,8 @@ class Fewer(Many):
     layers = 125
 
 
-def make_trainer(kind: type[Any], folder: str, *, saves: bool = False, world: World | None = None) -> Any:
-    checkpoint = CheckpointConfig(every="10 steps" if saves else None, at_end=False, keep_last=1)  # type: ignore[arg-type]
+def make_trainer(kind: type[Any], folder: str, *, every: str | None = None, world: World | None = None) -> Any:
+    checkpoint = CheckpointConfig(every=every, at_end=False, keep_last=1)  # type: ignore[arg-type]
     config = TrainerConfig(max_steps=10**9, log_every="1000 steps", checkpoint=checkpoint)  # type: ignore[arg-type]
     trainer = kind(config, run_dir=folder, world=world or World.single("cpu"), show_progress=False)
     trainer.train_epoch()
@@ -104,7 +104,7 @@ def seconds(do: Callable[[], Any]) -> float:
 
 def time_lost(folder: str) -> list[Row]:
     """Compare a checkpoint every ten updates with none: time, and CPU time of all threads including the writers."""
-    saving, plain = (make_trainer(Narrow, f"{folder}/{saves}", saves=saves) for saves in (True, False))
+    saving, plain = (make_trainer(Narrow, f"{folder}/{every}", every=every) for every in ("10 steps", None))
     cpu_s: dict[Wide, list[float]] = {saving: [], plain: []}
 
     def epoch(trainer: Wide) -> float:
@@ -254,10 +254,10 @@ def _rank(rank: int, folder: str, period_s: float, sender: Any) -> None:
 
 
 def first_stall(folder: str) -> Row:
-    """Measure the stall of the first save of a process, which allocates the memory for the copies."""
+    """Measure the stall of the first save of a process, for which memory was allocated after the first update."""
     pairs = []
     for number in range(FIRSTS):
-        trainer = make_trainer(Wide, f"{folder}/first-{number}")
+        trainer = make_trainer(Wide, f"{folder}/first-{number}", every="1000000 steps")
         ways = ways_to_save(trainer, folder)
         pairs.append((cost_of(trainer, ways["ours"], 0).stall, cost_of(trainer, ways["torch.save"], 0).stall))
         trainer._engine.loop.saver.finish()

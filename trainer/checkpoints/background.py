@@ -85,3 +85,10 @@ class BackgroundSaver:
             written.add_done_callback(lambda _: atexit.unregister(saving.wait))
         self._copier.submit(begin, Future())
         return saving
+
+    def rehearse(self, copy: Callable[[], None]) -> None:
+        """Start a copy that is not written; the next save begins after it."""
+        copied = self._copier.submit(copy, Future())
+        # A thread that copies while Python exits would abort the process.
+        atexit.register(copied.exception)
+        copied.add_done_callback(lambda _: atexit.unregister(copied.exception))

@@ -7,9 +7,7 @@ change earlier, such as buffers in a forward pass, are copied immediately.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import mmap
 import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -82,7 +80,7 @@ def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     the heap, and each backward pass would then get new memory from the kernel, page by page: 20 % slower updates.
     """
     sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors.values() if each.is_cpu]
-    block = _allocate_block(sum(sizes))
+    block = torch.empty(sum(sizes), dtype=torch.uint8)
     begins = itertools.accumulate(sizes, initial=0)
     buffers = {}
     for name, tensor in tensors.items():
@@ -92,17 +90,6 @@ def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
     return buffers
-
-
-def _allocate_block(nbytes: int) -> torch.Tensor:
-    """Return memory in huge pages if the system has them: the first copy otherwise waits for each page of 4 KiB."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Copy:

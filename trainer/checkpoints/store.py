@@ -197,6 +197,19 @@ class CheckpointStore:
             copy.finish, lambda: self._write(info, copied), wait_for_snapshot=copy.wait, waits_at_exit=alone
         )
 
+    def rehearse_save(
+        self, parts: Mapping[str, Stateful], *, changes_only_on_step: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """Copy the state in the background and discard it, so that the first save finds memory for its copies.
+
+        The kernel needs several times as long for new memory as for the copy. Errors are left to the save, which raises
+        them on all ranks. No collectives.
+        """
+        with contextlib.suppress(Exception):
+            snapshot = self._snapshot(parts, {}, changes_only_on_step)
+            copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step)
+            self._saver.rehearse(copy.finish)
+
     def _snapshot(
         self,
         parts: Mapping[str, Stateful],

@@ -504,6 +504,8 @@ class Loop:
         self._save_if_best()
         if agreed.save or (applied and self.saver.schedule.due(progress, ended="steps")):
             self._save_unless_saved()
+        if applied:
+            self.saver.rehearse()
         if self._has_clocks and self._world.is_main:
             # Clocks differ between ranks: the main rank's decides, and requests the action on all ranks.
             elapsed_s = self.recorder.elapsed_s()

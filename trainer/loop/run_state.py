@@ -162,6 +162,11 @@ class RunState:
         self.last_saved_step = self._ctx.progress.step
         return saving
 
+    def rehearse_save(self) -> None:
+        """Allocate the memory for the copies of background saves, in the background."""
+        contents = self._contents()
+        self._require_store().rehearse_save(contents["parts"], changes_only_on_step=contents["changes_only_on_step"])
+
     def _require_store(self) -> CheckpointStore:
         if self._store is None:
             raise ConfigError("a checkpoint needs a folder: give the trainer a run_dir")

@@ -46,6 +46,7 @@ class Saver:
         self._began_s = 0.0
         self.schedule = Schedule(ctx.config.checkpoint.every)
         self.took_s: float | None = None
+        self._has_rehearsed = False
 
     def save(self) -> Checkpoint:
         """Save the state, and wait until it is written."""
@@ -68,6 +69,18 @@ class Saver:
         self._optimizer_step.wait_for_snapshot = saving.wait_for_snapshot
         self._requests.watch(saving)
         return saving
+
+    def rehearse(self) -> None:
+        """Prepare for background saves, if they are to come; called after each update, of which only the first counts.
+
+        Optimizers have no state before.
+        """
+        if not self._has_rehearsed:
+            self._has_rehearsed = True
+            checkpoint = self._ctx.config.checkpoint
+            is_coming = self._ctx.run_dir is not None and checkpoint.every is not None and checkpoint.background
+            if is_coming and self._in_background is None:
+                self._state.rehearse_save()
 
     def finish(self) -> None:
         """Wait for a background save, and call the hooks. Every rank must call this at the same update."""

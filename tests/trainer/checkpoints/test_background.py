@@ -25,6 +25,7 @@ from headway.trainer import (
     World,
 )
 from headway.trainer.callbacks import Ema, Samples
+from headway.trainer.checkpoints import staging
 from headway.trainer.checkpoints.background import BackgroundSave
 from headway.trainer.checkpoints.format.manifest import CheckpointWarning
 from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
@@ -213,6 +214,31 @@ def _run_and_resume(world: World, folder: str, strategy: str) -> list[list[int]]
             assert torch.equal(value, weights(resumed)[name]), (step, name)
     assert result.last_checkpoint is not None
     return [saved.steps, saved.told_at]
+
+
+def test_the_first_save_finds_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated_at: list[int] = []
+    allocate = staging._allocate
+    monkeypatch.setattr(
+        staging, "_allocate", lambda tensors: (allocated_at.append(trainer.global_step), allocate(tensors))[1]
+    )
+    trainer = TinyTrainer(CONFIG, run_dir=tmp_path / "saves", world=ALONE)
+    trainer.fit()
+    assert allocated_at == [1]
+    # One that saves only at the end needs no copies.
+    trainer = TinyTrainer(replace(CONFIG, checkpoint=CheckpointConfig(every=None)), run_dir=tmp_path, world=ALONE)
+    trainer.fit()
+    assert allocated_at == [1]
+
+
+def test_state_that_cannot_be_saved_fails_the_save_and_not_the_rehearsal(tmp_path: Path) -> None:
+    class HoldsLock(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    trainer = TinyTrainer(CONFIG, run_dir=tmp_path, world=ALONE, callbacks=[HoldsLock()])
+    with pytest.raises(CheckpointError, match="cannot save step 3 .*holds a _thread.lock"):
+        trainer.fit()
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_update(tmp_path: Path) -> None:

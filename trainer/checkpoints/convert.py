@@ -24,7 +24,7 @@ from .format.manifest import MANIFEST, Checkpoint, decode_floats, parse_manifest
 from .format.plain_values import encode_state
 from .retention import is_kept, mark_kept
 from .scan import verify_file
-from .snapshot import Shard, Snapshot, tensor_file
+from .snapshot import Shard, Snapshot
 from .storage import Storage
 
 _FORMAT = 3
@@ -154,7 +154,7 @@ def _write(folder: Path, shared: Mapping[str, Any], ranks: list[dict[str, Any]])
             for name, each in here.items()
         }
         snapshot = Snapshot(parts, rank_parts, {}, shards, here, own)
-        files |= {tensor_file(rank): snapshot.write_tensors(folder, rank), **snapshot.write_json(folder, rank)}
+        files |= snapshot.write(folder, rank)
     return files
 
 

@@ -81,7 +81,7 @@ class ModelState:
                 (name, key): value for name, model in self._models.items() for key, value in named_state_tensors(model)
             }
         live = self._targets.get((path[0], "/".join(path[1:])))
-        return live.detach() if live is not None and live.shape == size else None
+        return live if live is not None and live.shape == size else None
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load all weights and buffers.

@@ -138,16 +138,12 @@ class Best:
 
     def update(self, value: float, *, step: int) -> bool:
         """Record a value if it is the best so far; return whether it is."""
-        if not self.would_improve(value):
-            return False
-        self.value, self.step = float(value), step
-        return True
-
-    def would_improve(self, value: float) -> bool:
-        """Whether a value would be the best so far."""
-        if not math.isfinite(value):
-            return False
-        return self.value is None or is_better(value, self.value, mode=self.mode, by=self.min_delta)
+        is_improved = math.isfinite(value) and (
+            self.value is None or is_better(value, self.value, mode=self.mode, by=self.min_delta)
+        )
+        if is_improved:
+            self.value, self.step = float(value), step
+        return is_improved
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its step."""

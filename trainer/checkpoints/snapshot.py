@@ -158,21 +158,17 @@ class Snapshot:
         local = {name: each if type(each := tensors[name]) is torch.Tensor else to_local(each) for name in shards}
         return cls(encoded, of_rank, num_elements, shards, local, rank_tensors)
 
-    def write_tensors(self, folder: Path, rank: int) -> FileChecksum:
-        """Write this rank's tensor file."""
-        return TensorFile(self.rank_tensors | self.tensors).write(folder / tensor_file(rank))
-
-    def write_json(self, folder: Path, rank: int) -> dict[str, FileChecksum]:
-        """Write this rank's other files, and return them."""
+    def write(self, folder: Path, rank: int) -> dict[str, FileChecksum]:
+        """Write this rank's files, and return them."""
+        written = {tensor_file(rank): TensorFile(self.rank_tensors | self.tensors).write(folder / tensor_file(rank))}
         shards = {name: shard.as_json() for name, shard in self.shards.items()}
         own = {name: _dtype_name(tensor.dtype) for name, tensor in self.rank_tensors.items()}
-        files: dict[str, Any] = {
+        contents: dict[str, Any] = {
             rank_json(rank): {"rank": rank, "tensors": shards, "own_tensors": own, "parts": self.rank_parts}
         }
         if rank == 0:
-            files[STATE] = {"parts": self.parts}
-        written = {}
-        for file, content in files.items():
+            contents[STATE] = {"parts": self.parts}
+        for file, content in contents.items():
             text = dump_json(content)
             (folder / file).write_bytes(text)
             # Of the bytes in memory, to detect corruption on the way to the disk as well.

@@ -74,9 +74,6 @@ class Storage(Protocol):
     def check(self) -> None:
         """Write and delete a file; OSError if that fails."""
 
-    def flush(self, staged: Path, file: str) -> None:
-        """Flush one staged file to disk early, if staged files are final. Any rank may call this."""
-
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         """Move this rank's staged files to the folder that all ranks share. Every rank must call this."""
 
@@ -168,9 +165,6 @@ class _Local:
         staged = self.stage(f"check-{uuid.uuid4().hex[:8]}")
         (staged / "empty").touch()
         shutil.rmtree(staged)
-
-    def flush(self, staged: Path, file: str) -> None:
-        _sync(staged / file)
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         for file in files:
@@ -291,9 +285,6 @@ class _Remote:
         self.fs.makedirs(name, exist_ok=True)
         self.fs.pipe_file(f"{name}/empty", b"-")
         self.fs.rm(name, recursive=True)
-
-    def flush(self, staged: Path, file: str) -> None:
-        return  # files are uploaded in `publish`
 
     def publish(self, staged: Path, name: str, files: list[str]) -> None:
         self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)

@@ -19,7 +19,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -34,7 +33,7 @@ from .format.manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_mani
 from .reader import CheckpointReader, FetchedFiles
 from .retention import Mode, Retention, is_kept
 from .scan import ScannedCheckpoint, read_checkpoint, scan, split_path, verify_file
-from .snapshot import Shard, Snapshot, missing_elements, rank_of, tensor_file
+from .snapshot import Shard, Snapshot, missing_elements, rank_of
 from .staging import Staging
 from .storage import Storage, open_storage
 
@@ -241,12 +240,12 @@ class CheckpointStore:
         staged = self._on_all_ranks(doing, lambda: self._storage.stage(f"{name}-{token}"))
         try:
             self._check_complete(doing, snapshot)
-            written = self._on_all_ranks(doing, lambda: self._write_tensors(snapshot, staged))
+            written = self._on_all_ranks(doing, lambda: snapshot.write(staged, self.world.rank))
             if info.name is not None and not self._storage.can_replace:
                 self._on_main(doing, lambda: self._remove_replaced(name))
-            rest = self._on_all_ranks(doing, lambda: self._publish(snapshot, staged, name, list(written)))
+            self._on_all_ranks(doing, lambda: self._storage.publish(staged, name, list(written)))
             # Only the main rank needs what describes the files of all ranks.
-            gathered = self.world.gather_object(written | rest)
+            gathered = self.world.gather_object(written)
             files = {file: each for rank_sums in gathered for file, each in rank_sums.items()}
 
             def commit() -> Checkpoint:
@@ -555,19 +554,6 @@ class CheckpointStore:
 
         self._on_main(doing, check)
         self._complete_shards = snapshot.shards
-
-    def _write_tensors(self, snapshot: Snapshot, staged: Path) -> dict[str, FileChecksum]:
-        """Write this rank's tensors, and return the file."""
-        file = tensor_file(self.world.rank)
-        written = snapshot.write_tensors(staged, self.world.rank)
-        self._storage.flush(staged, file)
-        return {file: written}
-
-    def _publish(self, snapshot: Snapshot, staged: Path, name: str, written: Sequence[str]) -> dict[str, FileChecksum]:
-        """Write this rank's other files and move all its files to the shared folder; return the other files."""
-        rest = snapshot.write_json(staged, self.world.rank)
-        self._storage.publish(staged, name, [*written, *rest])
-        return rest
 
     def _retain(self, committed: str, step: int) -> None:
         names = [name for name in self._storage.names() if name.split(".")[0] == _name(step) and name != committed]

@@ -80,7 +80,8 @@ class Saver:
             checkpoint = self._ctx.config.checkpoint
             is_coming = self._ctx.run_dir is not None and checkpoint.every is not None and checkpoint.background
             if is_coming and self._in_background is None:
-                self._state.rehearse_save()
+                with self._in_phase():
+                    self._state.rehearse_save()
 
     def finish(self) -> None:
         """Wait for a background save, and call the hooks. Every rank must call this at the same update."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private.worker import global_worker
 from rich.console import Console
 
 from headway.datasets.errors import DataError
@@ -243,6 +244,11 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
     assert (record["status"], record["steps"], record["attempts"]) == ("stopped", result.steps, 1)
     assert find_run("run", str(tmp_path)).experiment() == found
     assert Run(found.run_dir).record.attempts == 1
+    # Ray's log viewer shows the output of every rank.
+    logs = Path(global_worker.node.get_session_dir_path(), "logs", "train").glob("ray-train-app-worker-*.log")
+    own = [text for text in (file.read_text() for file in logs) if f'"run-{record["id"]}"' in text]
+    assert len([text for text in own if "printed: hello" in text]) == 2
+    assert any("said: hello" in text for text in own)
 
     # It resumes; after an abort it saves nothing, and its workers exit although this process and Ray remain.
     again = fit_until("training", 2, StopRequest(reason="now", abort=True))

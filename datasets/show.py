@@ -7,10 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from .arrow import Rows
 from .errors import DataError
-from .paths import Paths, nearest
+from .formats import images, jsonl, webdataset
+from .formats.images import Images
+from .formats.jsonl import JsonLines
+from .formats.webdataset import WebDataset
+from .paths import SUFFIXES, PathLike, Paths, absolute, find_all, nearest
 from .row_groups import read_group
-from .sources import Source, read_source
+from .sources import Parquet, Source
+
+_INDEXED = (*jsonl.SUFFIXES, *webdataset.SUFFIXES, *images.SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -19,11 +28,12 @@ class Description:
 
     Attributes:
         path: the path given.
-        rows, files, fragments: number of rows, files and row groups.
+        rows, files, fragments: number of rows, files and fragments, which for Parquet are row groups.
         size_bytes: total size of the files.
         columns: {name: type}.
         fingerprint: changes when the data changes.
-        first_row: {column: value} of the first row, in file order.
+        first_row: {column: value} of the first row.
+        unit: what a fragment is.
     """
 
     path: str
@@ -34,13 +44,14 @@ class Description:
     columns: dict[str, str]
     fingerprint: str
     first_row: dict[str, Any]
+    unit: str = "row groups"
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.columns)
         lines = [
             f"{self.path}",
             f"  rows         {self.rows:,}",
-            f"  fragments    {self.fragments:,} row groups in {self.files:,} files",
+            f"  fragments    {self.fragments:,} {self.unit} in {self.files:,} files",
             f"  size         {_bytes(self.size_bytes)}",
             f"  fingerprint  {self.fingerprint}",
             "  columns and the first row",
@@ -51,32 +62,74 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(path: Paths, *, columns: Sequence[str] | None = None) -> Description:
-    """Summarize a dataset from its footers and its first row.
+def describe(path: Paths, *, columns: Sequence[str] | None = None, index: PathLike | None = None) -> Description:
+    """Summarize a dataset of any format that has files, from its footers or its index, and its first row.
+
+    Args:
+        path: Parquet, JSON Lines or WebDataset files, or a folder of images.
+        columns: columns to read; None for all.
+        index: folder for the index of a format that needs one; None puts it beside the data.
 
     Raises:
         DataError: the dataset is missing or damaged.
     """
-    source = read_source(path, columns=columns)
+    data = _format_of(path, columns=columns, index=index)
+    source = data.open()
+    if isinstance(source, Source):
+        kinds = {field.name: str(field.type) for field in source.schema}
+        first, sizes = _row(source, 0, 0), [file.size_bytes for file in source.files]
+    else:
+        rows = source.fragment(0).read()
+        kinds = {name: _type_of(column) for name, column in rows.items()}
+        first = _first(rows)
+        found = find_all(path, suffixes=_INDEXED)
+        sizes = [int(each.fs.size(each.inner)) for each in found]
     return Description(
-        path=str(path) if not isinstance(path, (list, tuple)) else ", ".join(map(str, path)),
+        path=str(data),
         rows=source.rows,
-        files=len(source.files),
+        files=len(sizes),
         fragments=len(source.fragment_rows),
-        size_bytes=sum(file.size_bytes for file in source.files),
-        columns={field.name: str(field.type) for field in source.schema},
+        size_bytes=sum(sizes),
+        columns=kinds,
         fingerprint=source.fingerprint,
-        first_row=_row(source, 0, 0),
+        first_row=first,
+        unit="row groups" if isinstance(source, Source) else "fragments",
     )
 
 
-def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> dict[str, Any]:
+def _format_of(
+    path: Paths, *, columns: Sequence[str] | None = None, index: PathLike | None = None
+) -> Parquet | JsonLines | WebDataset | Images:
+    """Return the dataset at a path, by the endings of its files: the first format that has any; else Parquet."""
+    if _has(path, SUFFIXES):
+        return Parquet(path, columns)
+    if _has(path, jsonl.SUFFIXES):
+        return JsonLines(path, columns, index=index)
+    if _has(path, webdataset.SUFFIXES):
+        return WebDataset(path, columns, index=index)
+    if _has(path, images.SUFFIXES):
+        return Images(absolute(path)[0], index=index)
+    return Parquet(path, columns)
+
+
+def _has(path: Paths, suffixes: tuple[str, ...]) -> bool:
+    try:
+        return find_all(path, suffixes=suffixes)[0].path.lower().endswith(suffixes)
+    except DataError:
+        return False
+
+
+def read_row(
+    path: Paths, row: str, *, columns: Sequence[str] | None = None, index: PathLike | None = None
+) -> dict[str, Any]:
     """Return a row by its id, as shown in errors and in a checkpoint's resume check, or returned by `row_ids()`.
 
     Args:
         path: the whole dataset; file names in ids are relative to the common folder of all files.
-        row: "<file>[<row group>]:<row in it>", counted from 0.
+        row: the id: for Parquet "<file>[<row group>]:<row in it>", counted from 0. In other formats, the time to find
+            it is proportional to the rows.
         columns: columns to return; None for all. Files may differ in other columns.
+        index: see `describe`.
 
     Returns:
         {column: value}.
@@ -84,7 +137,17 @@ def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> 
     Raises:
         DataError: there is no such row.
     """
-    source = read_source(path, columns=columns)
+    source = _format_of(path, columns=columns, index=index).open()
+    if isinstance(source, Source):
+        return _parquet_row(source, row)
+    for fragment, rows in enumerate(source.fragment_rows.tolist()):
+        for number in range(rows):
+            if source.row_name(fragment, number) == row:
+                return _first(source.fragment(fragment).read(), number)
+    raise DataError(f'the dataset has no row {row!r}; the id of its first row is "{source.row_name(0, 0)}"')
+
+
+def _parquet_row(source: Source, row: str) -> dict[str, Any]:
     names = [file.name for file in source.files]
     written = re.fullmatch(r"(.+)\[(\d+)\]:(\d+)", row)
     if written is None:
@@ -101,11 +164,22 @@ def read_row(path: Paths, row: str, *, columns: Sequence[str] | None = None) -> 
     return _row(source, fragments[group], number)
 
 
+def _first(rows: Rows, number: int = 0) -> dict[str, Any]:
+    row = {name: column[number] for name, column in rows.items()}
+    return {name: each.tolist() if isinstance(each, np.ndarray | np.generic) else each for name, each in row.items()}
+
+
 def _row(source: Source, fragment: int, number: int) -> dict[str, Any]:
     """Return a row exactly as it is in the file, including nulls, which training would reject."""
     table = read_group(source.fragment(fragment))
     row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
     return row
+
+
+def _type_of(column: Any) -> str:
+    if column.dtype != object:
+        return f"{column.dtype}{list(column.shape[1:]) or ''}"
+    return type(next((each for each in column if each is not None), None)).__name__
 
 
 def _short(value: Any, *, length: int = 60) -> str:

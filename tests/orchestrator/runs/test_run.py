@@ -257,6 +257,7 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
     monkeypatch.setattr(driver, "placed_groups", set)
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
     monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
+    monkeypatch.setattr(connect, "unused_gpus", lambda _: None)
     with pytest.raises(RunConflictError, match="another process took over"):
         fit(experiment(tmp_path), display=RunConsole(Console(quiet=True)))
     folder = Folder(str(tmp_path / "tiny"))
@@ -275,6 +276,7 @@ def test_a_storage_that_is_away_does_not_hide_the_error(tmp_path: Path, monkeypa
     monkeypatch.setattr(driver, "placed_groups", set)
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
     monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
+    monkeypatch.setattr(connect, "unused_gpus", lambda _: None)
     with pytest.raises(TrainingFailedError, match="rank 1 was killed") as raised:
         fit(experiment(tmp_path), display=RunConsole(Console(quiet=True)))
     assert "its record could not be updated, and may still say that it runs: run.json" in raised.value.__notes__[0]

@@ -96,7 +96,9 @@ class ModelState:
             module = strip_wrappers(model)
             keys = {_unwrapped_name(key): key for key in module.state_dict()}
             _compare(f"keys of {name!r}", state[name], keys)
-            module.load_state_dict({keys[key]: value for key, value in state[name].items()})
+            # They are the live parameters if a checkpoint was read into them; torch does not copy these to themselves.
+            with torch.no_grad():
+                module.load_state_dict({keys[key]: value for key, value in state[name].items()})
         self._models.clear_cache()
 
 

@@ -214,6 +214,22 @@ def test_keys_and_shapes_that_differ_are_named(tmp_path: Path) -> None:
         load(nn.Linear(2, 3), "other")
 
 
+def test_a_module_may_change_in_place_what_it_loads(tmp_path: Path) -> None:
+    def clamp(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+        state_dict[f"{prefix}weight"].clamp_(max=0.5)
+
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    saved = store.save({"models": ModelState({"model": model})}, rank_parts={}, step=1, epoch=0, metrics={}, meta={})
+    other = nn.Linear(2, 2)
+    other.register_load_state_dict_pre_hook(clamp)
+    store.load({"models": ModelState({"model": other})}, rank_parts={}, checkpoint=saved)
+    assert torch.equal(other.weight, torch.full((2, 2), 0.5))
+    assert torch.equal(other.bias, model.bias)
+    assert other.weight.requires_grad
+
+
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     model = build()

@@ -13,6 +13,7 @@ from ..checkpoints.rng import preserve_rng, seed_for
 from ..errors import ConfigError, DataError
 from .dataloader_stream import ceil_div, shut_down_workers, unsupported_part
 from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo, Stateful
+from .repeats import WorkerRepeats
 from .tree import batch_size
 
 
@@ -67,6 +68,7 @@ class IterableStream:
             DataError: the iterable is training data and has no batches.
         """
         self._shard = shard
+        self._repeats = WorkerRepeats(self._data, "training" if shard.training else "validation")
         if shard.training and shard.global_batch_size is not None:
             unsupported = unsupported_part(self._data) if isinstance(self._data, DataLoader) else None
             why = f"This one is read in its own order because of {unsupported}, and" if unsupported else "An iterable"
@@ -104,6 +106,7 @@ class IterableStream:
         self._batches = batches
         try:
             for batch in batches:
+                self._repeats.add(batch)
                 group.append(batch)
                 if len(group) == self._batches_per_step:
                     if position is not None:
@@ -123,7 +126,7 @@ class IterableStream:
         shut_down_workers(self._batches)
         if self._loader is not None:
             # A loader with persistent workers keeps its iterator, and would reuse it without workers.
-            shut_down_workers(self._loader._iterator)
+            shut_down_workers(getattr(self._loader, "_iterator", None))
             self._loader._iterator = None
         self._batches = None
 

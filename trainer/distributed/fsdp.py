@@ -20,10 +20,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from ..config import ParallelConfig, Precision
-from ..errors import ConfigError
+from ..errors import ConfigError, StepError
 from .world import World
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def shard_fully(
@@ -84,12 +87,18 @@ def shard_fully(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called or have weights of its own, unlike a `ModuleList` or `ModuleDict`."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
+    """Whether a module is called or has weights itself, unlike a `ModuleList` or a class that only holds networks."""
+    if type(module).forward is not nn.Module.forward:
+        return True
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    parts = [set(child.parameters()) for child in module.children()]
+    shares = sum(map(len, parts)) != len(set().union(*parts))
+    return shares or bool(_own_methods(type(module))) or any(True for _ in module.parameters(recurse=False))
 
 
 def callable_roots(model: nn.Module) -> list[nn.Module]:
-    """Return the model, or if it is a container such as a `ModuleDict`, the modules in it that can be called."""
+    """Return the model, or if it only holds others, as a `ModuleDict` does, the modules in it that can be called."""
     if has_forward(model):
         return [model]
     return [
@@ -196,6 +205,33 @@ def sync_buffers(model: nn.Module, world: World) -> None:
         for name, buffer in model.named_buffers():
             if name in names:
                 world.broadcast_tensor(buffer)
+
+
+def add_shard_advice(error: BaseException) -> None:
+    """Add a note to torch's error about a part of a sharded model that is not gathered."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "a part of the model was called by itself, and under FSDP2 it has only the shards of its weights: call it "
+            "in forward or another method of the model, or name its class in parallel.shard_modules"
+        )
+
+
+class RefuseDataAssignment(TorchFunctionMode):
+    """Refuses `parameter.data = value` for sharded parameters, which torch ignores without an error.
+
+    Costs microseconds per operator, so that it is for the first updates only.
+
+    Raises:
+        StepError: code in this context assigns `data` of a sharded parameter.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and isinstance(args[0], DTensor):
+            raise StepError(
+                "parameter.data = value has no effect on a sharded parameter: change it in place, such as by "
+                "parameter.data.copy_(value), or use parallel.strategy='ddp'"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _Calls:

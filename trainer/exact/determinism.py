@@ -13,6 +13,8 @@ import torch
 
 from ..data.tree import map_tensors
 
+_DRIVER = Path("/proc/driver/nvidia/version")
+
 
 def clone_batch(batch: Any) -> Any:
     """Clone a batch: the rounding of a matrix product may depend on the memory alignment of its rows."""
@@ -49,10 +51,26 @@ def deterministic_mode(device: torch.device) -> Iterator[None]:
 
 def hardware_fingerprint(device: torch.device) -> dict[str, str]:
     """Return the hardware facts that rounding depends on; must be equal on all ranks and after a resume."""
-    cpu = f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+    common = {"torch": torch.__version__}
+    if device.type != "cuda":
+        return {"computes on": f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}", **common}
+    return {"computes on": torch.cuda.get_device_name(device), **common, **_cuda_settings(device)}
+
+
+def _cuda_settings(device: torch.device) -> dict[str, str]:
+    """Return the versions and switches that choose the kernels of a GPU."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return {
-        "computes on": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "compute capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "cuDNN": str(cudnn.version()),  # type: ignore[no-untyped-call]
+        "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else "",
+        "TF32 in matrix products": str(matmul.allow_tf32),
+        "TF32 in cuDNN": str(cudnn.allow_tf32),
+        "reduced precision of float16 and bfloat16 sums": (
+            f"{matmul.allow_fp16_reduced_precision_reduction} {matmul.allow_bf16_reduced_precision_reduction}"
+        ),
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
     }
 
 

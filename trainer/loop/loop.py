@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from ..checkpoints.rng import GeneratorsBefore, RngState
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
 from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, is_exhausted
+from ..data.repeats import RankRepeats
 from ..data.tree import batch_size
+from ..distributed.fsdp import RefuseDataAssignment
 from ..distributed.parallelize import check_no_partial_gradients
 from ..errors import ConfigError, DataError, LossSpikeError, NonFiniteError, StepError
 from ..exact.numerics import Numerics
@@ -38,6 +40,7 @@ from .saving import Saver
 from .steps import LossWeight, Steps
 
 _MOST_SCALES = 18
+_UPDATES_WITH_CHECKS = 2
 
 
 class Loop:
@@ -94,6 +97,7 @@ class Loop:
         self._evaluations = Schedule(config.evaluate_every)
         self.saver = Saver(ctx, self._state, self.optimizer_step, self.recorder, requests)
         self._reads = BlockedReads(requests, self._save_during_read)
+        self._repeats = RankRepeats(num_ranks=ctx.world.size, num_readers=ctx.mesh.data.size, is_main=ctx.world.is_main)
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
         )
@@ -113,6 +117,9 @@ class Loop:
         self._must_save_best = False
         self._uneven_samples = 0
         self._has_warned = False
+        # Not under compile, whose code would be compiled again afterwards.
+        is_sharded = ctx.mesh.shard_mesh is not None and not config.parallel.compile
+        self._first_checks: AbstractContextManager[object] = RefuseDataAssignment() if is_sharded else nullcontext()
         if config.loss_spike is not None and ctx.run_dir is None:
             raise ConfigError("loss_spike needs checkpoints to roll back to: give the trainer a run_dir")
 
@@ -456,10 +463,11 @@ class Loop:
         """Make one update and count it; return whether it was applied. If not, only the data position advances."""
         progress = self._progress
         self.recorder.in_update = True
-        try:
-            rejection = step()
-        finally:
-            self.recorder.in_update = False
+        with self._first_checks:
+            try:
+                rejection = step()
+            finally:
+                self.recorder.in_update = False
         self._activity.end_update()
         if self.compile_cache is not None and self._activity.updates == UPDATES_BEFORE_SAVE:
             self.compile_cache.save()
@@ -481,7 +489,10 @@ class Loop:
         progress.step += 1
         progress.samples += samples
         self.recorder.count(batch)
-        self._callbacks.on_step_end()
+        with self._first_checks:
+            self._callbacks.on_step_end()
+        if self._activity.updates >= _UPDATES_WITH_CHECKS:
+            self._first_checks = nullcontext()
         return True
 
     def _run_due_actions(self, *, applied: bool) -> dict[str, float]:
@@ -723,7 +734,9 @@ class Loop:
                     return
                 if must_agree:
                     own = batch.num_samples if batch is not None else ()
-                    count, squares, samples = self._world.sum_ints(len(own), len(own) ** 2, sum(own))
+                    repeats = self._repeats.numbers(batch.micro_batches if batch is not None else None)
+                    count, squares, samples, *sums = self._world.sum_ints(len(own), len(own) ** 2, sum(own), *repeats)
+                    self._repeats.check(sums)
                     samples //= self._mesh.ranks_on_same_rows
                     # Equal only if all ranks have equally many micro-batches; the epoch ends with the shortest one.
                     if batch is None or count**2 != self._world.size * squares:

@@ -87,6 +87,8 @@ ATTRIBUTES_ELSEWHERE = {
     "estimated_stepping_batches": "use self.total_steps",
     "num_training_batches": "use self.total_steps",
     "state": "use self.progress",
+    "epoch": "use self.current_epoch",
+    "iteration": "use self.global_step",
     "datamodule": "data come from configure_dataloaders()",
 }
 """Attributes of trainers of other frameworks, and what to use in their place."""

@@ -306,8 +306,11 @@ def test_an_argument_of_the_users_own_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("log_dict", r"call self\.log"), ("hparams", r"use self\.config"), ("validate", r"call evaluate\(\)"),
-        ("epoch", r"use self\.current_epoch"), ("iteration", r"use self\.global_step"),
+        ("log_dict", r"call self\.log"),
+        ("hparams", r"use self\.config"),
+        ("validate", r"call evaluate\(\)"),
+        ("epoch", r"use self\.current_epoch"),
+        ("iteration", r"use self\.global_step"),
     ],
 )
 def test_attributes_of_other_trainers_name_ours(name: str, advice: str) -> None:

@@ -318,6 +318,31 @@ def test_attributes_of_other_trainers_name_ours(name: str, advice: str) -> None:
         getattr(TinyTrainer(TinyConfig(max_steps=1), world=ALONE), name)
 
 
+class TrainsItself(nn.Linear):
+    def train(self, inputs, labels):  # type: ignore[no-untyped-def, override]
+        return inputs, labels
+
+
+class HasItsOwnTrain(TinyTrainer):
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Linear(6, 6), TrainsItself(6, 3))
+
+
+class HasAList(TinyTrainer):
+    def configure_models(self) -> None:
+        self.model = nn.Module()
+        self.model.layers = [nn.Linear(6, 3)]
+
+
+def test_models_that_no_evaluation_can_handle_or_that_have_plain_lists_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.1, a TrainsItself, has its own train\(\) with other arguments .*rename"
+    ):
+        HasItsOwnTrain(TinyConfig(max_steps=1), world=ALONE).setup()
+    with pytest.raises(ConfigError, match=r"no module with parameters: .*only if it is a torch\.nn\.ModuleList"):
+        HasAList(TinyConfig(max_steps=1), world=ALONE).setup()
+
+
 def test_resume_takes_a_path() -> None:
     with pytest.raises(ConfigError, match='resume must be "auto", "never" or the path of a checkpoint, got True'):
         TinyTrainer(TinyConfig(max_steps=1), world=ALONE).fit(resume=True)  # type: ignore[arg-type]

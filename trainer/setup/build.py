@@ -236,10 +236,28 @@ def _collect_models(program: Program, ctx: RunContext, returned: Any) -> None:
     _check_private_models(program, models, ctx.name)
     if not models:
         raise ConfigError(
-            f"configure_models() of {ctx.name} made no module with parameters: set self.model = ..., or return it"
+            f"configure_models() of {ctx.name} made no module with parameters: set self.model = ..., or return it; "
+            "modules in a list belong to a model only if it is a torch.nn.ModuleList"
         )
+    for name, model in models.items():
+        _check_modes(name, model)
     ctx.models.clear()
     ctx.models.update(models)
+
+
+def _check_modes(name: str, model: nn.Module) -> None:
+    """Raise for modules whose own `train` or `eval` method an evaluation could not call."""
+    for path, module in model.named_modules():
+        for method, arguments in (("train", (False,)), ("eval", ())):
+            if getattr(type(module), method) is getattr(nn.Module, method):
+                continue
+            try:
+                inspect.signature(getattr(module, method)).bind(*arguments)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{f'{name}.{path}'.rstrip('.')}, a {type(module).__name__}, has its own {method}() with other "
+                    "arguments than torch.nn.Module's, which evaluations call to change the mode: rename it"
+                ) from error
 
 
 def _reason(error: Exception, where: str) -> str:

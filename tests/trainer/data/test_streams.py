@@ -743,9 +743,10 @@ class Slow:
 
     def __init__(self, rank: int, seconds: float) -> None:
         self.seconds = seconds if rank == 1 else 0.0
+        self.rank = rank
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in _batches(4):
+        for batch in list(_batches(8))[self.rank :: 2]:
             time.sleep(self.seconds)
             yield batch
 
